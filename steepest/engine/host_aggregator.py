@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +15,7 @@ from steepest.engine.topology import Topology
 from steepest.errors import ProtocolError
 from steepest.messages.gradients import HostPush, Push, Weights, WeightsShared
 from steepest.messages.message import Kind, Message, Peer, PushId, Send, server_peer, worker_peer
+from steepest.tensors.memory import Memory
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class HostAggregator:
 
     # -- Role ----------------------------------------------------------------------------------
 
-    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+    def destination(self, message: Message, size: int) -> Memory | None:
         """Return the memory for an arriving payload: gradients stay where they are lent.
 
         Args:
@@ -131,10 +132,16 @@ class HostAggregator:
             shared = WeightsShared(arrived.generation, self._weights.vector)
             for worker in self._workers:
                 self._send(worker_peer(worker), shared.pack())
-        weights = replace(
-            arrived,
-            sequence=0,
-            payload=self._layout.chunk_view(self._weights.vector, arrived.chunk),
+        weights = Weights(
+            *(
+                arrived.generation,
+                0,
+                arrived.version,
+                arrived.chunk,
+                arrived.reload,
+                arrived.skipped,
+            ),
+            self._weights.chunk(arrived.chunk),
         )
         for worker in self._workers:
             self._send(worker_peer(worker), weights.pack())

@@ -9,7 +9,7 @@ from steepest.messages.gradients import Weights
 from steepest.messages.message import Kind, Message
 from steepest.tensors.half_precision import narrow_size
 from steepest.tensors.layout import ParameterLayout
-from steepest.tensors.memory import address_of, as_tensor
+from steepest.tensors.memory import Bytes, Memory, address_of, as_array, as_tensor
 
 #: Generation and version, which only grow.
 Key = tuple[int, int]
@@ -45,18 +45,35 @@ class ArrivingWeights:
         vector: torch.Tensor,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self.vector = vector
         self.newest: Key = (-1, -1)
         self._reader = reader
         self._layout = layout
         self._wire_dtype = wire_dtype
+        self.vector = vector
         self._newest: list[Key] = [(-1, -1)] * len(layout.chunks)
         dense = [chunk for chunk in layout.chunks if not chunk.has_rows]
         self._all = frozenset(chunk.index for chunk in dense)
         self._trainable = frozenset(chunk.index for chunk in dense if chunk.trainable)
         self._awaited: dict[Key, set[int]] = {}  # chunks still to come
 
-    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+    @property
+    def vector(self) -> torch.Tensor:
+        """The flat vector."""
+        return self._vector
+
+    @vector.setter
+    def vector(self, vector: torch.Tensor) -> None:
+        self._vector = vector
+        layout = self._layout
+        # Made once: a chunk's bytes, and their address.
+        views = [as_array(layout.chunk_view(vector, chunk.index)) for chunk in layout.chunks]
+        self._views = [(view, address_of(view)) for view in views]
+
+    def chunk(self, index: int) -> Bytes:
+        """Return a chunk's bytes in the vector."""
+        return self._views[index][0]
+
+    def destination(self, message: Message, size: int) -> Memory | None:
         """Return the memory for an arriving chunk: its part of the vector where that can be.
 
         Args:
@@ -71,18 +88,15 @@ class ArrivingWeights:
         """
         if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._layout.chunks):
             raise ProtocolError(f"{self._reader} takes no payload of {message.kind.name}")
-        view = self._layout.chunk_view(self.vector, message.chunk)
+        view, address = self._views[message.chunk]
         is_new = (message.generation, message.version) > self._newest[message.chunk]
-        if size == narrow_size(
-            self._layout.chunks[message.chunk].dtype, view.numel(), self._wire_dtype
-        ):
-            if not is_new:
-                return None
-            return where_lent(message, size)
-        if view.numel() != size:
-            raise ProtocolError(f"chunk {message.chunk} has {view.numel()} bytes, {size} arrive")
-        if message.payload is not None and address_of(message.payload) == view.data_ptr():
-            return as_tensor(message.payload)
+        dtype = self._layout.chunks[message.chunk].dtype
+        if self._wire_dtype and size == narrow_size(dtype, view.nbytes, self._wire_dtype):
+            return where_lent(message, size) if is_new else None
+        if view.nbytes != size:
+            raise ProtocolError(f"chunk {message.chunk} has {view.nbytes} bytes, {size} arrive")
+        if message.payload is not None and address_of(message.payload) == address:
+            return message.payload
         return view if is_new else None
 
     def receive(self, message: Message) -> Weights | None:
@@ -104,12 +118,13 @@ class ArrivingWeights:
             return None  # old, or a copy
         self._newest[weights.chunk] = key
         self.newest = max(self.newest, key)
-        view = self._layout.chunk_view(self.vector, weights.chunk)
-        if payload.numel() != view.numel():
+        view, address = self._views[weights.chunk]
+        if payload.nbytes != view.nbytes:
             assert self._wire_dtype is not None
-            view.view(torch.float32).copy_(payload.view(self._wire_dtype))
-        elif payload.data_ptr() != view.data_ptr():
-            view.copy_(payload)
+            narrow = as_tensor(payload).view(self._wire_dtype)
+            as_tensor(view).view(torch.float32).copy_(narrow)
+        elif address_of(payload) != address:
+            as_tensor(view).copy_(as_tensor(payload))
         if key not in self._awaited:
             self._awaited[key] = set(self._all if weights.reload else self._trainable)
         self._awaited[key].discard(weights.chunk)

@@ -12,7 +12,7 @@ from steepest.engine.incoming_weights import ArrivingWeights
 from steepest.engine.topology import Topology
 from steepest.messages.gradients import Push, Weights, WeightsShared
 from steepest.messages.message import Kind, Message, Peer, Send, aggregator_peer, server_peer
-from steepest.tensors.memory import as_tensor
+from steepest.tensors.memory import Memory, as_tensor
 
 if TYPE_CHECKING:
     from steepest.engine.row_exchange import RowExchange
@@ -154,7 +154,7 @@ class PushPull:
         """Return whether a trainable parameter is here, see `ArrivingWeights.has`."""
         return self._weights.has(entry, key)
 
-    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+    def destination(self, message: Message, size: int) -> Memory | None:
         """Return the memory for an arriving payload: for weights, where the model uses them.
 
         Args:
@@ -199,7 +199,7 @@ class PushPull:
         if weights.skipped and self.rows is not None and self.rows.delayed is not None:
             self.rows.delayed.left_out(weights.version - 1)
         if source != self._own and weights.payload is not None:
-            self.bytes_pulled += weights.payload.numel()
+            self.bytes_pulled += weights.payload.nbytes
         key = (weights.generation, weights.version)
         return key if self._weights.completed(key) else None
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from steepest.compression.codecs import Codec, Half, sum_of_squares
+from steepest.engine.generators import about_to_change
 from steepest.engine.staged_chunk import StagedChunk, StagedPush
 from steepest.engine.topology import Topology
 from steepest.errors import ProtocolError
@@ -54,6 +55,7 @@ class ServerChunk(StagedChunk):
         self._spec = spec
         self._checked = checked and chunk.dtype.is_floating_point
         self._sum: torch.Tensor | None = None  # memory for a mean of several
+        self._sum_views: list[torch.Tensor] = []  # the slices in it
         self._names = [layout.entries[piece.entry].name for piece in chunk.slices]
         self._parameters = [
             torch.nn.Parameter(view, requires_grad=chunk.dtype.is_floating_point)
@@ -65,7 +67,8 @@ class ServerChunk(StagedChunk):
             slices = list(zip(self._names, self._parameters, strict=True))
             self._optimizer, self._groups = spec.build(slices)
         # Torch's own optimizers leave gradients as they are; others get one that they may write to.
-        gentle = spec is None or type(self._optimizer).__module__.startswith("torch.optim")
+        self._is_torchs = type(self._optimizer).__module__.startswith("torch.optim")
+        gentle = spec is None or self._is_torchs
         gentle |= getattr(self._optimizer, "keeps_gradients", False)
         self._lends_mean = gentle and not keeps_mean
 
@@ -88,7 +91,9 @@ class ServerChunk(StagedChunk):
     @property
     def _accumulator(self) -> torch.Tensor:
         if self._sum is None:
-            self._sum = torch.empty_like(self.weights).view(self.chunk.dtype)
+            memory = torch.empty_like(self.weights)
+            self._sum = memory.view(self.chunk.dtype)
+            self._sum_views = self._layout.slice_views(self.chunk, memory)
         return self._sum
 
     def check(self, push: PushId) -> float:
@@ -137,15 +142,15 @@ class ServerChunk(StagedChunk):
         if not pushes or total == 0.0:
             self.mean = None
             return
-        self.absent = frozenset.intersection(*(push.absent for push in pushes))
-        packed = [push for push in pushes if push.codec is not None and push.codec.lossy]
-        if packed:
+        self.absent = frozenset.intersection(*[push.absent for push in pushes])
+        coded = [push for push in pushes if push.codec is not None]
+        if packed := [push for push in coded if push.codec is not None and push.codec.lossy]:
             self.mean = self._unpacked(packed, total, self._accumulator)
             for push in pushes:
                 if push not in packed:
                     _add(self.mean, self._values(push), push.unit / total)
             return
-        wide = all(push.codec is None for push in pushes)
+        wide = not coded
         (first, unit), *rest = [(self._values(push), push.unit) for push in pushes]
         result = first
         if rest or unit != total or not self._lends_mean or not wide:
@@ -207,9 +212,13 @@ class ServerChunk(StagedChunk):
             own = [group["lr"] for group in self._optimizer.param_groups]
             for group in self._optimizer.param_groups:
                 group["lr"] = group["lr"] * rate
-        views = self._layout.slice_views(self.chunk, self.mean.view(torch.uint8))
+        views = self._sum_views
+        if self.mean is not self._sum:
+            views = self._layout.slice_views(self.chunk, self.mean.view(torch.uint8))
         for piece, parameter, view in zip(self.chunk.slices, self._parameters, views, strict=True):
             parameter.grad = None if piece.entry in self.absent else view
+        if not self._is_torchs:
+            about_to_change()  # it may draw random numbers
         self._step(self._optimizer)
         for parameter in self._parameters:
             parameter.grad = None
@@ -231,10 +240,11 @@ class ServerChunk(StagedChunk):
 
         Torch's fused SGD cannot begin one parameter's momentum while another has some.
         """
-        begun = {bool(optimizer.state.get(p)) for p in self._parameters if p.grad is not None}
-        fused = [group for group in optimizer.param_groups if group.get("fused")]
-        if len(begun) < 2 or not isinstance(optimizer, torch.optim.SGD):
-            fused = []
+        fused: list[dict[str, Any]] = []
+        if optimizer.state and isinstance(optimizer, torch.optim.SGD):
+            begun = {bool(optimizer.state.get(p)) for p in self._parameters if p.grad is not None}
+            if len(begun) > 1:
+                fused = [group for group in optimizer.param_groups if group.get("fused")]
         for group in fused:
             group["fused"] = False
         take_step(optimizer)

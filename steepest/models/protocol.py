@@ -93,6 +93,14 @@ def validate_computed(computed: Any) -> Computed:
         raise ModelError(
             f"the model computed {describe(computed)}: return a steepest.models.protocol.Computed"
         )
+    plain = type(computed.loss) is type(computed.weight) is float and type(computed.samples) is int
+    if (
+        plain
+        and 0 <= computed.weight <= _HEAVIEST
+        and computed.samples >= 0
+        and computed.metrics == {}
+    ):
+        return computed  # as those of our own adapters are
     loss, samples = map(as_number, (computed.loss, computed.samples))
     if loss is None:
         raise ModelError(

@@ -512,11 +512,11 @@ class TorchModel:
     def _to_device(self, batch: Any) -> Any:
         if isinstance(batch, torch.Tensor):
             return batch.to(self._device, non_blocking=True)
-        if isinstance(batch, Mapping):
-            return {key: self._to_device(value) for key, value in batch.items()}
         if isinstance(batch, (tuple, list)):
             moved = [self._to_device(value) for value in batch]
             return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+        if isinstance(batch, Mapping):
+            return {key: self._to_device(value) for key, value in batch.items()}
         return torch.as_tensor(batch, device=self._device) if hasattr(batch, "__array__") else batch
 
 

@@ -7,8 +7,9 @@ code that is being compiled.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,18 +43,25 @@ def without_compiler() -> Iterator[None]:
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
     """Step an optimizer; torch's and ours without the wrappers that profile and compile `step`."""
-    step: Any = type(optimizer).step
     hooks = any(getattr(torch_optimizer, name, None) for name in _HOOKS)
-    if (
-        hooks
-        or not type(optimizer).__module__.startswith(("torch.optim.", "steepest.optim."))
-        or optimizer.defaults.get("differentiable")
-    ):
+    kind: Any = type(optimizer)
+    step = _plain_step(kind)
+    if hooks or step is None or optimizer.defaults.get("differentiable"):
         optimizer.step()
         return
+    with torch.no_grad():
+        step(optimizer)
+
+
+@functools.lru_cache(maxsize=64)
+def _plain_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any] | None:
+    """Return `step` of torch's optimizers and ours without wrappers; None of others."""
+    if not kind.__module__.startswith(("torch.optim.", "steepest.optim.")):
+        return None
+    step: Any = kind.step
     while getattr(step, "__globals__", None) is vars(torch_optimizer) and hasattr(
         step, "__wrapped__"
     ):
         step = step.__wrapped__
-    with torch.no_grad():
-        step(optimizer)
+    plain: Callable[[torch.optim.Optimizer], Any] = step
+    return plain

@@ -30,6 +30,9 @@ _BUFFERS_PER_CALL = 64
 _WORTH_WAKING = 1 << 21  # bytes; for fewer of a large message a process is not woken
 _GATHERED_BYTES = 1 << 15  # fewer wait for the end of the turn, to leave together
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
+# as plain integers: `&` of an enum's member makes another one
+_CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_CUT_OFF = int(getattr(socket, "MSG_CTRUNC", 0))
 
 
 class StreamOwner(Protocol):
@@ -178,12 +181,12 @@ class WireChannel:
     def _receive(self, into: memoryview) -> int:
         """Receive bytes into a buffer, and descriptors with them; return the number of bytes."""
         count, ancillary, flags, _ = self._socket.recvmsg_into(
-            [into], _DESCRIPTOR_SPACE, socket.MSG_CMSG_CLOEXEC
+            [into], _DESCRIPTOR_SPACE, _CLOSE_ON_EXEC
         )
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._descriptors += array.array("i", data[: len(data) // 4 * 4])
-        if flags & socket.MSG_CTRUNC:
+        if flags & _CUT_OFF:
             self._descriptors.append(None)
         return count
 
