@@ -22,6 +22,7 @@ from steepest.messages.message import Kind, Message
 from steepest.optim.json_values import from_json, to_json
 from steepest.optim.spec import OptimizerSpec, Schedule
 from steepest.testing import InProcessCluster
+from steepest.transport.frames import decode_meta, encode_meta
 from tests.drawn import runs
 from tests.modes import make, settle, trained
 from tests.reference import Task, same_bits, samples
@@ -262,11 +263,19 @@ def test_what_cannot_be_carried_is_computed_from_its_beginning(
         -math.inf,
         np.float32(0.1),
         np.int64(7),
+        (1 << 64) - 1,
+        -(1 << 70),
+        np.uint64((1 << 64) - 1),
     ],
 )
-def test_values_come_back_from_json_as_they_were(value: Any) -> None:
-    found = from_json(json.loads(json.dumps(to_json(value))))
-    assert (type(found), repr(found)) == (type(value), repr(value))
+def test_values_come_back_from_json_and_messages_as_they_were(value: Any) -> None:
+    message = Message(Kind.SNAPSHOT_END, meta={"value": to_json(value)})
+    for text in (
+        json.loads(json.dumps(to_json(value))),
+        decode_meta(encode_meta(message))["value"],
+    ):
+        found = from_json(text)
+        assert (type(found), repr(found)) == (type(value), repr(value))
 
 
 @pytest.mark.parametrize("value", [object(), {1: [lambda: 0]}, torch.zeros(1), np.zeros(2), 1j])

@@ -1,4 +1,4 @@
-"""The random generators that a process has once: Python's, NumPy's and torch's default ones.
+"""The random generators that a process has once: Python's, NumPy's, torch's default ones of all devices.
 
 They are seeded for each batch. Where the next batch is loaded before its turn, its computation goes
 on from the generators as loading left them: whatever uses them meanwhile has them saved first.
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-#: The states of Python's, NumPy's and torch's generator.
-States = tuple[Any, Any, torch.Tensor]
+#: The states of Python's, NumPy's and torch's generator, and of those of the GPUs in use.
+States = tuple[Any, Any, torch.Tensor, list[torch.Tensor]]
 
 
 class HeldGenerators:
@@ -68,7 +68,8 @@ def seed_everything(seed: int) -> None:
 
 def states() -> States:
     """Return the generators' states."""
-    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state(), gpus
 
 
 def restore(saved: States) -> None:
@@ -77,3 +78,5 @@ def restore(saved: States) -> None:
     random.setstate(saved[0])
     np.random.set_state(saved[1])
     torch.default_generator.set_state(saved[2])
+    if saved[3]:
+        torch.cuda.set_rng_state_all(saved[3])
