@@ -468,15 +468,16 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
         unsettled: list[tuple[Peer, Message]] = []
 
         def decide(self, source: Peer, message: Message) -> list[tuple[Peer, Message]]:
-            earlier = self.settle()
+            if message.kind is Kind.WEIGHTS:
+                raise ProtocolError("no coordinator takes them")
             self.version += 1
             result = (CLIENT, Message(Kind.RESULT, version=self.version))
             failure = (CLIENT, Message(Kind.FAILURE, version=self.version))
             commit = (server_peer(0), Message(Kind.COMMIT))
             if message.kind is Kind.GIVE_UP:
-                return [*earlier, commit, failure]
+                return [commit, failure]
             self.unsettled = [result]
-            return [*earlier, commit]
+            return [commit]
 
         def settle(self) -> list[tuple[Peer, Message]]:
             found, self.unsettled = self.unsettled, []
@@ -503,6 +504,8 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
 
     assert steps(3) == [1]  # the others so soon after it wait
     assert len(commits) == 3  # which the servers' orders do not
+    with pytest.raises(ProtocolError):  # a message that makes no sense costs no result
+        role.handle(server_peer(0), Message(Kind.WEIGHTS))
     now[0] += 1.0
     assert steps(1) == [1, 2, 3, 4]
     assert steps(1) == [1, 2, 3, 4, 5]  # the last that was asked for

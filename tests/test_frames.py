@@ -276,6 +276,8 @@ BAD_VALUES = {
     "endless list": b"\xdd\xff\xff\xff\xff",
     "endless map": b"\xdf\xff\xff\xff\xff",
     "type of its own": b"\x81\xa1a\xd4\x05x",
+    "bytes": b"\x81\xa1a\xc4\x01x",
+    "time inside": b"\x81\xa1a\xd6\xff\x00\x00\x00\x01",
     "time": b"\xd6\xff\x00\x00\x00\x01",
     "zeros": b"\0" * 40,
 }

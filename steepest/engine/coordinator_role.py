@@ -46,6 +46,7 @@ class CoordinatorRole:
     def handle(self, source: Peer, message: Message) -> None:
         """Act on one message, and send what is decided; results of steps when nothing else waits."""
         version, due = self.coordinator.version, self._results_are_due()
+        self._carry_out(self.coordinator.settle())
         self._carry_out(self.coordinator.decide(source, message))
         if self.coordinator.version != version and (due or self._results_are_due()):
             self._when_idle(self._settle)

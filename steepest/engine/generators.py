@@ -17,9 +17,9 @@ States = tuple[Any, Any, torch.Tensor, list[torch.Tensor]]
 
 
 class HeldGenerators:
-    """The generators as they are now, from which somebody goes on later.
+    """The generators as they are now, to go on from them later.
 
-    They are saved only if something else is about to change them, since that takes 50 microseconds.
+    They are saved only if other code is about to change them, since that takes 50 microseconds.
     """
 
     def __init__(self) -> None:

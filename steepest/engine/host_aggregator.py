@@ -133,15 +133,13 @@ class HostAggregator:
             for worker in self._workers:
                 self._send(worker_peer(worker), shared.pack())
         weights = Weights(
-            *(
-                arrived.generation,
-                0,
-                arrived.version,
-                arrived.chunk,
-                arrived.reload,
-                arrived.skipped,
-            ),
-            self._weights.chunk(arrived.chunk),
+            arrived.generation,
+            sequence=0,
+            version=arrived.version,
+            chunk=arrived.chunk,
+            reload=arrived.reload,
+            skipped=arrived.skipped,
+            payload=self._weights.chunk(arrived.chunk),
         )
         for worker in self._workers:
             self._send(worker_peer(worker), weights.pack())

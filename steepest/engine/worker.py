@@ -476,7 +476,8 @@ class Worker:
 
     def _load_next(self, version: int) -> None:
         """Load the next step's first batch, while the weights of its version are awaited."""
-        if not self._stepping and version == self._pushed[1] + 1:
+        granted = version == self._pushed[1] + 1 and version < self._limit
+        if granted and not self._stepping and not self._stopped:
             self._replicas.load_ahead(version * self._members + self._index)
 
     def _report(self, result: WorkerResult, version: int) -> Report:

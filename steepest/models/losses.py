@@ -98,7 +98,11 @@ def sample_count(batch: Any) -> int:
     A list of dicts, such as a detector's targets, has one for each sample, whose images may then
     be a list too.
     """
-    if isinstance(batch, (tuple, list)) and all(isinstance(b, torch.Tensor) for b in batch):
+    if (
+        isinstance(batch, (tuple, list))
+        and batch
+        and all(isinstance(b, torch.Tensor) for b in batch)
+    ):
         return next((len(tensor) for tensor in batch if tensor.ndim), 1)
     for part in batch if isinstance(batch, (tuple, list)) else ():
         if isinstance(part, (tuple, list)) and part and isinstance(part[0], Mapping):

@@ -91,7 +91,7 @@ class Coordinator:
 
     def handle(self, source: Peer, message: Message) -> Outgoing:
         """Act on one message; return the messages to send, see `decide` and `settle`."""
-        return self.decide(source, message) + self.settle()
+        return self.settle() + self.decide(source, message) + self.settle()
 
     def settle(self) -> Outgoing:
         """Return the results of the steps committed since the last call, and count their pushes.
@@ -103,13 +103,12 @@ class Coordinator:
     def decide(self, source: Peer, message: Message) -> Outgoing:
         """Act on one message; return the messages to send, but for what `settle` returns then.
 
+        Call `settle` before, and send what it returned: this may raise.
+
         Raises:
             ProtocolError: a kind that no coordinator receives, a sender that may not send it, or
                 fields that contradict what is known.
         """
-        return self.settle() + self._act(source, message)
-
-    def _act(self, source: Peer, message: Message) -> Outgoing:
         match message.kind:
             case Kind.VERSION_STAGED | Kind.PUSH_STAGED | Kind.LOGGED if (
                 source.index not in self._state.servers

@@ -149,17 +149,13 @@ def decode_meta(data: bytes | memoryview) -> dict[str, Any]:
         ProtocolError: the bytes are not MessagePack, or no map from texts to values of its own types.
     """
     try:
-        meta = msgpack.unpackb(data, unicode_errors="surrogatepass", ext_hook=_refuse_type)
+        meta = msgpack.unpackb(data, unicode_errors="surrogatepass", max_bin_len=0, max_ext_len=0)
     except (ValueError, msgpack.UnpackException) as error:
         what = str(error) or type(error).__name__
         raise ProtocolError(f"frame with damaged values: {what}") from None
     if not isinstance(meta, dict):
         raise ProtocolError(f"frame whose values are a {type(meta).__name__}, not named")
     return meta
-
-
-def _refuse_type(code: int, data: bytes) -> None:
-    raise ValueError(f"a value of type {code}, which MessagePack does not define")
 
 
 class FrameReader:
