@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from steepest import AllreduceStrategy, ParameterServerStrategy
+from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
 from steepest.config.strategies import StrategyConfig
 from steepest.engine.client import Client
 from steepest.engine.hosting import (
@@ -32,6 +32,8 @@ from steepest.messages.driver import Result
 from steepest.messages.message import COORDINATOR, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.testing import InProcessCluster
 from steepest.testing.models import linear_model_creator
+from steepest.testing.simulated_ray import SimulatedRay
+from steepest.testing.simulation import Simulation, run_config
 from steepest.transport.channel import Address
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
@@ -160,3 +162,24 @@ def test_a_step_calls_no_more_functions_than_it_did(name: str) -> None:
     inside = {who: count for who, count in calls.items() if not who.startswith("testing/")}
     most = sorted(inside.items(), key=lambda item: -item[1])[:20]
     assert sum(inside.values()) / STEPS <= MOST_CALLS[name], most
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_call_of_step_asks_ray_twice_who_is_dead_however_many_processes_there_are(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Simulation(seed=1, cpus=(8,)).running():
+        config = run_config()
+        with DistributedSGD(linear_model_creator(), workers, run_config=config) as trainer:
+            trainer.step()
+            waits: list[int] = []
+            wait = SimulatedRay.wait
+
+            def counting(self: SimulatedRay, refs: Any, **options: Any) -> Any:
+                waits.append(len(refs))
+                return wait(self, refs, **options)
+
+            monkeypatch.setattr(SimulatedRay, "wait", counting)
+            trainer.step()
+            assert len(waits) == 2
+            assert min(waits) >= workers

@@ -75,6 +75,15 @@ class Deaths:
         death = self._death(peer)
         return None if death is None else death.cause
 
+    def causes(self) -> dict[Peer, str]:
+        """Return the processes that are dead, and why, see `cause`; Ray is asked once for all."""
+        watches = dict(self._context.watches)
+        unsure = [watch for watch in watches.values() if watch not in self._known]
+        ended = ray.wait(unsure, num_returns=len(unsure), timeout=0)[0] if unsure else []
+        dead = {*ended, *self._known}
+        found = {peer: self.cause(peer) for peer, watch in watches.items() if watch in dead}
+        return {peer: cause for peer, cause in found.items() if cause is not None}
+
     def traceback(self, peer: Peer) -> str:
         """Return the traceback of the error that ended a process' router; empty if none did."""
         death = self._death(peer) if peer in self._context.watches else None

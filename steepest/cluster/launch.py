@@ -434,10 +434,11 @@ class Cluster(JobContext):
 
         Processes that have no role any more, but hold chunks, are among them.
         """
+        dead = self.deaths.causes()
         members = {
             actor: self.places[peer]
             for peer, actor in self.actors.items()
-            if peer in self.places and peer in self.watches and self.deaths.cause(peer) is None
+            if peer in self.places and peer in self.watches and peer not in dead
         }
         leaving = {
             actor: place

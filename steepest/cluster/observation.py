@@ -105,6 +105,8 @@ class Observation:
             words.
         """
         cluster, signs = self._cluster, self.signs
+        if not signs.is_time:
+            return [], []
         members = {actor: peer for peer, actor in cluster.actors.items() if self.can_replace(peer)}
         fixed = set(cluster.actors.values()) - members.keys()
         living = {actor: at for actor, at in cluster.living().items() if actor not in fixed}
@@ -174,13 +176,10 @@ class Observation:
             PeerLostError: one of them cannot be replaced.
         """
         cluster = self._cluster
-        dead: dict[Peer, str] = {}
-        for peer in cluster.watches:
-            if (cause := cluster.deaths.cause(peer)) is None:
-                continue
+        dead = cluster.deaths.causes()
+        for peer, cause in dead.items():
             if not self.can_replace(peer):
                 cluster.deaths.raise_lost(peer, cause)
-            dead[peer] = cause
         cluster.await_successors(dead)
         return dead
 

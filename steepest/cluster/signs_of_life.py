@@ -40,18 +40,23 @@ class SignsOfLife:
         self._node = ""
         self._looked = 0.0
 
+    @property
+    def is_time(self) -> bool:
+        """Whether it is time to `look`: a sixth of `heartbeat` after the last time."""
+        return time.monotonic() - self._looked >= self._limit / 6
+
     def look(self, places: Mapping[Any, Place]) -> bool:
         """Take answers, and ask those of the living that owe none; return whether it was time to.
 
-        It is a sixth of `heartbeat` after the last time. Time in which nobody has looked, because
-        the driver was paused or busy, counts as no silence.
+        Time in which nobody has looked, because the driver was paused or busy, counts as no silence.
 
         Args:
             places: of all living processes, by Ray's handles.
         """
         limit, now = self._limit, time.monotonic()
-        if (passed := now - self._looked) < limit / 6:
+        if not self.is_time:
             return False
+        passed = now - self._looked
         self._looked, self._places = now, dict(places)
         if passed > limit / 2:  # the driver itself stood still, and may not have read the answers
             self._asked = {actor: (call, at + passed) for actor, (call, at) in self._asked.items()}
