@@ -70,12 +70,14 @@ class _Loaded:
         batch: None where loading it raised.
         error: that loading it raised.
         generators: as they were after it was loaded.
+        seconds: that loading it took.
     """
 
     place: Place
     batch: Any
     error: BaseException | None
     generators: HeldGenerators
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Replicas:
         first_index: index of the first replica among all replicas of the job.
         worker: index of the worker.
         leased: as given.
+        seconds_ahead: in which batches of the last share were loaded, while its weights were awaited.
         compressor: of this worker's gradients, with what it has left out so far; None until a
             process hosts the worker, and without compression.
         rates: learning rates that a user has set, for replicas that have an optimizer.
@@ -168,6 +171,7 @@ class Replicas:
         #: by replica: the share and number of the next micro-batch, and the iterator that yields it
         self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
         self._loaded: _Loaded | None = None  # a batch of a step to come
+        self.seconds_ahead = 0.0
         self.compressor: GradientCompressor | None = None
         self.rates: RateChanges = ()
         self.rows: RowCollector | None = None
@@ -373,17 +377,20 @@ class Replicas:
         if self._loaded is None and self._ahead is None and (places := self.places(number)):
             batch: Any = None
             error: BaseException | None = None
+            began = time.perf_counter()
             try:
                 batch = self._load_batch(places[0])
             except BaseException as raised:  # noqa: BLE001 - the user's code may call sys.exit()
                 error = raised
-            self._loaded = _Loaded(places[0], batch, error, HeldGenerators())
+            seconds = time.perf_counter() - began
+            self._loaded = _Loaded(places[0], batch, error, HeldGenerators(), seconds)
 
     def load(self, place: Place) -> Any:
         """Seed all generators as for the batch of a place, and return the batch."""
         loaded, self._loaded = self._loaded, None
         if loaded is None or (loaded.place != place and self._plan is not None):
             return self._load_batch(place)
+        self.seconds_ahead = loaded.seconds
         if loaded.error is not None:
             raise loaded.error
         if loaded.place != place:  # a stream goes on where it is
@@ -476,7 +483,7 @@ class Replicas:
         """Compute the gradient of some batches of a share."""
         collector = GradientSum(self.layout, self._sum, len(places), chunk_ready)
         results: list[Computed] = []
-        loading = computing = 0.0
+        loading = computing = self.seconds_ahead = 0.0
         for place in places:
             began, replica = time.perf_counter(), place[1]
             batch = self.load(place) if self._ahead is None else self._ahead.take(place)
@@ -496,7 +503,7 @@ class Replicas:
                 self.rows.end_batch(result.weight)
             loading += loaded - began
             computing += time.perf_counter() - loaded
-        return results, loading, computing
+        return results, loading + self.seconds_ahead, computing
 
     def warmup(self) -> None:
         """Compute one gradient on every replica and drop it; models keep their state.

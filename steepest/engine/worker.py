@@ -489,7 +489,8 @@ class Worker:
         self._reported += pulled
         stats: dict[str, Any] = {}
         if self._stats:
-            timings = {**result.timings, "wait": self._waited + self._waiting}
+            waited = self._waited + self._waiting - self._replicas.seconds_ahead
+            timings = {**result.timings, "wait": max(waited, 0.0)}
             stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
         moved = (self._exchange.bytes_pushed, pulled)
         if self._computed is not None:

@@ -21,8 +21,8 @@ class StepResult:
         metrics: means over all samples, by name.
         samples: number of samples in the step.
         staleness: for each contribution, updates committed between its pull and its application.
-        timings: seconds, means over workers: "data" (that it waited for its batch), "compute", "wait" (for the
-            weights before it, in which the batch is loaded where the step was granted by then).
+        timings: seconds, means over workers: "data" (in which its batches were loaded), "compute", "wait" (for the
+            weights before it, without what of it was used to load a batch).
         gradient_norm: 2-norm of the mean gradient over all that is trained, before clipping; where
             a step is several updates, the mean of their norms. None where it is not computed: with
             ``nonfinite="pass"`` and no `clip_norm`, and with backup workers.
