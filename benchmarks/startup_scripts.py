@@ -3,8 +3,10 @@
     python -m benchmarks.startup_scripts steepest FILE
     RAY_ADDRESS=host:port python -m benchmarks.startup_scripts train FILE
 
-Both train the network of 1,960 parameters with two workers for one step, and write to FILE the time
-of day at which that step was committed. Imports are inside, as each script has its own.
+Two train the network of 1,960 parameters with two workers for one step, and write to FILE the time
+of day at which that step was committed. ``plain`` has as many processes of Ray as steepest, two
+workers and a server, import torch, and writes when they have. Imports are inside, as each script
+has its own.
 """
 
 from __future__ import annotations
@@ -45,16 +47,10 @@ def steepest() -> float:
 
 def train() -> float:
     """The time at which the first step of Ray Train's `TorchTrainer` was taken by all workers."""
-    import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    if "RAY_ADDRESS" in os.environ:
-        ray.init(logging_level=logging.WARNING)
-    else:
-        ray.init(
-            address="local", include_dashboard=False, logging_level=logging.WARNING
-        )  # as steepest starts it
+    _start_ray()
     with tempfile.TemporaryDirectory() as directory:
         stepped = Path(directory, "stepped")
         TorchTrainer(
@@ -65,6 +61,36 @@ def train() -> float:
             run_config=RunConfig(storage_path=directory),
         ).fit()
         return float(stepped.read_text())
+
+
+def _start_ray() -> None:
+    """Start Ray as steepest starts it, or connect."""
+    import ray
+
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(logging_level=logging.WARNING)
+    else:
+        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+
+
+def plain() -> float:
+    """The time at which plain actors of Ray had imported torch, as many as steepest starts."""
+    import ray
+    import torch
+
+    _start_ray()
+
+    class Process:
+        def version(self) -> str:
+            import torch
+
+            return str(torch.__version__)
+
+    actor = ray.remote(Process).options(num_cpus=0)
+    processes = [actor.remote() for _ in range(WORKERS + 1)]
+    for version in ray.get([process.version.remote() for process in processes]):
+        assert version == torch.__version__
+    return time.time()
 
 
 def _train_loop(config: dict[str, str]) -> None:
@@ -85,7 +111,7 @@ def _train_loop(config: dict[str, str]) -> None:
         Path(config["stepped"]).write_text(repr(time.time()))
 
 
-SCRIPTS = {"steepest": steepest, "train": train}
+SCRIPTS = {"steepest": steepest, "train": train, "plain": plain}
 
 if __name__ == "__main__":
     name, file = sys.argv[1:]
