@@ -461,10 +461,10 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Script:
-        """A coordinator of which the next step is committed with each message, and given up with GIVE_UP."""
+        """A coordinator of which the next step is committed with each message, and given up with some kinds."""
 
         version, limit, logged = 0, 5, math.inf
-
+        settled = 0
         unsettled: list[tuple[Peer, Message]] = []
 
         def decide(self, source: Peer, message: Message) -> list[tuple[Peer, Message]]:
@@ -474,12 +474,13 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
             result = (CLIENT, Message(Kind.RESULT, version=self.version))
             failure = (CLIENT, Message(Kind.FAILURE, version=self.version))
             commit = (server_peer(0), Message(Kind.COMMIT))
-            if message.kind is Kind.GIVE_UP:
+            if message.kind in (Kind.GIVE_UP, Kind.PUSH_STAGED):
                 return [commit, failure]
-            self.unsettled = [result]
+            self.unsettled.append(result)
             return [commit]
 
         def settle(self) -> list[tuple[Peer, Message]]:
+            self.settled += 1
             found, self.unsettled = self.unsettled, []
             return found
 
@@ -504,6 +505,7 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
 
     assert steps(3) == [1]  # the others so soon after it wait
     assert len(commits) == 3  # which the servers' orders do not
+    assert script.settled == 1  # nor are they made
     with pytest.raises(ProtocolError):  # a message that makes no sense costs no result
         role.handle(server_peer(0), Message(Kind.WEIGHTS))
     now[0] += 1.0
@@ -514,16 +516,11 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
     role.tick(0.0)
     assert told == [1, 2, 3, 4, 5, 6]
     assert steps(1) == [1, 2, 3, 4, 5, 6]
-    assert steps(1, Kind.GIVE_UP) == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-    ]  # bad news goes at once, after what was before it
+    # bad news goes at once, after what was before it
+    assert steps(1, Kind.GIVE_UP) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert steps(1) == [1, 2, 3, 4, 5, 6, 7, 8]
+    script.limit = 20
+    assert steps(1, Kind.PUSH_STAGED) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 def test_what_happened_before_the_first_tick_is_not_ages_ago() -> None:
