@@ -465,6 +465,7 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
 
         version, limit, logged = 0, 5, math.inf
         settled = 0
+        holding = frozenset([0])
         unsettled: list[tuple[Peer, Message]] = []
 
         def decide(self, source: Peer, message: Message) -> list[tuple[Peer, Message]]:

@@ -21,7 +21,8 @@ class CoordinatorRole:
         coordinator: decides.
         send: sends as the coordinator.
         flush: has what was sent leave at once, so that servers elsewhere begin to apply a commit
-            before the server of this process does.
+            before the server of this process does; where they have nothing to apply, their orders
+            leave with the weights.
         pause: seconds for which results of short steps wait for each other while more steps are to
             come: waking the client for each would take processor time from the workers.
         when_idle: has a function called as soon as the process has nothing else to do.
@@ -96,7 +97,7 @@ class CoordinatorRole:
         commits = 0
         for peer, message in decisions:
             if message.kind is Kind.COMMIT:
-                commits += 1
+                commits += peer.index in self.coordinator.holding
             elif commits > 1:
                 self._flush()
                 commits = 0

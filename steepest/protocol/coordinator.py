@@ -89,6 +89,11 @@ class Coordinator:
 
     # -- events --------------------------------------------------------------------------------
 
+    @property
+    def holding(self) -> frozenset[int]:
+        """The servers that hold trainable chunks, whose weights workers wait for after a commit."""
+        return self._state.staging.holding
+
     def handle(self, source: Peer, message: Message) -> Outgoing:
         """Act on one message; return the messages to send, see `decide` and `settle`."""
         return self.settle() + self.decide(source, message) + self.settle()
