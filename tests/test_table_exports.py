@@ -95,7 +95,7 @@ def test_what_is_read_amid_asynchronous_training_is_of_one_instant() -> None:
     ids = torch.randint(60, (96,), generator=torch.Generator().manual_seed(0))
     strategy = ParameterServerStrategy(num_servers=2, mode="async")
     with trainer(words(ids), strategy) as sgd:
-        sgd.fit(epochs=2, callbacks=[Reading(read)], progress=False)
+        sgd.fit(epochs=1, callbacks=[Reading(read)], progress=False)
     versions = sorted({version for version, _ in found})
     assert len(versions) > 4
     for version, total in found:

@@ -66,7 +66,7 @@ from steepest.transport.tls import Identity
 ProcessType = TypeVar("ProcessType", bound="Process")
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-_RESULT_SECONDS = 0.1  # the driver hears of short steps together
+_RESULT_SECONDS = 0.02  # the driver hears of short steps together
 _NO_COLLECTIVE = (
     'the workers of this job talk by actor calls, which carry no collectives: give DistributedSGD strategy="ps" or '
     '"allreduce", with a transport other than "ray"'

@@ -23,8 +23,7 @@ class Callback:
     def on_step(self, sgd: Any, result: StepResult) -> None:
         """Take note of a committed step.
 
-        It is called for each step, in order, while workers compute the next ones. The driver hears of
-        steps that take less than 0.1 s together, ten times a second.
+        It is called for each step, in order, while workers compute the next ones.
         """
 
     def on_event(self, sgd: Any, event: Event) -> None:

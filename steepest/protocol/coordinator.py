@@ -87,12 +87,12 @@ class Coordinator:
         """The newest version that clients may learn of; infinity for all."""
         return self._state.logged
 
-    # -- events --------------------------------------------------------------------------------
-
     @property
     def holding(self) -> frozenset[int]:
         """The servers that hold trainable chunks, whose weights workers wait for after a commit."""
         return self._state.staging.holding
+
+    # -- events --------------------------------------------------------------------------------
 
     def handle(self, source: Peer, message: Message) -> Outgoing:
         """Act on one message; return the messages to send, see `decide` and `settle`."""
