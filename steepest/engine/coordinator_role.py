@@ -10,7 +10,7 @@ from steepest.messages.message import Kind, Message, Peer, Send
 from steepest.protocol.commit_state import Outgoing
 from steepest.protocol.coordinator import Coordinator
 
-#: Messages of steps: what they bring does not depend on whether the results before are settled.
+#: Messages that come in every step: the results of earlier steps need not be made before them.
 _OF_STEPS = (Kind.REPORT, Kind.PUSHED, Kind.VERSION_STAGED, Kind.PUSH_STAGED, Kind.LOGGED)
 
 
@@ -50,8 +50,8 @@ class CoordinatorRole:
     def handle(self, source: Peer, message: Message) -> None:
         """Act on one message, and send what is decided.
 
-        Results are made and sent when they are due and nothing else waits: making many of them takes
-        a third of the time for each.
+        Results of steps are made and sent when they are due and no message waits: made together, each
+        takes a third of the time.
         """
         version = self.coordinator.version
         if message.kind not in _OF_STEPS:

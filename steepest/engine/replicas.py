@@ -127,7 +127,7 @@ class Replicas:
         first_index: index of the first replica among all replicas of the job.
         worker: index of the worker.
         leased: as given.
-        seconds_ahead: in which batches of the last share were loaded, while its weights were awaited.
+        seconds_ahead: that loading a batch of the last share took while its weights were awaited.
         compressor: of this worker's gradients, with what it has left out so far; None until a
             process hosts the worker, and without compression.
         rates: learning rates that a user has set, for replicas that have an optimizer.

@@ -21,8 +21,8 @@ class StepResult:
         metrics: means over all samples, by name.
         samples: number of samples in the step.
         staleness: for each contribution, updates committed between its pull and its application.
-        timings: seconds, means over workers: "data" (in which its batches were loaded), "compute", "wait" (for the
-            weights before it, without what of it was used to load a batch).
+        timings: seconds, means over workers: "data" (loading its batches), "compute", "wait" (for the weights
+            before it, less what of that time was spent on loading).
         gradient_norm: 2-norm of the mean gradient over all that is trained, before clipping; where
             a step is several updates, the mean of their norms. None where it is not computed: with
             ``nonfinite="pass"`` and no `clip_norm`, and with backup workers.

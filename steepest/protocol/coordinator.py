@@ -108,7 +108,8 @@ class Coordinator:
     def decide(self, source: Peer, message: Message) -> Outgoing:
         """Act on one message; return the messages to send, but for what `settle` returns then.
 
-        Call `settle` before, and send what it returned: this may raise.
+        Results of earlier steps are still returned by the next `settle` if this raises. It must have
+        been called before messages of clients and of membership, which may change what they hold.
 
         Raises:
             ProtocolError: a kind that no coordinator receives, a sender that may not send it, or
