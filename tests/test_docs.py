@@ -91,7 +91,6 @@ def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(
     tmp_path: Path, address: str
 ) -> None:
     (block,) = blocks_of("docs/collectives.md")
-    assert len(block.splitlines()) < 60
     assert "after: 0.000" in run_block(block, tmp_path, address)
 
 
@@ -216,11 +215,6 @@ def test_a_gradient_takes_the_way_that_the_architecture_page_describes() -> None
     }  # this job has none
     way = [name for name in listed if name not in sockets]
     assert [name for name in seen if name in way] == way
-
-
-def test_files_stay_small() -> None:
-    for path in sorted((ROOT / "steepest").rglob("*.py")):
-        assert len(path.read_text().splitlines()) <= 600, f"{path.name} has over 600 lines"
 
 
 def test_examples_are_short_and_named_in_the_readme() -> None:
