@@ -8,8 +8,10 @@ import gc
 import os
 import random
 import socket
+import sys
 from collections import deque
 from multiprocessing.connection import Connection
+from types import FrameType
 
 import pytest
 import torch
@@ -94,6 +96,27 @@ def test_memory_goes_with_its_last_view() -> None:
     del part
     assert open_descriptors() == before
     assert segment_of(allocate(SHARED_FROM - 1)) is None, "what is small goes through the socket"
+
+
+def test_a_segment_is_found_while_other_threads_make_some() -> None:
+    """A segment is made, as by another thread, before each line of Python that the look-up runs."""
+    mine, made = allocate(SHARED_FROM), []
+
+    def meanwhile(frame: FrameType, event: str, argument: object) -> object:
+        sys.settrace(None)
+        made.append(allocate(SHARED_FROM))
+        sys.settrace(meanwhile)
+        return meanwhile
+
+    traced = sys.gettrace()
+    sys.settrace(meanwhile)
+    try:
+        found = segment_of(mine)
+    finally:
+        sys.settrace(traced)
+    assert found is not None
+    assert found.address == mine.data_ptr()
+    assert len(made) > 5
 
 
 def test_a_lent_payload_is_read_where_it_lies_until_the_reader_lets_go(

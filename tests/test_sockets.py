@@ -25,6 +25,7 @@ from steepest.transport.certificates import JobCertificate, make_certificate
 from steepest.transport.channel import Address, Channel
 from steepest.transport.frames import encode
 from steepest.transport.tls import Identity, Tls
+from tests.limits import limited
 
 TOKEN = b"correct horse battery staple"
 WORKER = worker_peer(2)
@@ -381,6 +382,15 @@ def test_running_out_of_descriptors_drops_the_unproven_and_ends_nothing(server, 
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert_serves(server, node)
+
+
+@pytest.mark.parametrize("ways", ["tcp", "unix"])
+def test_connecting_without_a_free_descriptor_ends_at_the_deadline(ways, server, node):
+    caller = node(WORKER, ways=ways)
+    with limited(0), pytest.raises(DeadlineError, match=r"has no file descriptor left \(raise"):
+        caller.transport.connect(server.address, 0.02)
+    together(lambda: caller.transport.connect(server.address), server)
+    assert server.opened
 
 
 def connecting_to(script, client: Node, timeout: float = LIMIT) -> BaseException | None:

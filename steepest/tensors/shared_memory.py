@@ -20,7 +20,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -193,10 +193,14 @@ def segment_of(memory: Memory) -> Segment | None:
     return _holding(_segments, memory)
 
 
-def _holding(segments: Mapping[int, Segment], memory: Memory) -> Segment | None:
+def _holding(
+    segments: weakref.WeakValueDictionary[int, Segment], memory: Memory
+) -> Segment | None:
+    """Return the segment in which some memory lies, or None; other threads may add segments."""
     address = address_of(memory)
-    for start, segment in list(segments.items()):
-        if start <= address < start + len(segment):
+    for reference in segments.valuerefs():  # a copy made at once, which `items` is not
+        segment = reference()
+        if segment is not None and 0 <= address - segment.address < len(segment):
             return segment
     return None
 

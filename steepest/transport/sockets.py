@@ -206,7 +206,8 @@ class WireTransport:
                 other's certificate.
             ProtocolError: it is not a steepest process of this version, or not the one that the
                 address names, or only one of the two speaks TLS.
-            DeadlineError: no answer within `timeout` seconds.
+            DeadlineError: no answer within `timeout` seconds, or this process had no file descriptor
+                left for a socket until then.
             ConfigurationError: it is on another node, which `ways` excludes.
         """
         check_ways(self.ways, self.node, address.node)
@@ -215,9 +216,11 @@ class WireTransport:
             f":{address.port}" if address.port else ""
         )
         deadline = time.monotonic() + timeout
+        late = f"{where} did not answer the handshake within {timeout:g} s"
         while True:
             sock = None
             try:
+                _left(deadline)
                 sock = self._dial(address, deadline)
                 if self._tls is not None and sock.family != socket.AF_UNIX:
                     sock = secure(sock, self._tls, deadline)
@@ -229,13 +232,15 @@ class WireTransport:
                 time.sleep(_PAUSE_SECONDS * (1 + secrets.randbelow(4)))
             except TimeoutError:
                 _close(sock)
-                raise DeadlineError(
-                    f"{where} did not answer the handshake within {timeout:g} s"
-                ) from None
+                raise DeadlineError(late) from None
             except OSError as error:
                 _close(sock)
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    time.sleep(_PAUSE_SECONDS)  # no descriptor here: the other end may be well
+                    late = (
+                        f"{where} was not connected to within {timeout:g} s: this process has no "
+                        "file descriptor left (raise `ulimit -n`, or close what it does not need)"
+                    )
+                    time.sleep(_PAUSE_SECONDS)  # the other end may be well
                     continue
                 raise PeerLostError(f"cannot connect to {where}: {error}") from error
             except ProtocolError:
