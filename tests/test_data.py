@@ -24,7 +24,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from steepest.data.sources import Indices, Source, as_source
+from steepest.data.protocol import Indices, Source
+from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Failure
 from steepest.testing import InProcessCluster

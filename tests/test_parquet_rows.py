@@ -16,8 +16,8 @@ from torch import nn
 
 from steepest import ParameterServerStrategy, TorchModel
 from steepest.config.strategies import StrategyConfig
+from steepest.data.protocol import Source
 from steepest.data.sampler import Remaining
-from steepest.data.sources import Source
 from steepest.data.spark import ParquetRows, from_dataframe
 from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError

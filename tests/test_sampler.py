@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steepest.data.protocol import Blocks
 from steepest.data.sampler import Remaining, SamplePlan, cut, epoch_ends, even_share, step_seed
-from steepest.data.sources import Blocks
 from steepest.protocol.sample_leases import Ledger
 
 sizes = st.integers(1, 60)

@@ -17,8 +17,9 @@ from torch import nn
 
 from steepest import DistributedSGD, IndexedStream, ParameterServerStrategy, RayDataset, TorchModel
 from steepest.config.strategies import StrategyConfig
+from steepest.data.protocol import Indices, Source
 from steepest.data.sampler import Remaining, SamplePlan
-from steepest.data.sources import Indices, Source, as_source
+from steepest.data.sources import as_source
 from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Result

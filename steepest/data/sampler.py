@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from steepest.data.sources import Blocks, Indices
+from steepest.data.protocol import Blocks, Indices
 
 _MASK = (1 << 64) - 1
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import (
     DataLoader,
@@ -18,37 +16,9 @@ from torch.utils.data import (
     default_collate,
 )
 
+from steepest.data.protocol import Blocks, Indices, Source
 from steepest.data.streams import StreamSource, divided_stream
 from steepest.errors import ConfigurationError
-
-Indices = npt.NDArray[np.int64]
-
-#: Samples that are read together: the size of blocks that come in order, or the sizes of blocks
-#: that are shuffled.
-Blocks = int | tuple[int, ...]
-
-
-@runtime_checkable
-class Source(Protocol):
-    """The training data of a replica, from which batches are made.
-
-    A source whose samples are read in blocks has an attribute `blocks`, and one of whose epochs
-    only whole steps are taken has `drop_last=True` (see `steepest.data.sampler.SamplePlan`). One
-    that divides its own samples has a method `divide(replica, replicas)`, called before `open`, and
-    one of which users should know something has it as `notice`, logged once by the driver.
-    """
-
-    @property
-    def size(self) -> int | None:
-        """The number of samples, or None for a stream that chooses its batches itself."""
-
-    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
-        """Yield one batch for each array of sample indices, in order.
-
-        Args:
-            shares: (n,) int64 sample indices of each batch.
-            prefetch: whether shares may be taken ahead of the batches that are asked for.
-        """
 
 
 class ArraySource:
@@ -240,7 +210,9 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
         ConfigurationError: no batch size, a DataLoader with a sampler of its own, empty data.
     """
     if type(data).__module__.startswith("ray.data."):  # the core itself imports no Ray
-        data = importlib.import_module("steepest.data.ray_dataset").RayDataset(data)
+        from steepest.data.ray_dataset import RayDataset
+
+        data = RayDataset(data)
     batched = batch_size is not None
     loader_source = _from_loader(data) if isinstance(data, DataLoader) else None
     if batch_size is None and isinstance(data, DataLoader):

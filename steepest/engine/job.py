@@ -12,8 +12,8 @@ import torch
 
 from steepest.compression.codecs import Codec
 from steepest.config.strategies import LocalStrategy, SimpleStrategy, StrategyConfig
+from steepest.data.protocol import Blocks
 from steepest.data.sampler import Remaining, SamplePlan
-from steepest.data.sources import Blocks
 from steepest.engine.generators import seed_everything
 from steepest.engine.strategy import Strategy, make_strategy
 from steepest.engine.topology import HostMap, Topology
@@ -44,7 +44,7 @@ class Description:
         optimizer_spec: the model's optimizer.
         samples: number of training samples; None for streams.
         batch_size: samples of one batch.
-        blocks: of the data, see `steepest.data.sources.Blocks`; None without.
+        blocks: of the data, see `steepest.data.protocol.Blocks`; None without.
         drop_last: of the data, see `SamplePlan`.
         notice: what users should know of the data, which the driver logs.
         tables: the embedding tables of which the models use rows.

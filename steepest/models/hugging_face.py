@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from steepest.data.sources import Source
+from steepest.data.protocol import Source
 from steepest.errors import ConfigurationError, ModelError
 from steepest.models.torch import Metric, TorchModel
 from steepest.optim.detached_schedule import DetachedSchedule

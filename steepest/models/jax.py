@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from steepest.data.sources import Source, as_source
+from steepest.data.protocol import Source
+from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError, ModelError
 from steepest.models.losses import sample_count
 from steepest.models.protocol import Arrive, Computed, Ready, checked_metrics, checked_weight

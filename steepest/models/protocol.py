@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from steepest.data.sources import Source
+from steepest.data.protocol import Source
 from steepest.errors import ModelError
 from steepest.models.scalars import as_number, describe
 from steepest.optim.spec import OptimizerSpec

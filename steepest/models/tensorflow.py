@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from steepest.data.sources import Source, as_source
+from steepest.data.protocol import Source
+from steepest.data.sources import as_source
 from steepest.data.tf_dataset import TensorFlowDataset
 from steepest.errors import ConfigurationError, ModelError
 from steepest.models.protocol import (

@@ -11,7 +11,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
-from steepest.data.sources import Source, as_source
+from steepest.data.protocol import Source
+from steepest.data.sources import as_source
 from steepest.errors import ModelError
 from steepest.models.arguments import (
     check_functions,

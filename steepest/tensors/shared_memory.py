@@ -193,9 +193,7 @@ def segment_of(memory: Memory) -> Segment | None:
     return _holding(_segments, memory)
 
 
-def _holding(
-    segments: weakref.WeakValueDictionary[int, Segment], memory: Memory
-) -> Segment | None:
+def _holding(segments: weakref.WeakValueDictionary[int, Segment], memory: Memory) -> Segment | None:
     """Return the segment in which some memory lies, or None; other threads may add segments."""
     address = address_of(memory)
     for reference in segments.valuerefs():  # a copy made at once, which `items` is not
