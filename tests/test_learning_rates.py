@@ -22,6 +22,7 @@ from steepest import (
     StepResult,
 )
 from steepest.errors import ConfigurationError
+from steepest.protocol.rates import with_rates
 from steepest.testing.replay import replay
 from steepest.testing.simulation import Simulation, pause, run_config
 from tests.reference import Task, difference, same_bits
@@ -192,7 +193,8 @@ def test_it_is_kept_in_checkpoints_and_under_another_strategy(tmp_path: Path) ->
         (-0.1, "at least 0"),
         (math.nan, "at least 0"),
         (True, "at least 0"),
-        ("fast", "learning rates for 2|at least 0"),
+        ("0.1", "learning rate '0.1': give a number of at least 0"),
+        (b"fast", "learning rate b'fast': give a number"),
     ],
 )
 def test_what_is_no_rate_is_refused(rate: Any, said: str) -> None:
@@ -201,3 +203,36 @@ def test_what_is_no_rate_is_refused(rate: Any, said: str) -> None:
             trainer.set_learning_rate(rate)
         assert trainer.step().learning_rate == (0.02, 0.01)
         pause(1.0)
+
+
+class Counted(list[Any]):
+    """A list that counts how many of its elements are read."""
+
+    read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        type(self).read += len(found) if isinstance(index, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in super().__iter__():
+            type(self).read += 1
+            yield each
+
+
+def test_a_rate_for_each_step_costs_the_same_at_any_step() -> None:
+    with Simulation(9).running(), trainer_of(SCHEDULED, "ps") as trainer:
+        rates = trainer._cluster.rates
+        rates._changes = Counted((step, [0.1 / (1 + step)] * 2) for step in range(4096))
+        rates.want(0.5)
+        rates.settle(4096)
+        assert rates.at(4096) == (0.5, 0.5)
+        assert rates.at(4095) == (0.1 / 4096,) * 2
+        assert rates.since(4095) == [(4095, [0.1 / 4096] * 2), (4096, [0.5] * 2)]
+        assert with_rates([{}, {}], rates._changes, 7) == [{"lr": 0.0125}] * 2
+        assert Counted.read < 80  # bisections
+        rates.want(None)
+        rates.settle(4090)  # a death has set the job back
+        assert len(rates.changes) == 4091
+        assert rates.since(4090) == rates.since(9999) == []

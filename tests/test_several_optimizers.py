@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
 from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError
+from steepest.optim.spec import Schedule
 from steepest.testing import InProcessCluster
 from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, Weights, difference, perceptron, samples, snapshot
@@ -96,3 +98,30 @@ def test_their_state_goes_on_elsewhere(factory: Any, tmp_path: Path) -> None:
 def test_what_is_no_list_of_optimizers_is_refused(factory: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         task(factory).creator()(0, 0)
+
+
+@pytest.mark.parametrize(
+    "schedulers",
+    [
+        lambda both: [decay(both[0]), decay(both[1])],
+        lambda both: [decay(both), decay(both)],
+        lambda both: tuple(map(decay, both)),
+        [decay, decay],
+    ],
+)
+def test_two_schedules_are_refused_with_what_to_do(schedulers: Any) -> None:
+    two = replace(task(adagrad_and_adam), lr_scheduler=schedulers)
+    with pytest.raises(ConfigurationError, match=r"makes one scheduler.*LambdaLR\(optimizer, \["):
+        two.creator()(0, 0)
+
+
+def test_a_schedule_for_each_of_them() -> None:
+    def each(both: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(
+            both, [lambda n: 0.9**n, lambda n: 1.0, lambda n: 2.0]
+        )
+
+    found = Schedule(
+        replace(task(adagrad_and_adam), lr_scheduler=each).creator()(0, 0).optimizer_spec
+    )
+    assert [group.get("lr") for group in found.at(2)] == [pytest.approx(0.081), None, 0.04]

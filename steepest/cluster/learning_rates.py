@@ -11,7 +11,7 @@ from steepest.cluster.context import JobContext
 from steepest.errors import ConfigurationError
 from steepest.messages.fields import RateChanges, Rates
 from steepest.optim.spec import OptimizerSpec, Schedule, ScheduleState
-from steepest.protocol.rates import changes_since, rates_at
+from steepest.protocol.rates import begun_by, changes_since, rates_at
 
 #: Steps whose rates are remembered, so that a death that sets a job back computes no schedule from
 #: its beginning.
@@ -75,7 +75,8 @@ class LearningRates:
             raise ConfigurationError(f"{self._spec.name} has no learning rate that could be set")
         if rate is None:
             return None
-        rates = rate if isinstance(rate, Sequence) else [rate] * len(groups)
+        several = isinstance(rate, Sequence) and not isinstance(rate, (str, bytes))
+        rates = rate if several else [rate] * len(groups)
         if len(rates) != len(groups):
             raise ConfigurationError(
                 f"{len(rates)} learning rates for {len(groups)} parameter groups: give one number, "
@@ -100,8 +101,10 @@ class LearningRates:
         """
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
-            earlier = [change for change in self._changes if change[0] < step]
-            self._changes = [*earlier, (step, wanted[0])]
+            earlier = begun_by(self._changes, step - 1)
+            if earlier < len(self._changes):  # of steps that a death has made new again
+                self._changes = self._changes[:earlier]
+            self._changes.append((step, wanted[0]))
 
     def since(self, step: int) -> RateChanges:
         """Return the changes that concern a step and those after it."""

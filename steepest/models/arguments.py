@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from steepest.errors import ConfigurationError, ModelError
 from steepest.models.names import plain
+from steepest.optim.detached_schedule import check_scheduler
 
 
 def check_module(module: Any) -> None:
@@ -102,6 +103,8 @@ def check_functions(
             f"lr_scheduler={lr_scheduler.__name__} needs more than the optimizer: give a function of it, "
             f"such as {example}"
         )
+    if isinstance(lr_scheduler, (ReduceLROnPlateau, list, tuple)):
+        check_scheduler(lr_scheduler, f"lr_scheduler is a {type(lr_scheduler).__name__}")
     _check_function("lr_scheduler", lr_scheduler, "the optimizer", example)
     _check_function(
         "learning_rate",

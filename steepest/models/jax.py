@@ -59,7 +59,8 @@ class JaxModel:
             of samples; compiled with the loss.
         learning_rate: a factor of the optimizer's updates, or a function of the step that returns
             it. With ``optax.adam(1.0)`` it is the learning rate, which results show then and
-            `set_learning_rate` sets.
+            `set_learning_rate` sets. The function gets the number of steps before: 0 in the first
+            step, whose `StepResult.step` is 1.
 
     Raises:
         ModelError: bad parameters or state, or nothing to train.

@@ -47,7 +47,8 @@ class TensorFlowModel:
         loss: as `keras.Model.compile` takes it, for a model that is not compiled.
         optimizer: a Keras optimizer; by default the compiled model's.
         metrics: as `keras.Model.compile` takes them, for a model that is not compiled.
-        learning_rate: the learning rate as a function of the step, instead of the optimizer's.
+        learning_rate: the learning rate as a function of the number of steps before it (0 in the first
+            step, whose `StepResult.step` is 1), instead of the optimizer's.
 
     Raises:
         ConfigurationError: TensorFlow is not installed; no loss or no optimizer, an optimizer that

@@ -76,7 +76,8 @@ class TorchModel:
             batch that is a dict is its "labels".
         lr_scheduler: receives the optimizer (of several, one with all their groups), returns a
             torch.optim.lr_scheduler; ticks once per step.
-        learning_rate: instead of `lr_scheduler`: the learning rate as a function of the step.
+        learning_rate: instead of `lr_scheduler`: the learning rate as a function of the number of
+            steps before it: 0 in the first step, whose `StepResult.step` is 1.
         autocast: torch.bfloat16 or torch.float16 to run forward passes and the loss under
             `torch.autocast`; parameters and gradients keep their dtype, and metrics receive the
             output in the reduced one.

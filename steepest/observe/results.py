@@ -14,7 +14,8 @@ class StepResult:
     """One committed step.
 
     Attributes:
-        step: steps committed so far, this one included.
+        step: steps committed so far, this one included: 1 for the first one. A function given as
+            ``learning_rate=`` is called with the steps before it, `step` - 1.
         epoch: the epoch that the step belongs to, from 0; None when the data are streams.
         loss: mean over all samples of all replicas, by weight; NaN when statistics were not
             fetched.

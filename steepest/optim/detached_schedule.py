@@ -9,7 +9,32 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from steepest.errors import ConfigurationError
+from steepest.optim.several import ONE_SCHEDULE
 from steepest.validation import require_count
+
+
+def check_scheduler(scheduler: Any, what: str) -> None:
+    """Check that a scheduler depends on the step alone.
+
+    Args:
+        scheduler: anything.
+        what: the beginning of the error's message about what is no scheduler.
+
+    Raises:
+        ConfigurationError: it is no scheduler of torch's, or needs a metric.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigurationError(
+            f"{type(scheduler).__name__} needs a metric: give steepest.ReduceOnPlateau to "
+            "fit(callbacks=) instead"
+        )
+    if isinstance(scheduler, (list, tuple)):
+        raise ConfigurationError(f"{what}: {ONE_SCHEDULE}")
+    if not isinstance(scheduler, LRScheduler):
+        raise ConfigurationError(
+            f"{what}: give one of torch.optim.lr_scheduler, or a function of the step as "
+            "learning_rate="
+        )
 
 
 class DetachedSchedule:
@@ -37,15 +62,7 @@ class DetachedSchedule:
     """
 
     def __init__(self, scheduler: LRScheduler, every: int = 1, keep: tuple[Any, ...] = ()) -> None:
-        name = type(scheduler).__name__
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise ConfigurationError(
-                f"{name} needs a metric: give steepest.ReduceOnPlateau to fit(callbacks=) instead"
-            )
-        if not isinstance(scheduler, LRScheduler):
-            raise ConfigurationError(
-                f"the scheduler is a {name}: give one of torch.optim.lr_scheduler"
-            )
+        check_scheduler(scheduler, f"the scheduler is a {type(scheduler).__name__}")
         require_count("every", every)
         self._every = every
         self._keep = keep

@@ -13,6 +13,13 @@ from steepest.optim.torch_without_compiler import take_step
 
 _WHICH = "optimizer"  # a group's hyperparameter: the index of its optimizer
 
+#: What to do where each of several optimizers has a schedule.
+ONE_SCHEDULE = (
+    "lr_scheduler= makes one scheduler, for one optimizer that has the parameter groups of all: give "
+    "each group a function of its own, as in torch.optim.lr_scheduler.LambdaLR(optimizer, [first, "
+    "second])"
+)
+
 #: An optimizer's class, and keyword arguments for its constructor.
 Maker = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
@@ -67,6 +74,14 @@ class SeveralOptimizers(torch.optim.Optimizer):
                 groups.append({**group, _WHICH: index})
             seen |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         return cls(groups, makers)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Refuse to be one of several optimizers.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(f"optimizer[{index!r}]: {ONE_SCHEDULE}")
 
     @staticmethod
     def describe(defaults: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from steepest.errors import ConfigurationError
+from steepest.optim.detached_schedule import check_scheduler
 from steepest.optim.json_values import from_json, to_json
 from steepest.optim.several import SeveralOptimizers
 from steepest.optim.torch_without_compiler import take_step, without_compiler
@@ -364,12 +365,8 @@ class Schedule:
         ]  # a matrix, because Muon takes nothing else
         self._optimizer = self._spec.cls(groups, **self._spec._arguments())
         self._scheduler = self._spec.lr_scheduler(self._optimizer)
-        if not isinstance(self._scheduler, LRScheduler):
-            raise ConfigurationError(
-                f"lr_scheduler= returned {type(self._scheduler).__name__}: return a "
-                "torch.optim.lr_scheduler, or "
-                "give a function of the step as learning_rate="
-            )
+        made = type(self._scheduler).__name__
+        check_scheduler(self._scheduler, f"lr_scheduler= returned {made}")
         self._step = 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 
 from steepest.messages.fields import RateChanges, Rates
@@ -14,11 +15,13 @@ def rates_at(changes: RateChanges, step: int) -> Rates:
         >>> rates_at([(5, [0.1]), (9, None)], 4), rates_at([(5, [0.1]), (9, None)], 5)
         (None, [0.1])
     """
-    found: Rates = None
-    for first, rates in changes:
-        if first <= step:
-            found = rates
-    return found
+    begun = begun_by(changes, step)
+    return changes[begun - 1][1] if begun else None
+
+
+def begun_by(changes: RateChanges, step: int) -> int:
+    """Return how many of some changes, by ascending step, are of a step or of earlier ones."""
+    return bisect_right(changes, step, key=lambda change: change[0])
 
 
 def changes_since(changes: RateChanges, step: int) -> RateChanges:
@@ -28,9 +31,9 @@ def changes_since(changes: RateChanges, step: int) -> RateChanges:
         >>> changes_since([(2, [0.3]), (5, [0.1]), (9, None)], 6)
         [(5, [0.1]), (9, None)]
     """
-    later = [change for change in changes if change[0] > step]
-    begun = [change for change in changes if change[0] <= step][-1:]
-    return [*(change for change in begun if change[1] is not None), *later]
+    begun = begun_by(changes, step)
+    in_force = begun > 0 and changes[begun - 1][1] is not None
+    return list(changes[begun - in_force :])
 
 
 def with_rates(
