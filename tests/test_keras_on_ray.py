@@ -39,8 +39,8 @@ def test_a_worker_is_killed_and_a_checkpoint_continues_in_other_processes(tmp_pa
         assert trainer.stats().replaced == 1
         trainer.save(tmp_path / "checkpoint")
         trainer.fit(steps=5, progress=False)
-        weights, evaluated = trainer.weights(), trainer.evaluate((X, Y))
         of_keras = trainer.foreach_model(lambda model: model.keras_model.get_weights())
+        weights, evaluated = trainer.weights(), trainer.evaluate((X, Y))
         threads = trainer.for_model(
             lambda model: __import__("os").environ["TF_NUM_INTRAOP_THREADS"]
         )

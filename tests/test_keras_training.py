@@ -115,6 +115,15 @@ def serial(name: str, replicas: int) -> list[Weights]:
     return TASKS[name].trace(replicas)
 
 
+def of_keras(cluster: InProcessCluster) -> list[Weights]:
+    """The weights that each worker's Keras model has, as a function of a user's sees them."""
+    futures = [
+        worker.at_version(0, STEPS, lambda replicas: named(replicas.models[0].keras_model))
+        for worker in cluster.workers
+    ]
+    return [cluster.wait(future, "the models") for future in futures]
+
+
 TOGETHER = {
     "ps": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
     "allreduce": AllreduceStrategy(chunk_bytes=64),
@@ -133,6 +142,8 @@ def test_synchronous_training_equals_keras_in_one_process(
     expected = serial(name, workers)
     assert difference(cluster.weights(), expected[STEPS]) < 1e-12
     assert difference(expected[0], expected[STEPS]) > 1e-3
+    for of_a_worker in of_keras(cluster):
+        assert difference(of_a_worker, expected[STEPS]) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -147,7 +158,8 @@ def test_synchronous_training_equals_keras_in_one_process(
 def test_one_worker_takes_the_steps_of_keras_whatever_the_strategy(strategy: Any) -> None:
     cluster = InProcessCluster(TASKS["adam"].creator(), strategy=strategy)
     cluster.step(STEPS)
-    assert difference(cluster.weights(), serial("adam", 1)[STEPS]) < 1e-12
+    for weights in (cluster.weights(), *of_keras(cluster)):
+        assert difference(weights, serial("adam", 1)[STEPS]) < 1e-12
 
 
 def dropout() -> Any:

@@ -12,14 +12,7 @@ from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError, ModelError
 from steepest.models.losses import sample_count
 from steepest.models.protocol import Arrive, Computed, Ready, checked_metrics, checked_weight
-from steepest.optim.jax_arrays import (
-    ALIGNMENT,
-    on_cpu,
-    path_name,
-    to_numpy,
-    to_torch,
-    torch_dtype,
-)
+from steepest.optim.jax_arrays import on_cpu, path_name, to_numpy, to_torch, torch_dtype
 from steepest.optim.optax_rules import optax_spec
 from steepest.optim.spec import OptimizerSpec
 from steepest.tensors.dtypes import same_bits
@@ -158,12 +151,12 @@ class JaxModel:
         return _filled(_named("parameter", like, True)[0], weights)
 
     def _plan(self, cut: ChunkSpec) -> ParameterLayout:
-        # those of which the next one begins aligned come first: XLA computes on them in place
-        order = sorted(self._values.items(), key=lambda item: item[1].nbytes % ALIGNMENT == 0)
+        values = self._values.items()
         return ParameterLayout.plan(
-            [(n, tuple(v.shape), v.dtype, n in self._trainable) for n, v in order],
+            [(n, tuple(v.shape), v.dtype, n in self._trainable) for n, v in values],
             split_tensors=self.optimizer_spec.elementwise and not cut.whole,
             chunk_bytes=cut.chunk_bytes,
+            aligned=True,  # XLA computes on them where they lie
         )
 
     @property

@@ -123,7 +123,6 @@ class KerasNetwork:
         return Result(float(loss), float(weight), int(samples), _plain(found), {})
 
     def _run(self, training: bool, metrics: bool, batch: Any) -> tuple[_Function, Any]:
-        self.variables.refresh()
         batch = as_tensors(batch)
         leaves = tf.nest.flatten(batch)
         kind = tuple((leaf.dtype, leaf.shape.rank) for leaf in leaves)

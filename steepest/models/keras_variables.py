@@ -1,7 +1,4 @@
-"""A Keras model's variables: names that do not depend on the process, and memory shared with torch.
-
-The only values that are copied are those of trained variables that do not lie on 64 bytes.
-"""
+"""A Keras model's variables: names that do not depend on the process, and memory shared with torch."""
 
 from __future__ import annotations
 
@@ -14,9 +11,7 @@ import torch
 from keras.src.random.seed_generator import global_seed_generator
 
 from steepest.errors import ModelError
-
-#: Where TensorFlow's kernels want memory to begin: elsewhere they end the process.
-ALIGNMENT = 64
+from steepest.tensors.layout import ALIGNMENT
 
 
 def as_torch(value: Any) -> torch.Tensor:
@@ -26,7 +21,11 @@ def as_torch(value: Any) -> torch.Tensor:
 
 
 def as_tensorflow(tensor: torch.Tensor) -> Any:
-    """Return an aligned torch tensor as a TensorFlow tensor over the same memory."""
+    """Return a torch tensor as a TensorFlow tensor over the same memory.
+
+    It begins at a multiple of `ALIGNMENT` bytes: elsewhere TensorFlow's kernels end the process.
+    """
+    assert tensor.data_ptr() % ALIGNMENT == 0, "the memory is not aligned"
     capsule = torch.utils.dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
     return tf.experimental.dlpack.from_dlpack(capsule)
 
@@ -62,7 +61,6 @@ class KerasVariables:
             _check(name, self.parameters[name])
         self._shared: dict[str, tuple[Any, int]] = {}
         self._checked = 0
-        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @staticmethod
     def value(variable: Any) -> torch.Tensor:
@@ -77,27 +75,15 @@ class KerasVariables:
     def attach(self, views: Mapping[str, torch.Tensor]) -> None:
         """Have trained variables share memory with views of a flat vector.
 
-        Variables whose memory is not aligned get memory of their own, see `refresh`. TensorFlow
-        copies a shared value before it writes to it, so that no write reaches the vector.
+        TensorFlow copies a shared value before it writes to it, so that no write reaches the vector.
 
         Args:
             views: by name, of all trained variables.
         """
-        self._copied.clear()
         for name, view in views.items():
-            memory = view
-            if view.data_ptr() % ALIGNMENT or not view.numel():
-                memory = view.clone()
-                self._copied.append((memory, view))
-            tensor = as_tensorflow(memory)
-            variable = self.parameters[name].value
-            variable.assign(tensor)
-            self._shared[name] = (tensor, memory.data_ptr())  # kept: what has two users is copied
-
-    def refresh(self) -> None:
-        """Copy the values of those variables that do not share memory."""
-        for memory, view in self._copied:
-            memory.copy_(view)
+            tensor = as_tensorflow(view)
+            self.parameters[name].value.assign(tensor)
+            self._shared[name] = tensor, view.data_ptr()  # kept: what has two users is copied
 
     def written(self) -> list[str]:
         """Return the names of trained variables that have been assigned another value."""

@@ -24,8 +24,6 @@ from steepest.tensors.layout import ChunkSpec, ParameterLayout
 if TYPE_CHECKING:
     from steepest.models.keras_network import Result
 
-_ALIGNMENT = 64  # bytes; variables of such sizes, laid side by side, need not be copied
-
 
 class TensorFlowModel:
     """One replica: a Keras model on TensorFlow, with its data and batch size.
@@ -104,12 +102,11 @@ class TensorFlowModel:
             (name, tuple(value.shape), value.dtype, name in trained)
             for name, value in self._values(self._variables.parameters)
         ]
-        # Sizes that keep what follows aligned lie first, which the plan makes of the last.
-        parameters.sort(key=lambda p: np.prod(p[1], dtype=int) * p[2].itemsize % _ALIGNMENT == 0)
         return ParameterLayout.plan(
             parameters,
             split_tensors=self.optimizer_spec.elementwise and not cut.whole,
             chunk_bytes=cut.chunk_bytes,
+            aligned=True,  # variables lie in the flat vector itself
         )
 
     def _values(self, variables: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

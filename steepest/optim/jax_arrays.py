@@ -19,8 +19,6 @@ except ImportError as error:
         "pip install 'steepest[jax]'"
     ) from error
 
-ALIGNMENT = 64  # bytes; XLA computes in place on arrays that begin at a multiple of it
-
 
 @contextlib.contextmanager
 def on_cpu(x64: bool) -> Iterator[None]:
@@ -36,8 +34,8 @@ def on_cpu(x64: bool) -> Iterator[None]:
 def to_numpy(tensor: torch.Tensor) -> Any:
     """Return a CPU tensor as an array in the same memory, as compiled functions of JAX take it.
 
-    XLA computes on it where it lies if it is aligned, and on a copy otherwise: whoever writes to it
-    waits for computations with it.
+    XLA computes on it where it lies if it begins at a multiple of 64 bytes, as parameters do, and on
+    a copy otherwise: whoever writes to it waits for computations with it.
     """
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:  # NumPy has it from JAX

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 MIN_CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 4 << 20
-_ALIGNMENT = 64
+#: Bytes at whose multiples the kernels of TensorFlow and XLA want a tensor to begin.
+ALIGNMENT = 64
 # What a process writes to shared memory hides a whole page from it, see `shared_memory`.
 _PAGE = mmap.PAGESIZE
 _DIVISIBLE = 12  # chunks: 2, 3, 4 or 6 servers hold equally many
@@ -149,6 +150,7 @@ class ParameterLayout:
     Parameters lie in backward order (last layers first), so that the first chunks are complete
     first while the backward pass goes on; grouped by dtype, trainable ones before frozen ones. Each
     group begins on a page of memory, and so does each chunk, unless smaller chunks were asked for.
+    Between entries that are to be aligned lie zeros, which belong to chunks but to no slice.
 
     Attributes:
         entries: the parameters, in the order of their offsets.
@@ -178,6 +180,7 @@ class ParameterLayout:
         split_tensors: bool = True,
         chunk_bytes: int | None = None,
         integers: bool = False,
+        aligned: bool = False,
         table_shards: int = 0,
     ) -> ParameterLayout:
         """Return the layout of a model's parameters.
@@ -190,6 +193,7 @@ class ParameterLayout:
             chunk_bytes: size of a chunk; by default 1/3 to 4 MB, by the size of the model.
             integers: whether trainable parameters may be integers, which can be added to but have
                 no gradient.
+            aligned: whether each parameter begins at a multiple of `ALIGNMENT` bytes.
             table_shards: number of shards of embedding tables.
 
         Raises:
@@ -220,19 +224,19 @@ class ParameterLayout:
         chunks: list[Chunk] = []
         offset = 0
         for (frozen, element), group in sorted(kinds.items(), key=lambda item: item[0][0]):
-            begin = _aligned(offset, _PAGE if any(entry.nbytes for entry in group) else _ALIGNMENT)
-            placed, borders = _place(group, begin, len(entries), target, whole=not split_tensors)
+            begin = _aligned(offset, _PAGE if any(entry.nbytes for entry in group) else ALIGNMENT)
+            unit = ALIGNMENT if aligned else element.itemsize
+            whole = not split_tensors
+            placed, borders = _place(group, begin, len(entries), target, unit, whole=whole)
             entries += [entry for _, entry in placed]
             offset = placed[-1][1].offset + placed[-1][1].nbytes
             if split_tensors:
-                cuts = _even_cuts(
-                    begin, offset, target, element.itemsize, 1 if chunk_bytes else _DIVISIBLE
-                )
+                cuts = _even_cuts(begin, offset, target, unit, 1 if chunk_bytes else _DIVISIBLE)
                 borders = list(pairwise(cuts))
             for start, stop in borders:
                 slices = _slices(placed, start, stop, element.itemsize)
                 chunks.append(Chunk(len(chunks), element, not frozen, start, stop, slices))
-        end = _aligned(offset, _ALIGNMENT)
+        end = _aligned(offset, ALIGNMENT)
         floats = ElementType("float32", 4, True)
         for index in range(len(chunks), len(chunks) + table_shards):
             chunks.append(Chunk(index, floats, True, end, end, ()))
@@ -370,7 +374,7 @@ def _aligned(offset: int, unit: int) -> int:
 
 
 def _place(
-    group: Sequence[Entry], begin: int, first: int, target: int, *, whole: bool
+    group: Sequence[Entry], begin: int, first: int, target: int, unit: int, *, whole: bool
 ) -> tuple[list[tuple[int, Entry]], list[tuple[int, int]]]:
     """Put entries one after the other, and cut those of which tensors stay whole.
 
@@ -379,6 +383,7 @@ def _place(
         begin: offset of the first.
         first: index of the first.
         target: bytes of a chunk.
+        unit: bytes at whose multiples entries begin.
         whole: whether tensors stay whole.
 
     Returns:
@@ -390,6 +395,8 @@ def _place(
     left = sum(entry.nbytes for entry in group)
     offset = start = begin
     for index, entry in enumerate(group, start=first):
+        begins_chunk, offset = start == offset, _aligned(offset, unit)
+        start = offset if begins_chunk else start
         placed.append((index, replace(entry, offset=offset)))
         offset += entry.nbytes
         left -= entry.nbytes
@@ -401,25 +408,26 @@ def _place(
     return placed, borders
 
 
-def _unit(target: int, itemsize: int) -> int:
+def _unit(target: int, least: int) -> int:
     """Return the bytes of which the borders of chunks of about `target` bytes are multiples."""
-    return next((unit for unit in (_PAGE, _ALIGNMENT) if target >= 4 * unit), itemsize)
+    return next((unit for unit in (_PAGE, ALIGNMENT) if target >= 4 * unit), least)
 
 
-def _even_cuts(start: int, stop: int, target: int, itemsize: int, multiple: int) -> list[int]:
+def _even_cuts(start: int, stop: int, target: int, least: int, multiple: int) -> list[int]:
     """Return the borders of pieces of at most `target` bytes, of equal size up to alignment.
 
     Args:
         start, stop: the bytes to be cut.
         target: the greatest size of a piece.
-        itemsize: bytes of an element.
+        least: bytes of an element, or those at whose multiples entries begin: of so many at least
+            are all pieces, so that each has a part of an entry.
         multiple: where there are at least a third as many pieces, their number is a multiple of
             this.
     """
     size = stop - start
     if size == 0:
         return []
-    unit = _unit(target, itemsize)
+    unit = _unit(target, least)
     pieces = -(-size // max(target // unit * unit, unit))
     if 3 * pieces >= multiple:
         pieces = -(-pieces // multiple) * multiple
