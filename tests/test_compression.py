@@ -15,6 +15,8 @@ from steepest.compression.codecs import make_codec
 from steepest.config.compression import Int8, PowerSGD, TopK
 from steepest.config.run import data_directory
 from steepest.config.strategies import AllreduceStrategy, LocalStrategy, ParameterServerStrategy
+from steepest.data.sampler import SamplePlan
+from steepest.engine.replicas import Replicas
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Failure
@@ -140,6 +142,41 @@ def test_a_failed_step_leaves_no_trace(way: str, choice: str) -> None:
     trained(interrupted, 4)
     same = straight.weights()
     assert all(torch.equal(value, same[name]) for name, value in interrupted.weights().items())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_skipped_step_has_left_out_is_that_of_the_step_before(way: str) -> None:
+    """Gradients do not depend on the weights, so their sum is what was applied and what is left out."""
+    x = torch.randn(48, 300, generator=torch.Generator().manual_seed(0))
+    plan = SamplePlan(48, 4, 0)
+    for share in (3, 8, 22, 23):  # each of both workers', and in async the last push of all
+        x[plan.share(share // 2, share % 2, 2)[0], 0] = torch.nan  # in the first of three chunks
+    task = Task(
+        lambda: nn.Linear(300, 1, bias=False), sgd(1.0), (x, x), lambda output, _: output.mean()
+    )
+    cluster = training(way, TopK(0.1), 2, task, settings={"nonfinite": "skip", "chunk_bytes": 400})
+    before = cluster.weights()["weight"]
+    trained(cluster, 12)  # an epoch
+    commits = cluster.log().commits
+    assert sum(commit.skipped for commit in commits) == (3 if way in ("allreduce", "ps") else 4)
+    shares = [push.share for commit in commits if not commit.skipped for push in commit.pushes]
+    parts = [x[plan.share(share // 2, share % 2, 2)].mean(0) for share in shares]
+    expected = torch.stack(parts).sum(0)
+    left = [
+        cluster.wait(worker.at_version(0, commits[-1].version, left_out_of), "weights")
+        for worker in cluster.workers
+    ]
+    together = len(commits[0].pushes) == 2
+    expected, kept = expected / (1 + together), sum(left) / (1 + together)
+    applied = (before - cluster.weights()["weight"])[0]
+    assert kept.abs().max() > 0.1
+    assert (applied + kept - expected).abs().max() < 1e-5
+    check(cluster, task)
+
+
+def left_out_of(replicas: Replicas) -> torch.Tensor:
+    assert replicas.compressor is not None
+    return replicas.compressor.state()["left/weight"]
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -31,9 +32,14 @@ def make(task: Task) -> nn.Module:
 
 
 def by_hand(
-    task: Task, workers: int, rounds: int, outer: LocalStrategy, devices: int = 1
+    task: Task,
+    workers: int,
+    rounds: int,
+    outer: LocalStrategy,
+    devices: int = 1,
+    skipped: Collection[int] = (),
 ) -> Weights:
-    """The same in plain torch, one worker after the other."""
+    """The same in plain torch, one worker after the other; some rounds are as if they had not been."""
     shared = make(task)
     shared_optimizer = torch.optim.SGD(
         shared.parameters(), outer.outer_lr, momentum=outer.outer_momentum, nesterov=outer.nesterov
@@ -44,7 +50,7 @@ def by_hand(
     every = outer.sync_every
     parts = workers * devices * every
     plan = SamplePlan(len(task.data[0]), parts * task.batch_size, 0)
-    for step in range(rounds):
+    for step in sorted(set(range(rounds)) - set(skipped)):
         change = {name: torch.zeros_like(p) for name, p in shared.named_parameters()}
         total = 0
         for worker, (module, optimizer) in enumerate(zip(copies, optimizers, strict=True)):
@@ -188,6 +194,28 @@ def test_a_round_that_failed_leaves_no_trace(raises_in: int) -> None:
     assert same_bits(cluster.weights(), run(task, 2, 2, config).weights())
     cluster.step(4)
     assert same_bits(cluster.weights(), run(task, 2, 6, config).weights())
+
+
+@pytest.mark.parametrize(("optimizer", "servers"), [("adam", None), ("momentum", 2)])
+def test_a_round_that_is_skipped_leaves_no_trace(optimizer: str, servers: int | None) -> None:
+    """Neither in the weights nor in any worker's inner optimizer; a replay skips it as well."""
+    x, y = samples(60)
+    task = Task(optimizer=OPTIMIZERS[optimizer], data=(x, y), batch_size=2)
+    config = LocalStrategy(sync_every=3, nonfinite="skip", num_servers=servers, chunk_bytes=48)
+    for round_, part in (
+        (1, 3),
+        (4, 2),
+    ):  # batches in the middle of worker 1's round, of worker 0's
+        bad = SamplePlan(60, 12, 0).share(round_, part, 6)[0]
+        y[bad] = torch.inf
+    cluster = run(task, 2, 5, config, keep_log=True)
+    cluster.step(1)  # of the next epoch, where nothing is infinite before its third batch
+    log = cluster.log()
+    skipped = [commit.version - 1 for commit in log.commits if commit.skipped]
+    assert skipped[:2] == [1, 4]
+    found = cluster.weights()
+    assert difference(found, by_hand(task, 2, 6, config, skipped=skipped)) < 1e-12
+    assert same_bits(replay(log, task.creator()), found)
 
 
 def test_uneven_ends_of_epochs_and_more_workers_than_samples() -> None:

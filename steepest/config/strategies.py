@@ -351,9 +351,11 @@ class LocalStrategy(_OnTheWire):
         replication: how many servers or workers hold each slice; with 2 any one may die. What is
             lost is the state of a dead worker's own optimizer: its successor begins with the mean
             of the other workers'.
-        clip_norm: the greatest norm of each worker's gradient of one batch, as for
-            `ParameterServerStrategy`.
-        hierarchical, chunk_bytes, nonfinite, transport, wire_dtype: as for `AllreduceStrategy`.
+        clip_norm: the greatest norm of each worker's gradient of one batch, rows of tables
+            included, as for `ParameterServerStrategy`.
+        nonfinite: as for `AllreduceStrategy`; a round that is skipped leaves workers' own
+            optimizers as they were before it.
+        hierarchical, chunk_bytes, transport, wire_dtype: as for `AllreduceStrategy`.
 
     Raises:
         ConfigurationError: a value is out of range, or Nesterov's momentum is without momentum.

@@ -62,13 +62,13 @@ class DelayedRows:
                 self._kept, self._next = self._next, None
             self._version, self._sent = version, False
 
-    def left_out(self, version: int) -> None:
-        """Note that the update made of the step from a version was left out, unless that is known.
+    def left_out(self) -> None:
+        """Note that the update made of the present step was left out, unless that is known.
 
         Its own gradients are dropped. Those of the step before are kept for the next step, unless it
         is they that are not finite.
         """
-        if version != self._version or not self._sent:
+        if not self._sent:
             return
         self._next, self._sent = None, False
         if self._kept is not None and not _is_finite(self._kept):

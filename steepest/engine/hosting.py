@@ -210,7 +210,7 @@ def host_worker(
     # With a server in its process it stays with the vector that this server updates.
     adopt = _refuse if job.servers_in_workers else replicas.adopt
     own = index if job.strategy.in_workers else None
-    exchange = PushPull(index, job.topology, replicas.weights, send, adopt, own)
+    exchange = PushPull(index, job.topology, replicas.weights, send, adopt, own, replicas.left_out)
     replicas.use_compressor(exchange.compressor)
     replicas.use_rows(exchange.rows, _look_ahead(job, replicas, exchange.rows))
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None

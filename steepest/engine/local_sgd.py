@@ -36,7 +36,8 @@ class LocalReplicas(Replicas):
     They push the difference between the weights that they began with and those that they ended
     with, of which the servers make one update of their own (the outer one). Then the worker has the
     weights that it began with again, until those of the next version have come, so that a step that
-    fails leaves no trace. State of the inner optimizer stays with its worker.
+    fails, or is left out because of NaN or infinity, leaves no trace. State of the inner optimizer
+    stays with its worker.
 
     References: Stich 2019, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767;
     Douillard et al. 2023, DiLoCo, arXiv:2311.08105.
@@ -137,6 +138,12 @@ class LocalReplicas(Replicas):
             self._schedule_before = self._schedule.state()
         self._number = number
 
+    def left_out(self) -> None:
+        """Set the inner optimizer's state back to that before the last share; calls may repeat."""
+        if self._number >= 0:
+            self._load(self._before)
+            self._number = -1
+
     def _hold_gradient(
         self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> None:
@@ -155,16 +162,25 @@ class LocalReplicas(Replicas):
 
     def _update(self, at: int, step: int) -> None:
         """Apply the gradients that are kept, as update number `at`, which is one of step `step`."""
-        means = [held.mean for held in self._held.values() if held.mean is not None]
         if self._clip_norm is not None:
-            factor = clip_factor(math.sqrt(math.fsum(map(sum_of_squares, means))), self._clip_norm)
-            for mean in means if factor != 1.0 else ():
-                mean.mul_(factor)
+            self._clip(self._clip_norm)
         changed = with_rates(self._schedule.at(at), self.rates, step)
         hyper = self._spec.hyperparameters(changed)
         for held in self._held.values():
             held.apply(hyper, 1.0)
         self.weights_changed()
+
+    def _clip(self, greatest: float) -> None:
+        """Clip the gradients of an update, those of rows too, by their norm together."""
+        means = [held.mean for held in self._held.values() if held.mean is not None]
+        squares = [*map(sum_of_squares, means)]
+        if self.rows is not None:
+            squares.append(self.rows.squares())
+        factor = clip_factor(math.sqrt(math.fsum(squares)), greatest)
+        for mean in means if factor != 1.0 else ():
+            mean.mul_(factor)
+        if self.rows is not None:
+            self.rows.scale(factor)
 
     def _push_difference(self, weight: float, chunk_ready: ChunkReady) -> None:
         """Push the weights before minus the weights now, chunk by chunk, last layers first.

@@ -105,7 +105,7 @@ class OutgoingWeights:
             at: generation and version of the server.
             sequence: number of the request that this answers; 0 for none.
             reload: whether the reader is sent all chunks of this version, frozen ones included.
-            skipped: whether the commit of this version left its gradients out.
+            skipped: whether the reader's last committed push was left out.
         """
         if held.chunk.has_rows:
             return  # workers pull the rows that they need

@@ -35,6 +35,7 @@ class PushPull:
             whether the models use it from now on.
         own: index of the server of the worker's own process, None if there is none; bytes between
             the two do not count as moved.
+        left_out: called, once or more, when the last push was left out of the servers' weights.
 
     Attributes:
         compressor: of the gradients, with what it has left out so far; None where they travel as
@@ -54,6 +55,7 @@ class PushPull:
         send: Send,
         adopt: Callable[[torch.Tensor], bool] = lambda weights: False,
         own: int | None = None,
+        left_out: Callable[[], None] = lambda: None,
     ) -> None:
         self.bytes_pushed = self.bytes_pulled = 0
         self._own = None if own is None else server_peer(own)
@@ -61,6 +63,7 @@ class PushPull:
         self._layout = layout
         self._send = send
         self._adopt = adopt
+        self._undo = left_out
         codec, pull_dtype = topology.wire_formats
         # With a lossy codec each worker compresses its own gradient and keeps what is left out.
         added_up = codec is None or not codec.lossy
@@ -145,6 +148,14 @@ class PushPull:
         if self.compressor is not None and sequence == self.sequence:
             self.compressor.commit()
 
+    def left_out(self) -> None:
+        """Note that the last push was left out of the servers' weights: it changes nothing here."""
+        if self.compressor is not None:
+            self.compressor.begin()
+        if self.rows is not None and self.rows.delayed is not None:
+            self.rows.delayed.left_out()
+        self._undo()
+
     @property
     def arriving(self) -> tuple[int, int]:
         """The newest generation and version of which any weights are here."""
@@ -194,16 +205,17 @@ class PushPull:
         weights = self._weights.receive(message)
         if weights is None:
             return None
-        if self.compressor is not None and self._answers(weights):
-            self.compressor.commit()
-        if weights.skipped and self.rows is not None and self.rows.delayed is not None:
-            self.rows.delayed.left_out(weights.version - 1)
+        if self._answers(weights):
+            if weights.skipped:
+                self.left_out()
+            else:
+                self.committed(self.sequence)
         if source != self._own and weights.payload is not None:
             self.bytes_pulled += weights.payload.nbytes
         key = (weights.generation, weights.version)
         return key if self._weights.completed(key) else None
 
     def _answers(self, weights: Weights) -> bool:
-        """Return whether weights are of a version of which the last push is part."""
+        """Return whether the last push was decided on before servers had these weights."""
         newer = weights.generation == self._generation and weights.version > self._version
         return newer and not weights.reload

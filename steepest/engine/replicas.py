@@ -505,6 +505,9 @@ class Replicas:
             computing += time.perf_counter() - loaded
         return results, loading + self.seconds_ahead, computing
 
+    def left_out(self) -> None:
+        """Undo what the last share changed here, of which servers made no update: nothing."""
+
     def warmup(self) -> None:
         """Compute one gradient on every replica and drop it; models keep their state.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from steepest.compression.codecs import sum_of_squares
 from steepest.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.engine.row_memory import ROW_MEMORY
 from steepest.models.embedding import RowSource
@@ -17,6 +19,8 @@ from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.table import Table
 
+#: By batch, its weight, and the gradients of each group of tables.
+_Batches = list[tuple[float, list[list[RowGradients]]]]
 #: The place of a batch: number of its share, index of its replica, number of the micro-batch.
 Place = tuple[int, int, int]
 
@@ -38,7 +42,8 @@ class RowCollector(RowSource, ABC):
             for group in dealing.groups
         ]
         self._batch: list[list[RowGradients]] = [[] for _ in dealing.groups]
-        self._batches: list[tuple[float, list[list[RowGradients]]]] = []  # with their weights
+        self._batches: _Batches = []
+        self._scaled = 0  # number of these batches that `scale` is done with
 
     def place(self, table: Table) -> tuple[int, int]:
         """Return the number of a table's group, and the table's number in it."""
@@ -77,6 +82,7 @@ class RowCollector(RowSource, ABC):
         """Forget all gradients: another worker's gradient begins."""
         self._batch = [[] for _ in self.dealing.groups]
         self._batches = []
+        self._scaled = 0
 
     def end_batch(self, weight: float) -> None:
         """Note that a batch is computed, and what it weighs."""
@@ -111,12 +117,31 @@ class RowCollector(RowSource, ABC):
 
     def gradients(self) -> list[RowGradients | None]:
         """Return the sum over batches, by group, in units of the first batch's weight."""
-        unit = self._batches[0][0] if self._batches else 1.0
+        return self._added_up(self._batches)
+
+    def _added_up(self, batches: _Batches) -> list[RowGradients | None]:
+        """Return the sum over some batches, by group, in units of the first one's weight."""
+        unit = batches[0][0] if batches else 1.0
         found = []
         for group in range(len(self.dealing.groups)):
-            parts = [part.times(w / unit) for w, batch in self._batches for part in batch[group]]
+            parts = [part.times(w / unit) for w, batch in batches for part in batch[group]]
             found.append(added(parts) if parts else None)
         return found
+
+    def squares(self) -> float:
+        """Return the sum of the squares of the mean gradient over the batches since `scale`."""
+        batches = self._batches[self._scaled :]
+        mean = batches[0][0] / math.fsum(w for w, _ in batches) if batches else 0.0
+        sums = [part.gradients for part in self._added_up(batches) if part is not None]
+        squares = [sum_of_squares(torch.from_numpy(rows.reshape(-1))) for rows in sums]
+        return math.fsum(squares) * mean**2
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients of the batches since the last call by a factor."""
+        for weight, batch in self._batches[self._scaled :]:
+            scaled = [[part.times(factor) for part in parts] for parts in batch]
+            self._batches[self._scaled] = weight, scaled
+            self._scaled += 1
 
     def packed(self, gradients: Sequence[RowGradients | None]) -> dict[int, torch.Tensor]:
         """Return gradients as flat bytes, by chunk; shards without any are left out.

@@ -153,6 +153,9 @@ class Server:
         )
         make_way = self._weights.make_way
         self._puts = PutStates(index, self.chunks, send, make_way, checked=mode.open_to_all)
+        self._left_out: set[int] = (
+            set()
+        )  # workers of whose pushes the last committed one was left out
         self._ended: dict[int, int] = {}  # by worker, the incarnation of its last life that is over
         self._pulls = RowPulls(index, topology.tables, self.chunks, send)
 
@@ -443,6 +446,10 @@ class Server:
             self._changed = True  # what a schedule leaves alone later returns to the recipe's value
             hyper = self._spec.hyperparameters(hyper)
         self.version = commit.version
+        contributors = {push.worker for push in commit.pushes}
+        self._left_out = (
+            self._left_out | contributors if commit.skip else self._left_out - contributors
+        )
         self._progress.begin_version()
         workers = ((self._hosts.reader_of(worker), request) for worker, request in commit.readers)
         readers = list(dict.fromkeys(workers))
@@ -455,7 +462,8 @@ class Server:
                 if push in held.staged:  # what an aggregator added up is staged as the first push
                     held.forget(push)
             for reader, sequence in readers:
-                self._weights.send(reader, held, self._position, sequence, skipped=commit.skip)
+                skipped = self._is_left_out(reader)
+                self._weights.send(reader, held, self._position, sequence, skipped=skipped)
         if not self._together:
             for push in commit.pushes:
                 self._done.add(push)
@@ -464,6 +472,10 @@ class Server:
         self._weights.end_commit()
         self._pulls.answer(self._position)
         self._stage_early()
+
+    def _is_left_out(self, reader: Peer) -> bool:
+        """Return whether a reader's last committed push, or those of its workers, was left out."""
+        return bool(self._left_out) if self._together else reader.index in self._left_out
 
     def _apply(self, held: StagedChunk, commit: Commit, hyper: list[dict[str, Any]]) -> None:
         """Take the optimizer's step of a commit on one chunk."""
@@ -536,8 +548,10 @@ class Server:
     def _refresh(self, readers: Sequence[Sequence[int]]) -> None:
         """Send workers the trainable weights as they are; each entry is (worker, request)."""
         for worker, sequence in readers:
+            reader = worker_peer(worker)
+            skipped = self._is_left_out(reader)
             for held in reversed(self._trainable):
-                self._weights.send(worker_peer(worker), held, self._position, sequence)
+                self._weights.send(reader, held, self._position, sequence, skipped=skipped)
 
     # -- membership and state ------------------------------------------------------------------
 
@@ -554,6 +568,7 @@ class Server:
         for held in self._trainable:
             held.discard()
         self._progress.clear()
+        self._left_out.clear()
         self._done.clear()
         self._install(begun.install)
         if begun.reload:

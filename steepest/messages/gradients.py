@@ -318,7 +318,8 @@ class Weights(Body):
         chunk: index of the chunk.
         reload: whether all chunks are sent, those that are not trained too, as when a generation
             begins.
-        skipped: whether the commit of this version left its gradients out, because of NaN or infinity.
+        skipped: whether the reader's push that was committed last was left out of the weights,
+            because of NaN or infinity.
         payload: the chunk's bytes, in its dtype or in half precision.
     """
 

@@ -126,7 +126,8 @@ class Lease(Body):
             ones.
         share: number of the share, counted over all epochs.
         stats: as in `Grant`.
-        committed: sequence number of the last push of the worker that was committed; 0 for none.
+        committed: sequence number of the last push of the worker that is part of the weights; 0 for
+            none.
     """
 
     generation: Generation

@@ -340,7 +340,7 @@ class ClosedJob:
         chosen = []
         for worker, share in state.leases.lease(self.joined, most, self._now):
             chosen.append(worker)
-            last = state.leases.last_committed.get(worker, 0)
+            last = state.leases.last_applied.get(worker, 0)
             lease = Lease(state.generation, state.version, share, self._stats, last)
             out.append((worker_peer(worker), lease.pack()))
         idle = () if granted else sorted(self.joined - set(state.leases.busy))
@@ -353,6 +353,8 @@ class ClosedJob:
         reports: Reports,
         staleness: Mapping[int, int],
         norm: float | None,
+        *,
+        skipped: bool,
     ) -> tuple[Readers, Outgoing]:
         """Add pushes to the open step and lease the next shares, see `Membership.committed`."""
         state = self.state
@@ -362,7 +364,7 @@ class ClosedJob:
         if state.rule.together:
             readers = [[push.worker, 0] for push in pushes]
         else:
-            state.leases.commit(pushes)
+            state.leases.commit(pushes, skipped=skipped)
             if state.versions_per_step == 1:  # what the others are computing can only be dropped
                 state.leases.give_back(state.leases.busy)
             readers, out = self._lease()

@@ -278,7 +278,7 @@ class Coordinator:
         entry = self._entry(pushes, reports, hyper, rate, skip, clip)
         state.history.add(entry, staleness.values(), skipped=skip)
         state.advance()
-        readers, answers = self.membership.committed(pushes, reports, staleness, norm)
+        readers, answers = self.membership.committed(pushes, reports, staleness, norm, skipped=skip)
         commit = Commit(
             *(state.generation, state.version, rate, tuple(push.id for push in pushes), readers),
             hyper=hyper if any(hyper) else None,

@@ -66,6 +66,8 @@ class Membership(Protocol):
         reports: Reports,
         staleness: Mapping[int, int],
         norm: float | None,
+        *,
+        skipped: bool,
     ) -> tuple[Readers, Outgoing]:
         """Take note that pushes became the present version.
 
@@ -74,6 +76,7 @@ class Membership(Protocol):
             reports: of these, by worker.
             staleness: of these, by worker.
             norm: of the gradient; None where it is not known.
+            skipped: whether the version leaves them out, because of NaN or infinity.
 
         Returns:
             The workers that are sent the new weights, and the messages to send after the commit.

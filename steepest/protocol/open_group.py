@@ -88,6 +88,8 @@ class OpenGroup:
         reports: Reports,
         staleness: Mapping[int, int],
         norm: float | None,
+        *,
+        skipped: bool,
     ) -> tuple[Readers, Outgoing]:
         """Answer each user: with the new weights if it asked for them, else with the version."""
         answers: Outgoing = []

@@ -83,7 +83,8 @@ class Leases:
 
     Attributes:
         ledger: the shares.
-        last_committed: by worker, the sequence number of the last committed push of its process.
+        last_applied: by worker, the sequence number of the last push of its process that is part of
+            the weights.
         sent: by worker, the version whose weights it was sent last.
         clocks: by worker, the number of its pushes that are committed.
     """
@@ -91,7 +92,7 @@ class Leases:
     def __init__(self, rule: CommitRule, members: Collection[int]) -> None:
         self.ledger = Ledger()
         self.clocks = dict.fromkeys(members, 0)
-        self.last_committed: dict[int, int] = {}
+        self.last_applied: dict[int, int] = {}
         self.sent: dict[int, int] = {}
         self._rule = rule
         self._busy: dict[int, _Busy] = {}
@@ -163,12 +164,18 @@ class Leases:
         busy.push = push
         return True
 
-    def commit(self, pushes: Iterable[Staged]) -> None:
-        """End the leases of committed pushes, and advance their workers' clocks by one."""
+    def commit(self, pushes: Iterable[Staged], *, skipped: bool = False) -> None:
+        """End the leases of committed pushes, and advance their workers' clocks by one.
+
+        Args:
+            pushes: that make a version.
+            skipped: whether the version leaves them out, because of NaN or infinity.
+        """
         for push in pushes:
             del self._busy[push.worker]
             self.clocks[push.worker] += 1
-            self.last_committed[push.worker] = push.sequence
+            if not skipped:
+                self.last_applied[push.worker] = push.sequence
 
     def drop(self, pushes: Iterable[Staged]) -> list[int]:
         """End the leases of dropped pushes.
@@ -198,7 +205,7 @@ class Leases:
             version: the present version.
             joined: indices of all workers that have joined.
         """
-        self.last_committed.pop(worker, None)
+        self.last_applied.pop(worker, None)
         self.sent[worker] = version
         others = [self.clocks[other] for other in joined if other != worker]
         self.clocks[worker] = max(self.clocks[worker], min(others, default=0))

@@ -241,6 +241,13 @@ class _Run:
         )
         torch.set_num_threads(self._threads[1])
         self._server.handle(worker_peer(0), order.pack())
+        for push in commit.pushes:
+            exchange = self._senders.exchange(push.worker, push.incarnation)
+            if commit.skipped:
+                exchange.left_out()
+                self._workers[push.worker].left_out()
+            else:
+                exchange.committed(push.sequence)
         if self._rows is not None:
             self._rows.committed()
         self._history[commit.version] = self._weights.clone()
@@ -264,7 +271,6 @@ class _Run:
         if self._rows is not None:
             self._rows.end()
         self._states[push.worker] = replicas.states()
-        exchange.committed(push.sequence)
 
     def carried(self) -> _Carried:
         """Return the state with which the next part of the log begins."""

@@ -36,7 +36,6 @@ class RowsOfVersions:
         self._dealing = dealing
         self._server = server
         self._delays = delays
-        self._left_out = {commit.version for commit in commits if commit.skipped}
         self._last_use: dict[int, int] = {}  # by version: the last one made from its rows
         for commit in commits:
             for push in commit.pushes:
@@ -68,8 +67,6 @@ class RowsOfVersions:
             rows.delayed = DelayedRows(rows) if self._delays else None
         if rows.delayed is not None:
             rows.delayed.is_last = push.own_rows
-            if push.pulled in self._left_out:
-                rows.delayed.left_out(push.pulled - 1)
 
     def end(self) -> None:
         """End a worker's gradient.
