@@ -43,6 +43,7 @@ from steepest.observe.history import History
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, Stats, StepResult
 from steepest.validation import (
+    require_batch_size,
     require_choice,
     require_count,
     require_instance,
@@ -296,10 +297,11 @@ class DistributedSGD(Checkpointing):
 
         Args:
             data: anything that the model takes as training data, of known length.
-            batch_size: samples in a batch; None for the model's own.
+            batch_size: samples in a batch; None for that of a DataLoader, else the model's own.
 
         Raises:
-            ConfigurationError: there are no samples.
+            ConfigurationError: there are no samples, the data are no data, or `batch_size` is no
+                positive integer.
             ModelRaisedError: the model or the data raised; the traceback is the cause.
             DeadlineError: no answer came within `run_config.deadlines.call` seconds.
         """
@@ -310,6 +312,7 @@ class DistributedSGD(Checkpointing):
 
     def _evaluate(self, data: Any, batch_size: int | None = None) -> EvaluationResult:
         """Do as `evaluate`, without a row in the history."""
+        require_batch_size(batch_size)
         cluster = self._live()
 
         def evaluate() -> list[WorkerResult]:
@@ -356,8 +359,8 @@ class DistributedSGD(Checkpointing):
                 name more or less.
 
         Raises:
-            ConfigurationError: a name is missing or unknown, or a tensor has another shape; nothing
-                has changed.
+            ConfigurationError: `state` is no dict of tensors by name, a name is missing or unknown,
+                or a tensor has another shape; nothing has changed.
         """
         with self._idle():
             self._supervisor.replacing(
@@ -371,8 +374,8 @@ class DistributedSGD(Checkpointing):
         The others, and the optimizer's state, stay.
 
         Raises:
-            ConfigurationError: a name is unknown, or a tensor has another shape, or holds NaN or
-                infinity; nothing has changed.
+            ConfigurationError: `weights` is no dict of tensors by name, a name is unknown, or a
+                tensor has another shape, or holds NaN or infinity; nothing has changed.
         """
         with self._idle():
             self._supervisor.replacing(
@@ -385,7 +388,8 @@ class DistributedSGD(Checkpointing):
 
         Raises:
             ModelRaisedError: the function raised; its traceback is the cause.
-            ConfigurationError: the function or a result cannot be pickled.
+            ConfigurationError: the function or a result cannot be pickled, or the function has set
+                a model's `batch_size` or `data`, which is undone.
             DeadlineError: no result came within `run_config.deadlines.call` seconds.
         """
         with self._idle():

@@ -131,6 +131,22 @@ def require_model_creator(model_creator: object) -> None:
         ) from None
 
 
+def require_batch_size(batch_size: object) -> None:
+    """Check the batch size of an evaluation: None, or a positive integer.
+
+    Raises:
+        ConfigurationError: it is something else, such as targets that were given beside the inputs.
+    """
+    if batch_size is None:
+        return
+    if hasattr(batch_size, "__len__") and not isinstance(batch_size, str):
+        raise ConfigurationError(
+            f"evaluate() was given a {type(batch_size).__name__} as batch_size: give inputs and "
+            "targets as one tuple, evaluate((x, y))"
+        )
+    require_count("batch_size", batch_size)
+
+
 def is_finite_number(value: object) -> bool:
     """Return whether a value is a number that a float can hold; an int may be too large for one."""
     return (

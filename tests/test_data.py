@@ -129,6 +129,28 @@ def test_scalars_are_refused(data: Any) -> None:
     assert "a scalar has no samples" in refused(data)
 
 
+def test_a_list_of_arrays_is_taken_for_columns_only_where_it_cannot_be_samples() -> None:
+    images = [torch.zeros(3, 4, 4) for _ in range(6)]
+    message = refused(images)
+    assert "a list of 6 arrays of 3 dimensions, which may be samples or columns" in message
+    source, _ = as_source(DataLoader(images, batch_size=2), None)  # type: ignore[arg-type]
+    assert first(source)[0].shape == (2, 3, 4, 4), "what the message says"
+    message = refused([torch.zeros(3), torch.zeros(5)])
+    assert "a list of 2 arrays of lengths 3, 5, which cannot be columns" in message
+    assert len(first(as_source([torch.zeros(6, 2), torch.arange(6)], 2)[0])[0]) == 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [([1.0, 2.0], [3.0, 4.0]), (torch.zeros(2), [0, 1]), (torch.zeros(2), None)],
+)
+def test_columns_that_are_no_arrays_are_refused(data: Any) -> None:
+    message = refused(data)
+    assert f"data is a tuple of 2, one of which is a {type(data[1]).__name__}: a tuple" in message
+    samples_in_a_tuple = as_source(((1, 2), (3, 4)), 2)[0]
+    assert samples_in_a_tuple.size == 2
+
+
 # -- datasets -------------------------------------------------------------------------------------
 
 
@@ -188,11 +210,14 @@ def test_a_batch_size_is_a_positive_integer(batch_size: Any) -> None:
 # -- DataLoader -----------------------------------------------------------------------------------
 
 
-def test_a_loader_gives_its_batch_size_unless_another_is_given() -> None:
+def test_a_loader_gives_its_batch_size_and_no_other_is_taken() -> None:
     loader = DataLoader(Squares(), batch_size=5, shuffle=True)
     assert as_source(loader, None)[1] == 5
-    assert as_source(loader, 3)[1] == 3
+    assert as_source(loader, 5)[1] == 5
     assert as_source(loader, None)[0].size == 6
+    stream = DataLoader(Stream(), batch_size=5)
+    for each in (loader, stream):
+        assert "batch_size=3 beside a DataLoader with batch_size=5" in refused(each, 3)
 
 
 @quiet_fork

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +14,16 @@ from typing import Any
 import pytest
 import ray
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from steepest import DistributedSGD, TorchModel
 from steepest.cluster.diagnostics import unimportable, who_raised
 from steepest.cluster.remote_error import RemoteError
+from steepest.cluster.unpicklable import why_unpicklable
 from steepest.errors import ConfigurationError, ModelError, ModelRaisedError, describe_error
 from steepest.testing import InProcessCluster
 from steepest.testing.simulation import Simulation, run_config
-from tests.reference import samples, sgd
+from tests.reference import same_bits, samples, sgd
 from tests.simulated_programs import quiet
 
 
@@ -194,3 +198,80 @@ def test_an_import_in_a_creator_is_told_with_what_to_do(
     error = raised_by(lambda: DistributedSGD(create, 2, run_config=run_config()), ModelRaisedError)
     assert re.search(r"No module named 'alone'; workers cannot import 'alone', which", str(error))
     assert not isinstance(error, ConfigurationError)
+
+
+class Locked:
+    """Holds what cannot be pickled, beside what its pickle leaves out."""
+
+    def __init__(self) -> None:
+        self.left_out = self.kept = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+
+def test_the_variable_that_cannot_be_pickled_is_named() -> None:
+    data, empty = {"train": [1, Locked()]}, None
+
+    def inner() -> Any:
+        return data, empty
+
+    def takes(lock: Any = Locked()) -> Any:  # noqa: B008 - a default is pickled too
+        return lock
+
+    def why(value: Any) -> str:
+        with pytest.raises(TypeError) as caught:
+            ray.cloudpickle.dumps(value)
+        return why_unpicklable(value, caught.value)
+
+    expected = (
+        "the variable 'data' of the function 'inner', of type dict, cannot be pickled "
+        "(data['train'][1].kept is of type lock: cannot pickle '_thread.lock' object); make it inside"
+    )
+    assert expected in why(inner)
+    assert expected in why(lambda worker, device: inner())
+    assert expected in why(functools.partial(print, inner))
+    assert "the variable 'lock' of the function 'takes', of type Locked" in why(takes)
+    assert why(Locked()).startswith("kept is of type lock: ")
+    assert why(Locked().__getstate__).startswith("self.kept is of type lock: ")
+    assert why(number for number in range(3)).startswith("cannot pickle 'generator' object; make")
+
+
+def test_what_a_trainer_cannot_take_is_told_and_changes_nothing() -> None:
+    def wrong(match: str, function: Callable[..., Any], *arguments: Any) -> None:
+        with pytest.raises(ConfigurationError, match=match):
+            function(*arguments)
+
+    def put(name: str, value: Any, models: Any) -> None:
+        for each in getattr(models, "models", [models]):
+            setattr(each, name, value)
+
+    with (
+        Simulation(1).running(),
+        DistributedSGD(lambda worker, device: model(), 2, run_config=run_config()) as sgd,
+    ):
+        sgd.step()
+        before, (x, y) = sgd.weights(), samples(6)
+        loader = DataLoader(TensorDataset(x, y), batch_size=3)
+        wrong(r"a Tensor as batch_size: give .* evaluate\(\(x, y\)\)", sgd.evaluate, x, y)
+        wrong("batch_size='4'", sgd.evaluate, (x, y), "4")
+        wrong("a list of 6 arrays of 1 dimensions", sgd.evaluate, list(x))
+        wrong("a _NoLength of unknown length: give arrays", sgd.evaluate, _NoLength())
+        wrong("batch_size=2 beside a DataLoader with", sgd.evaluate, loader, 2)
+        assert sgd.evaluate(loader).samples == 6
+        for setting in (sgd.set_weights, sgd.load_state_dict):
+            wrong("is a list: give tensors by name", setting, [x])
+            wrong("has the name 3: give strings", setting, {3: x})
+            wrong(r"\['bias'\] is a str that is no tensor", setting, {"bias": "x"})
+        for name, value in (("batch_size", 8), ("data", loader)):
+            for each in (sgd.foreach_model, sgd.for_model, sgd.foreach_worker):
+                said = f"the function 'partial' has set a model's {name} to"
+                wrong(said, each, functools.partial(put, name, value))
+        assert sgd.foreach_model(lambda model: (model.batch_size, model.data.size)) == [(2, 8)] * 2
+        assert same_bits(sgd.weights(), before)
+        assert sgd.step().samples == 4
+
+
+class _NoLength:
+    def __iter__(self) -> Iterator[Any]:
+        return iter([samples(2)])

@@ -297,3 +297,10 @@ def test_models_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         torch_model(module, **options)
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(2, 3), (torch.zeros(2, 3),), {"x": torch.zeros(2)}])
+def test_a_batch_that_no_loss_of_output_and_target_takes_is_refused(batch: Any) -> None:
+    model = TorchModel(nn.Linear(3, 2), loss=F.mse_loss, data=(X, Y), batch_size=2, optimizer=sgd)
+    with pytest.raises(ModelError, match=r"the batch is a .* batches \(\*inputs, target\): give"):
+        model.loss(batch)

@@ -243,7 +243,8 @@ def test_what_is_given_and_cannot_travel(trainer: DistributedSGD) -> None:
 
     for each in (trainer.foreach_worker, trainer.foreach_model, trainer.for_model):
         with pytest.raises(
-            ConfigurationError, match=r"holds'.*cannot be sent to the workers: .*lock"
+            ConfigurationError,
+            match=r"holds'.*cannot be sent to the workers: .*variable 'lock' of the function 'holds'",
         ):
             each(holds)
         with pytest.raises(

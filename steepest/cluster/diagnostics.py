@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from steepest.cluster.locations import Place
 from steepest.cluster.remote_error import RemoteError
+from steepest.cluster.unpicklable import why_unpicklable
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
@@ -300,12 +301,16 @@ def travelling(what: str, value: Any) -> Any:
     except ray.exceptions.RayError:
         raise
     except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
-        raise_unsendable(what, error)
+        raise_unsendable(what, value, error)
 
 
-def raise_unsendable(what: str, error: Exception) -> NoReturn:
-    """Raise ConfigurationError for an object of the user's that cannot be pickled."""
-    raise ConfigurationError(
-        f"{what} cannot be sent to the workers: {error.__cause__ or error}; make on the workers "
-        "what cannot be sent"
-    ) from None
+def raise_unsendable(what: str, value: Any, error: Exception) -> NoReturn:
+    """Raise ConfigurationError for an object of the user's that cannot be pickled.
+
+    Args:
+        what: the object is.
+        value: the object.
+        error: that pickling it raised.
+    """
+    why = why_unpicklable(value, error)
+    raise ConfigurationError(f"{what} cannot be sent to the workers: {why}") from None

@@ -81,9 +81,9 @@ class JobState:
 
     def set_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Set parameters by name, see `DistributedSGD.set_weights`; they are version `version`."""
-        layout, weights = self._cluster.job.description.layout, plainly(weights)
+        layout, weights = self._cluster.job.description.layout, _tensors("weights", weights)
         for name, value in weights.items():
-            if not torch.isfinite(torch.as_tensor(value)).all():
+            if not torch.isfinite(value).all():
                 raise ConfigurationError(
                     f"{name!r} holds NaN or infinity: give finite weights; those of the last "
                     "commit stay"
@@ -110,7 +110,7 @@ class JobState:
     def load_state_dict(self, state: Mapping[str, torch.Tensor], version: int) -> None:
         """Set all parameters and buffers, see `DistributedSGD.load_state_dict`, as a version."""
         layout, mine = self._cluster.job.description.layout, self.buffers()[0]
-        state = plainly(state)
+        state = _tensors("state", state)
         parameters = {name for entry in layout.entries for name in (entry.name, *entry.aliases)}
         own = parameters | mine.keys()
         for lacks, names in (("state", own - state.keys()), ("the model", state.keys() - own)):
@@ -119,7 +119,7 @@ class JobState:
                     f"{lacks} has no {', '.join(sorted(names)[:8])}: give what state_dict() of "
                     "such a model returned; set_weights() takes some parameters"
                 )
-        buffers = Tensors((name, torch.as_tensor(state[name])) for name in mine.keys() - parameters)
+        buffers = Tensors((name, state[name]) for name in mine.keys() - parameters)
         for name, value in buffers.items():
             if value.shape != mine[name].shape:
                 raise ConfigurationError(
@@ -576,6 +576,31 @@ class JobState:
         own = spec.name, spec.state_flags(), described.samples, buffers
         about = () if tables is None else tables.description()
         return files.JobSignature(described.layout, *own, about)
+
+
+def _tensors(what: str, given: Any) -> dict[str, torch.Tensor]:
+    """Return what a user gave as tensors by plain names.
+
+    Raises:
+        ConfigurationError: it is no mapping, a name is no string, or a value cannot be a tensor.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f"{what} is a {type(given).__name__}: give tensors by name, as weights() and "
+            "state_dict() return them"
+        )
+    found = {}
+    for name, value in given.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(f"{what} has the name {name!r:.80}: give strings as names")
+        try:
+            found[name] = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"{what}[{name!r}] is a {type(value).__name__} that is no tensor ({error}): give "
+                "a tensor or array"
+            ) from None
+    return plainly(found)
 
 
 def _newest(commits: Sequence[Commit], start: int, last: int) -> tuple[Commit, ...]:

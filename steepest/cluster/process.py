@@ -18,7 +18,7 @@ from steepest.cluster.locations import Place, make_transport
 from steepest.cluster.processor_time import processor_use
 from steepest.cluster.ray_private import hush_unreadable, name_process
 from steepest.cluster.remote_error import RemoteError
-from steepest.cluster.remote_functions import sent
+from steepest.cluster.remote_functions import name_of, sent
 from steepest.collectives import operations
 from steepest.collectives.members import MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
@@ -512,10 +512,10 @@ class Process:
         return self.call(position, number, self._view, function)
 
     def _view(self, replicas: Replicas, function: Callable[[WorkerView], Any]) -> Any:
-        return sent(
-            function,
-            function(WorkerView(self._index, self._place.host, self._place.pid, replicas.models)),
-        )
+        view = WorkerView(self._index, self._place.host, self._place.pid, replicas.models)
+        result = function(view)
+        replicas.require_settings(name_of(function))
+        return sent(function, result)
 
     def abandon(self, number: int, reason: str) -> None:
         """End what a call awaits of other workers, because one of them failed.

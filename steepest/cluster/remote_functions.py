@@ -63,12 +63,16 @@ def sent(fn: Callable[..., Any], result: Any) -> ray.ObjectRef[tuple[Any]]:
 
 def on_models(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.ObjectRef[tuple[Any]]:
     """Run a user's function on every replica; return the list of its results, see `sent`."""
-    return sent(fn, [fn(model) for model in replicas.models])
+    results = [fn(model) for model in replicas.models]
+    replicas.require_settings(name_of(fn))
+    return sent(fn, results)
 
 
 def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.ObjectRef[tuple[Any]]:
     """Run a user's function on the first replica; return its result, see `sent`."""
-    return sent(fn, fn(replicas.models[0]))
+    result = fn(replicas.models[0])
+    replicas.require_settings(name_of(fn))
+    return sent(fn, result)
 
 
 def unfrozen(replicas: Replicas) -> frozenset[str]:

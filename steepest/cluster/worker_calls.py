@@ -85,7 +85,7 @@ class WorkerCalls:
                 for index, actor in actors.items()
             }
         except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
-            raise_unsendable(f"the function {name_of(function)}", error)
+            raise_unsendable(f"the function {name_of(function)}", function, error)
         results: dict[int, Any] = {}
         deadline = time.monotonic() + seconds
         try:

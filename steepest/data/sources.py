@@ -200,14 +200,16 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
     """Return a user's training data as a source, and the batch size.
 
     Args:
-        data: an array or tensor, a tuple or list of them, a map-style dataset, a DataLoader, an
-            IndexedStream or any other `Source`, a materialized Ray Dataset, an IterableDataset of
-            samples, or an iterable of batches.
+        data: an array or tensor, a tuple of them (or a list, where they cannot be samples), a
+            map-style dataset, a DataLoader, an IndexedStream or any other `Source`, a materialized
+            Ray Dataset, an IterableDataset of samples, or an iterable of batches.
         batch_size: samples per replica and step; may be None with a DataLoader that has one, and
             with streams that yield whole batches.
 
     Raises:
-        ConfigurationError: no batch size, a DataLoader with a sampler of its own, empty data.
+        ConfigurationError: no batch size, or another one than the DataLoader's; a DataLoader with a
+            sampler of its own, empty data, columns that are no arrays, a list of arrays that may be
+            samples or columns.
     """
     if type(data).__module__.startswith("ray.data."):  # the core itself imports no Ray
         from steepest.data.ray_dataset import RayDataset
@@ -215,8 +217,7 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
         data = RayDataset(data)
     batched = batch_size is not None
     loader_source = _from_loader(data) if isinstance(data, DataLoader) else None
-    if batch_size is None and isinstance(data, DataLoader):
-        batch_size = data.batch_size
+    batch_size = batch_size_of(data, batch_size)
     source = data if isinstance(data, Source) and callable(data.open) else None
     streams = isinstance(data, IterableDataset) or not (
         hasattr(data, "__len__") or hasattr(data, "__getitem__")
@@ -240,11 +241,7 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
         )
     if isinstance(data, (np.ndarray, torch.Tensor)):
         return ArraySource((data,)), batch_size
-    if (
-        isinstance(data, (tuple, list))
-        and data
-        and all(isinstance(a, (np.ndarray, torch.Tensor)) for a in data)
-    ):
+    if isinstance(data, (tuple, list)) and _are_columns(data):
         return ArraySource(data), batch_size
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         if not hasattr(data, "__iter__"):
@@ -260,6 +257,58 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
     if not hasattr(data, "__len__"):
         raise ConfigurationError(f"the dataset {type(data).__name__} has no length: add __len__")
     return DatasetSource(data), batch_size
+
+
+def batch_size_of(data: Any, given: int | None) -> int | None:
+    """Return the batch size that was given, else that of a DataLoader; None where there is neither.
+
+    Raises:
+        ConfigurationError: both are there, and they differ.
+    """
+    own = data.batch_size if isinstance(data, DataLoader) else None
+    if own is not None and given is not None and given != own:
+        raise ConfigurationError(
+            f"batch_size={given!r} beside a DataLoader with batch_size={own}: give the DataLoader "
+            "the one that is meant, and leave the other out"
+        )
+    return own if given is None else given
+
+
+def _are_columns(data: Sequence[Any]) -> bool:
+    """Return whether the parts of a tuple or list are columns, whose rows are samples.
+
+    Raises:
+        ConfigurationError: a tuple of arrays and others, or of lists; a list of arrays that may be
+            samples as well, or cannot be columns.
+    """
+    arrays = [isinstance(part, (np.ndarray, torch.Tensor)) for part in data]
+    given = f"data is a {type(data).__name__} of {len(data)}"
+    if type(data) is tuple:
+        others = [part for part in data if not isinstance(part, (np.ndarray, torch.Tensor))]
+        others = others if any(arrays) else [part for part in data if isinstance(part, list)]
+        if others:
+            raise ConfigurationError(
+                f"{given}, one of which is a {type(others[0]).__name__}: a tuple has columns, each "
+                "an array or tensor with a row per sample; convert it with torch.as_tensor(), or "
+                "give a list of samples"
+            )
+    if not data or not all(arrays):
+        return False
+    if isinstance(data, list):
+        lengths = [len(array) if array.ndim else 0 for array in data]
+        if len(set(lengths)) > 1:
+            raise ConfigurationError(
+                f"{given} arrays of lengths {str(lengths[:8])[1:-1]}, which cannot be columns: give "
+                "DataLoader(data, batch_size=..., collate_fn=...) if they are samples, whose "
+                "collate_fn makes a batch of several"
+            )
+        if len({(array.ndim, array.dtype) for array in data}) == 1:
+            raise ConfigurationError(
+                f"{given} arrays of {data[0].ndim} dimensions, which may be samples or columns: give "
+                "DataLoader(data, batch_size=...) if they are samples, tuple(data) if they are "
+                "columns with a row per sample"
+            )
+    return True
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -12,10 +12,11 @@ import torch
 
 from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.data.sampler import SamplePlan, even_share, step_seed
+from steepest.data.sources import batch_size_of
 from steepest.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.engine.generators import HeldGenerators, seed_everything
 from steepest.engine.gradient_sum import GradientSum
-from steepest.errors import ModelError
+from steepest.errors import ConfigurationError, ModelError
 from steepest.messages.fields import RateChanges
 from steepest.models.protocol import Arrive, Computed, Model, validate_computed
 from steepest.models.write_check import refusal
@@ -142,6 +143,7 @@ class Replicas:
         memory: Memory | None = None,
     ) -> None:
         self.models = tuple(models)
+        self._settings = [(model.batch_size, model.data) for model in models]
         self.layout = models[0].layout
         self.weights, self._sum = memory or (self.layout.allocate(), allocate(self.layout.nbytes))
         self._memory = self.weights
@@ -508,6 +510,32 @@ class Replicas:
     def left_out(self) -> None:
         """Undo what the last share changed here, of which servers made no update: nothing."""
 
+    def require_settings(self, function: str) -> None:
+        """Check that models have the batch size and data that the job has; give them these again.
+
+        Args:
+            function: the name of the user's function that has had the models.
+
+        Raises:
+            ConfigurationError: they had not; says what the function has set.
+        """
+        for model, (batch_size, data) in zip(self.models, self._settings, strict=True):
+            if (now := model.batch_size) != batch_size:
+                model.batch_size = batch_size
+                raise ConfigurationError(
+                    f"the function {function} has set a model's batch_size to {now!r:.40}, but the "
+                    f"job divides its samples into batches of {batch_size}: save, and restore with "
+                    "a trainer whose model_creator gives the other one; evaluate(data, batch_size) "
+                    "takes any"
+                )
+            if (other := model.data) is not data:
+                model.data = data
+                raise ConfigurationError(
+                    f"the function {function} has set a model's data to a {type(other).__name__}, "
+                    "but the job has divided the samples of those that model_creator gave: save, and "
+                    "restore with a trainer whose model_creator gives the others"
+                )
+
     def warmup(self) -> None:
         """Compute one gradient on every replica and drop it; models keep their state.
 
@@ -532,20 +560,21 @@ class Replicas:
 
         Args:
             data: as `Model.source` takes it.
-            batch_size: by default the model's.
+            batch_size: by default that of a DataLoader, else the model's.
             part: which of `parts` equal ranges.
             parts: number of ranges.
 
         Raises:
-            ModelError: the data have no known length.
+            ConfigurationError: the data are none, or have no known length.
         """
         began = time.perf_counter()
         model = self.models[0]
-        size = batch_size or model.batch_size
+        size = batch_size_of(data, batch_size) or model.batch_size
         source = model.source(data, size)
         if source.size is None:
-            raise ModelError(
-                "evaluate() needs data of known length: give arrays or a map-style dataset"
+            raise ConfigurationError(
+                f"evaluate() was given a {type(data).__name__} of unknown length: give arrays, a "
+                "map-style dataset or an IndexedStream"
             )
         begin, end = even_share(source.size, part, parts)
         shares = [np.arange(i, min(i + size, end)) for i in range(begin, end, size)]

@@ -193,6 +193,14 @@ class TorchModel:
         if self._loss is None:
             self._output = call(self.module, batch)
             return own_loss(self._output)
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            many = f"a {type(batch).__name__}"
+            if isinstance(batch, (tuple, list)):
+                many += f" of {len(batch)}"
+            raise ModelError(
+                f"the batch is {many}, but loss= takes batches (*inputs, target): give data with "
+                "inputs and targets, or subclass TorchModel and write loss(self, batch)"
+            )
         *inputs, target = batch
         self._output = self.module(*inputs)
         return self._loss(self._output, target)
