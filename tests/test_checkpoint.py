@@ -106,9 +106,23 @@ def test_the_next_checkpoint_takes_the_place_of_the_last(tmp_path: Path) -> None
         write(tmp_path, content(float(step), step))
         assert holds(tmp_path, step)
         assert len(list(tmp_path.iterdir())) == 4
-    (tmp_path / "users-own.safetensors").touch()
-    write(tmp_path, content(4.0, 4))
-    assert (tmp_path / "users-own.safetensors").exists()
+
+
+def test_files_that_no_manifest_names_stay(tmp_path: Path) -> None:
+    kinds = ("weights", "optimizer", "replicas", "tables")
+    users = {f"{kind}-{end}.safetensors" for kind in kinds for end in ("mine", "7-0123abcd")}
+    users |= {"model.safetensors", ".manifest.json-", ".manifest.json-mine"}
+    for name in users:
+        (tmp_path / name).write_text("mine")
+    for step in (1, 2, 3):
+        write(tmp_path, content(float(step), step))
+        assert holds(tmp_path, step)
+    found = {path.name for path in tmp_path.iterdir()}
+    assert len(found) == 4 + len(users)
+    assert {name for name in found if (tmp_path / name).read_bytes() == b"mine"} == users
+    edit(tmp_path, lambda m: m.pop("step") and None)
+    write(tmp_path, content(4.0, 4))  # which files were the damaged one's is not known
+    assert len(list(tmp_path.iterdir())) == 7 + len(users)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])

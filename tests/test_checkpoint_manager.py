@@ -32,6 +32,7 @@ from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.config.strategies import StrategyConfig, as_strategy
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.storage.files import LocalStorage
 from steepest.testing import InProcessCluster
 from tests.conftest import ROOT
 from tests.reference import Task, same_bits, samples
@@ -152,6 +153,32 @@ def test_the_only_whole_one_stays_until_another_is_whole(
     assert (kept(tmp_path), newest(tmp_path)) == ([1, 4], 4)  # one stays half deleted
     put(directory, 5)
     assert kept(tmp_path) == [5]
+
+
+def test_a_new_checkpoint_is_durable_by_its_name_before_an_older_one_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    remove, sync = LocalStorage.remove, os.fsync
+
+    def removed(self: LocalStorage, file: Path) -> None:
+        done.append(f"remove {file.parent.name}/{file.name}")
+        remove(self, file)
+
+    def synced(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        done.append(f"sync {os.path.relpath(path, tmp_path)}")
+        sync(descriptor)
+
+    monkeypatch.setattr(LocalStorage, "remove", removed)
+    monkeypatch.setattr(os, "fsync", synced)
+    directory = CheckpointDirectory(tmp_path / "deep" / "run", 1)
+    assert done == ["sync .", "sync deep"]
+    directory.put(content(1.0, 1))
+    done.clear()
+    directory.put(content(2.0, 2))
+    named, deleted = done.index("sync deep/run"), done.index("remove 000001-step-1/manifest.json")
+    assert named < deleted
 
 
 def test_what_a_crash_left_unfinished_is_passed_over_and_removed_by_the_next(

@@ -112,6 +112,31 @@ def test_steps_that_are_taken_again_are_counted_once(monkeypatch: pytest.MonkeyP
     assert [int(count) for count in counted] == [1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10]
 
 
+def test_a_pause_and_steps_that_are_undone_do_not_change_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a node's death, say: 40 seconds without a step, and the last 30 steps again."""
+    file = stderr(monkeypatch, terminal=False)
+    clock = [0.0]
+    shown = ProgressLines(seconds=1.0, clock=lambda: clock[0])
+    shown.on_fit_begin(Trainer, 100_000)
+
+    def steps(begin: int, end: int, seconds: float) -> list[str]:
+        already = len(file.getvalue().splitlines())
+        for number in range(begin, end):
+            clock[0] += seconds
+            shown.on_step(Trainer, step(number))
+        return file.getvalue().splitlines()[already:]
+
+    assert "16:10 left)" in steps(1, 3000, 0.01)[-1]
+    clock[0] += 40.0
+    told = steps(2970, 4000, 0.01)
+    assert len(told) == 11
+    assert all("16:" in line or "15:5" in line for line in told), told
+    slow = steps(4000, 4005, 20.0)  # no pause: the third one is believed
+    assert re.search(r"5\d\d:\d\d:\d\d left", slow[-1]), slow
+
+
 def test_an_evaluation_is_shown_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     file = stderr(monkeypatch, terminal=False)
     shown = ProgressLines(seconds=0.0, clock=lambda: 0.0)

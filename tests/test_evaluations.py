@@ -331,6 +331,12 @@ def test_arguments_are_checked() -> None:
         ):
             with pytest.raises(ConfigurationError, match=said):
                 trainer.fit(steps=3, progress=False, **wrong)  # type: ignore[arg-type]
+        for callback in (EarlyStopping(), ReduceOnPlateau()):
+            with pytest.raises(
+                ConfigurationError, match=rf"{type(callback).__name__}\(.*validation=data"
+            ):
+                trainer.fit(epochs=3, callbacks=[Noting(), callback], progress=False)
+        assert trainer.stats().step == 0
         with pytest.raises(ConfigurationError, match="no 'accuracy': they have loss"):
             trainer.fit(
                 steps=3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
+from steepest.errors import ConfigurationError
 from steepest.observe.history import Figures, History
 from steepest.observe.history_file import HistoryFile
 from steepest.testing.simulation import Simulation, run_config
@@ -123,6 +125,12 @@ def test_a_data_frame_has_a_column_for_each_number() -> None:
     assert isinstance(frame, pandas.DataFrame)
     assert frame[frame.kind == "step"]["metrics.accuracy"].tolist() == [0.5, 0.5]
     assert history.dataframe("evaluation")["metrics.accuracy"].tolist() == [0.9]
+
+
+def test_a_data_frame_without_pandas_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigurationError, match="pip install pandas"):
+        History().dataframe()
 
 
 def test_the_newest_rows_are_kept() -> None:
@@ -247,7 +255,38 @@ def test_the_file_is_cut_back_and_appended_to(tmp_path: Path) -> None:
         torn.write('{"kind": "step", "st')
     assert places(HistoryFile(path).resume(2)) == [("step", 1), ("step", 2)]
     assert places(lines(tmp_path)) == [("step", 1), ("step", 2)]
+    untouched = path.stat()
+    assert places(HistoryFile(path).resume(2, newest=1)) == [("step", 2)]
+    assert (
+        path.stat().st_ino == untouched.st_ino
+    )  # nothing was to be removed: it is not written anew
     assert HistoryFile(path).resume(0) == lines(tmp_path) == []
+
+
+def test_a_long_file_is_cut_at_any_place_without_its_lines_being_written_anew(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "history.jsonl"
+    written = []
+    for number in range(1, 2501):
+        kind = "event" if number % 100 == 0 else "step"
+        # no spaces after colons: as no line is that was written anew
+        written.append(f'{{"kind":"{kind}","step":{number},"time":0.5}}\n')
+    written[1700] = '{"kind": "st\n'
+    path.write_text("".join(written) + "7,8\n" + '{"kind":"event","step":9,"time":1}')
+    rows = HistoryFile(path).resume(1600, newest=12)
+    steps = [*range(1600, 2501, 100), 9]
+    assert [row["step"] for row in rows] == [1599, *steps]
+    events = [written[number - 1] for number in steps[1:-1]]
+    end = '{"kind":"event","step":9,"time":1}\n'
+    assert path.read_text() == "".join([*written[:1600], *events, end])
+    file = HistoryFile(path)
+    file.resume(1600)
+    file.append([{"kind": "step", "step": 1550, "time": 2.0}])
+    again = file.resume(1600)
+    assert next(iter(again[0])) is next(iter(again[1]))  # rows share their keys' memory
+    assert [row["step"] for row in again[-12:]] == [*steps, 1550]
+    assert [row["step"] for row in again if row["kind"] == "step"][-2:] == [1549, 1550]
 
 
 def run(path: Path, steps: int, heard: Heard) -> list[dict[str, Any]]:

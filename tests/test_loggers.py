@@ -371,6 +371,21 @@ def test_a_second_logger_of_the_same_run_adds_nothing() -> None:
     assert second.steps == []
 
 
+def test_a_logger_of_two_trainers_has_all_steps_of_each() -> None:
+    logger = Memory()
+    with Simulation(4).running():
+        with DistributedSGD(TASK.creator(), 2, run_config=run_config()) as first:
+            first.fit(steps=5, callbacks=[logger], progress=False)
+            with (
+                DistributedSGD(TASK.creator(), 2, run_config=run_config()) as second,
+                pytest.raises(ConfigurationError, match="a logger of its own"),
+            ):
+                second.fit(steps=1, callbacks=[logger], progress=False)
+        with DistributedSGD(TASK.creator(), 2, run_config=run_config()) as third:
+            third.fit(steps=7, callbacks=[logger], progress=False)
+    assert logger.steps == [*range(1, 6), *range(1, 8)]
+
+
 def test_a_tracker_that_cannot_be_reached_gets_everything_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 import torch
 
-from steepest import ParameterServer, RunConfig, TLSConfig
+from steepest import DistributedSGD, ParameterServer, RunConfig, TLSConfig
+from steepest.cluster.held_resources import who_else
 from steepest.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -31,6 +32,8 @@ from steepest.errors import (
     ProtocolError,
 )
 from steepest.messages.message import COORDINATOR, worker_peer
+from steepest.testing import linear_model_creator
+from steepest.testing.simulation import Simulation, run_config
 from steepest.transport import certificates, handshake
 from steepest.transport.certificates import JobCertificate, make_certificate
 from steepest.transport.channel import Address
@@ -496,6 +499,18 @@ def test_files_that_do_not_fit_are_refused_before_anything_starts(
     wrong = change(authority.sign("own"), authority.sign("other"))
     with pytest.raises(ConfigurationError, match=said):
         identity_of(wrong)
+
+
+def test_files_that_do_not_fit_leave_no_trainer_and_no_ray(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere.pem")
+    config = run_config(tls=TLSConfig(certificate=nowhere, key=nowhere, ca=nowhere))
+    with Simulation(1).running() as simulation:
+        with pytest.raises(ConfigurationError, match="No such file"):
+            DistributedSGD(linear_model_creator(), run_config=config)
+        assert not simulation.ray.is_initialized()
+        with DistributedSGD(linear_model_creator(), run_config=run_config()) as sgd:
+            assert who_else(sgd._live().holder) == ""
+        assert not simulation.ray.is_initialized()  # it ends with the last trainer that holds it
 
 
 @pytest.mark.parametrize("given", [1, None, "yes", b"-----BEGIN"])

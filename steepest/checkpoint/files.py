@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,6 +39,10 @@ from steepest.validation import (
     require_instance,
     require_seconds,
 )
+
+log = logging.getLogger(__name__)
+#: A manifest of a directory that is not committed yet: its group is the stamp that its files' names have.
+_COMMIT = re.compile(rf"\.{re.escape(MANIFEST)}-(\d+-[0-9a-f]{{8}})", re.ASCII)
 
 
 class UnreachableError(CheckpointError):
@@ -366,7 +372,7 @@ def write(path: Place, checkpoint: Checkpoint, progress: Progress = no_progress)
     about = checkpoint.about
     storage = storage_of(path)
     begun: list[Place] = []
-    asked = False  # for the manifest: then it may be there whatever was answered
+    replaced, asked = None, False  # asked for the manifest: it may be there, whatever was answered
 
     def written(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         file = path / f"{name}.safetensors"
@@ -376,10 +382,9 @@ def write(path: Place, checkpoint: Checkpoint, progress: Progress = no_progress)
     try:
         progress(path)
         storage.make(path)
-        # listed before the manifest is looked at: whoever writes one of these files now, and is not
-        # done yet, will find another manifest than it knew, and remove its own
-        old = storage.files(path)
         replaced = storage.version(path / MANIFEST)
+        # read after that: if another process writes a manifest in between, the commit is refused
+        old = [] if replaced is None else _names(path)
         for kind in KINDS:
             files[kind] = written(f"{kind}-{stamp}", getattr(checkpoint, kind))
         files[TABLES] = []
@@ -388,10 +393,12 @@ def write(path: Place, checkpoint: Checkpoint, progress: Progress = no_progress)
                 files[TABLES].append(written(f"{TABLES}-{stamp}-{number}", part))
             about = {**about, **checkpoint.rows.about()}
         manifest = encode_manifest(files, about)
+        progress(path / MANIFEST)
         asked = True
         storage.commit(path / MANIFEST, manifest, stamp, replaced, progress)
     except BaseException as error:
-        if not asked or isinstance(error, (FileExistsError, SteepestError)):
+        refused = isinstance(error, (FileExistsError, SteepestError))
+        if not asked or refused or _is_still(path, replaced):
             storage.discard(begun)
         # of the rows that come, some are errors of the system too
         if isinstance(error, OSError) and not isinstance(error, SteepestError):
@@ -401,18 +408,51 @@ def write(path: Place, checkpoint: Checkpoint, progress: Progress = no_progress)
     return Link(path.name, hashlib.sha256(manifest).hexdigest())
 
 
-def _clear(path: Place, old: Sequence[Place], progress: Progress) -> None:
-    """Remove the files of the last checkpoint at a path, and those that a crash has left.
+def _is_still(path: Place, version: str | None) -> bool:
+    """Return whether the manifest at a path has a version, and a commit that has raised is over."""
+    storage = storage_of(path)
+    try:
+        return storage.certain and storage.version(path / MANIFEST) == version
+    except OSError:
+        return False
+
+
+def _names(path: Place) -> list[str]:
+    """Return the names of the files of the checkpoint at a path, as its manifest has them.
+
+    Nothing is returned for a damaged manifest, or one of another format: its files stay, since
+    files of the user's may have such names.
+
+    Raises:
+        UnreachableError: the manifest cannot be read now.
+    """
+    try:
+        files, _ = _manifest(path)
+    except UnreachableError:
+        raise
+    except CheckpointError as error:
+        log.warning("its files stay: %s", error)
+        return []
+    return [about["name"] for about in (*(files[kind] for kind in KINDS), *files[TABLES])]
+
+
+def _clear(path: Place, old: Collection[str], progress: Progress) -> None:
+    """Remove the files of the last checkpoint at a path, and those of commits that a crash interrupted.
+
+    Files that are neither are somebody else's, and stay, whatever their names.
 
     Args:
         path: of the checkpoint.
-        old: the files that were there before this one.
+        old: names of the files of the last checkpoint.
         progress: called with each file that is removed.
     """
     storage = storage_of(path)
-    for file in old:
-        mine = file.name.endswith(".safetensors") and file.name.split("-")[0] in (*KINDS, TABLES)
-        if mine or file.name.startswith(f".{MANIFEST}-"):
+    there = storage.files(path)
+    commits = {file.name: found[1] for file in there if (found := _COMMIT.fullmatch(file.name))}
+    for file in there:
+        kind, _, rest = file.name.partition("-")
+        left = kind in (*KINDS, TABLES) and rest.startswith(tuple(commits.values()))
+        if left or file.name in commits or file.name in old:
             progress(file)
             with contextlib.suppress(OSError):  # those that stay do no harm
                 storage.remove(file)

@@ -155,7 +155,7 @@ class CheckpointManager:
     def _resume_history(self, step: int, runs: Mapping[str, str]) -> None:
         assert self._file is not None
         try:
-            rows = self._file.resume(step)
+            rows = self._file.resume(step, self._training.cluster.run_config.history_rows)
         except OSError as error:
             raise CheckpointError(f"cannot continue {self._file.path}: {error}") from error
         self._training.history.resume(step, runs, rows)
@@ -202,7 +202,7 @@ class CheckpointManager:
     @property
     def is_at_end_of_epoch(self) -> bool:
         """Whether an epoch ended with the last step."""
-        return self._training.step in self._state.ends()
+        return self._training.step in self._state.ends()[-1:]  # none is beyond it
 
     def at_present(self, result: EvaluationResult) -> EvaluationResult:
         """Return an evaluation with the step and epoch at which the job is."""

@@ -57,6 +57,12 @@ class Asked:
             if self.evaluate_every is not None:
                 raise ConfigurationError("evaluate_every= without validation=: give both")
             keeping.require_no_best()
+            for callback in self.callbacks:
+                if getattr(callback, "needs_validation", False):
+                    raise ConfigurationError(
+                        f"callbacks has {type(callback).__name__}(...), which acts on evaluations, and "
+                        "there are none without validation=: give fit(..., validation=data)"
+                    )
         epochs = self.epochs is not None, self.validation is not None and not self.evaluate_every
         if keeping.plan is None and any(epochs):
             instead = "steps=" if epochs[0] else "evaluate_every="

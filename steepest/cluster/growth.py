@@ -147,11 +147,12 @@ class Growth:
             missing = min(missing, fitting(cluster.bundle, serving) + len(free))
             if missing < 1:
                 return
-            # what is free may be in pieces: then it asks more rarely
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if (further := missing - len(free)) > 0:
             workers = cluster.job.num_workers + missing
             check_possible(workers, cluster.bundle, ray.nodes(), may_grow())
+            # what is free may be in pieces, or another's by then: so it asks more rarely until it
+            # has got some
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             self._room = Room(cluster, further, placement.failing | serving)
             return
         self._begin(free[:missing])
@@ -168,7 +169,7 @@ class Growth:
         limit = self._cluster.run_config.deadlines.start
         if self._room.is_there:
             self._room.take()
-            self._room = None
+            self._room, self._pause = None, _LOOK_SECONDS
             self._begin(self._free_seats())
         elif time.monotonic() - self._room.began >= limit:
             self.cancel()

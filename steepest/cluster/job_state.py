@@ -276,10 +276,13 @@ class JobState:
         return plan.remaining(counters.following, counters.returned, job.shares, job.parts)
 
     def ends(self) -> list[int]:
-        """Return the first step after epoch 0, 1, ..., for the epochs that have ended."""
+        """Return the first step after epoch 0, 1, ..., for the epochs that have ended.
+
+        It is the list itself, which grows: callers do not change or keep it.
+        """
         plan = self._cluster.plan[0]
         if plan is not None:
-            self._ends = epoch_ends(plan, self._ends, self._cluster.step)
+            epoch_ends(plan, self._ends, self._cluster.step)
         return self._ends
 
     def collect(self, since: Bases = ()) -> tuple[files.Checkpoint, RowRead]:
@@ -305,7 +308,7 @@ class JobState:
             "left": rest.left,
             "begun": rest.begun,
             "updates": self._cluster.job.updates_before(step),
-            "ends": self.ends(),
+            "ends": list(self.ends()),
             "seed": self._cluster.plan[1],
             "unfrozen": sorted(self._cluster.job.unfrozen),
             "rates": self._cluster.rates.state(step),
@@ -468,7 +471,7 @@ class JobState:
         cluster, copy, found = self._cluster, stock.copy, stock.found
         step, rest = copy.step, copy.remaining
         if copy.plan is not None:
-            self._ends = epoch_ends(copy.plan, self._ends, step)
+            epoch_ends(copy.plan, self._ends, step)
         weights = (
             None if found.weights is None else copy.job.description.layout.named(found.weights)
         )

@@ -107,9 +107,8 @@ class Cluster(JobContext):
         run_config: RunConfig,
     ) -> None:
         check_ray()
+        super().__init__(run_config, chosen.seed)  # refuses a bad `tls` before Ray is begun
         self.holder = hold(f'a trainer with strategy="{strategy.name}"', verbose=run_config.verbose)
-        end_on_sigterm()
-        super().__init__(run_config, chosen.seed)
         self.chosen = chosen
         self.lease = DriverLease(run_config.deadlines.driver)
         # processes without a role, which hold chunks until `settle`, and the calls that watch them
@@ -120,6 +119,7 @@ class Cluster(JobContext):
         self.workers = WorkerCalls(self, self.deaths)
         self.ending: list[Callable[[], None]] = []
         try:
+            end_on_sigterm()
             bundle = self.bundle = worker_bundle(
                 chosen.devices_per_worker, chosen.gpu, run_config.resources.cpus_per_worker
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -241,19 +242,20 @@ class SamplePlan:
         )
 
 
-def epoch_ends(plan: SamplePlan, ends: Sequence[int], step: int) -> list[int]:
-    """Return the first steps after epoch 0, 1, ..., for those epochs that have ended at a step.
+def epoch_ends(plan: SamplePlan, ends: list[int], step: int) -> list[int]:
+    """Bring the ends of epochs up to date, and return them: a fit asks several times for each step.
 
     Args:
         plan: the present plan.
-        ends: of the epochs that had ended before it; those beyond `step` count no more, since
-            training was set back.
+        ends: the first steps after epoch 0, 1, ..., for those epochs that had ended when this was
+            called before, in order. Those beyond `step` are removed, since training was set back;
+            those of the epochs that have ended since are appended.
         step: committed so far.
     """
-    found = [end for end in ends if end <= step]
-    while (end := plan.end_of(len(found))) <= step:
-        found.append(end)
-    return found
+    del ends[bisect_right(ends, step) :]
+    while (end := plan.end_of(len(ends))) <= step:
+        ends.append(end)
+    return ends
 
 
 def cut(ranges: Iterable[tuple[int, int]], begin: int, end: int) -> Ranges:

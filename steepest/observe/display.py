@@ -17,6 +17,7 @@ from steepest.observe.progress import Callback
 from steepest.observe.results import EvaluationResult, StepResult
 
 _WINDOW_SECONDS = 10.0  # over which rates are means
+_PAUSE_STEPS = 10  # a pause takes longer than so many steps, and than the window
 
 
 class Run(Protocol):
@@ -68,15 +69,33 @@ class Meter:
         self._last: StepResult | None = None
         self._began = now
         self._marks = deque([(now, 0, 0)])  # time, samples and steps until then
+        self._heard = now  # the time of the last step
+        self._paused = False  # whether there was a pause before it
 
-    def add(self, result: StepResult) -> None:
-        """Count a step."""
+    def add(self, result: StepResult, now: float) -> None:
+        """Count a step.
+
+        Rates leave out a pause before it, such as after a death, and steps that are taken again: what
+        is left to do goes at the pace of before.
+        """
         if self._last is None:
             self._before = result.step - 1
+        undone = max(self.done - (result.step - self._before - 1), 0)
+        gap, self._heard = now - self._heard, now
+        self._paused = not self._paused and self._is_pause(gap)  # two in a row are slow steps
+        if self._paused or undone:
+            late = gap if self._paused else 0.0
+            self._marks = deque((at + late, s, done - undone) for at, s, done in self._marks)
         self.done = result.step - self._before
         self._samples += result.samples
         self._stale = self._stale or any(result.staleness)
         self._last = result
+
+    def _is_pause(self, gap: float) -> bool:
+        """Return whether the time since the last step is no time of a step."""
+        since, _, done = self._marks[0]
+        seconds, steps = self._heard - gap - since, self.done - done
+        return steps > 0 and gap > max(_WINDOW_SECONDS, _PAUSE_STEPS * seconds / steps)
 
     def line(self, sgd: Run, now: float, *, ended: bool = False) -> str:
         """Return the figures of the last step, and the rates of the last seconds, in one line.
@@ -146,8 +165,8 @@ class Display(Callback):
     def on_step(self, sgd: Run, result: StepResult) -> None:
         """Count the step, and show a line when one is due."""
         assert self._meter is not None
-        self._meter.add(result)
         now = self._clock()
+        self._meter.add(result, now)
         if now >= self._due:  # formatting costs more than a small step
             self._due = now + self.seconds
             self.show(self._meter.line(sgd, now), self._meter)

@@ -53,6 +53,8 @@ def best_of(results: Sequence[EvaluationResult], metric: str, mode: str) -> Eval
 class _Watching(Callback):
     """Counts evaluations of a `fit` without improvement, among those that the trainer keeps."""
 
+    needs_validation = True
+
     def __init__(self, metric: str, mode: str, patience: int, min_delta: float) -> None:
         if not isinstance(metric, str):
             raise ConfigurationError(f"metric={metric!r}: give 'loss' or the name of a metric")

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, overload
 
+from steepest.errors import ConfigurationError
 from steepest.observe.results import EvaluationResult, Event, StepResult
 
 
@@ -157,9 +158,17 @@ class History(Sequence[dict[str, Any]]):
             kind: of the rows; None for all of them.
 
         Raises:
-            ImportError: pandas is not installed.
+            ConfigurationError: pandas is not installed.
         """
-        import pandas
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            if error.name != "pandas":
+                raise
+            raise ConfigurationError(
+                "history.dataframe() needs pandas, which is not installed: pip install pandas; the "
+                "rows are also a sequence of dicts, such as history[-1] and history.rows('step')"
+            ) from None
 
         return pandas.json_normalize(self[:] if kind is None else self.rows(kind))
 
@@ -285,9 +294,10 @@ class History(Sequence[dict[str, Any]]):
         """Note that the rows that `unwritten` returned with this number are in the file."""
         self._written = max(self._written, number)
 
-    def is_followed(self, key: str) -> bool:
-        """Return whether a sink of this key is given each row."""
-        return key in self._sinks
+    def is_followed(self, key: str, by: Sink | None = None) -> bool:
+        """Return whether a sink of this key is given each row; `by` asks whether it is this one."""
+        found = self._sinks.get(key)
+        return found is not None and by in (None, found)
 
     def follow(self, key: str, sink: Sink) -> None:
         """Give a sink all rows that there are, and each row from now on."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, BinaryIO, Protocol
 
 from steepest.storage.object_storage import ObjectStorage
 from steepest.storage.places import ObjectUrl, Place
@@ -15,6 +20,7 @@ from steepest.storage.places import ObjectUrl, Place
 HISTORY = "history.jsonl"
 _SEGMENTS = "history"
 _ALL = "all"
+_TOGETHER = 1000  # lines that are decoded at once
 
 
 class HistoryRows(Protocol):
@@ -29,11 +35,12 @@ class HistoryRows(Protocol):
 
     path: Any
 
-    def resume(self, step: int) -> list[dict[str, Any]]:
+    def resume(self, step: int, newest: int | None = None) -> list[dict[str, Any]]:
         """Cut the rows back to a step, and return those that stay: those until it, and events.
 
         Args:
             step: the number of committed steps; 0 empties the file.
+            newest: how many rows at most are returned, the last ones; None for all.
 
         Raises:
             OSError: they cannot be read or written.
@@ -65,20 +72,20 @@ class HistoryFile:
         self.path = path
         self._last = -1  # the greatest step of a row that is no event
 
-    def resume(self, step: int) -> list[dict[str, Any]]:
+    def resume(self, step: int, newest: int | None = None) -> list[dict[str, Any]]:
         """Cut the file back to a step, and return the rows that stay."""
-        rows = _until(self._read(), step)
+        rows: deque[dict[str, Any]] = deque(maxlen=newest)
         if self.path.exists():
-            self._replace(rows)
+            self._keep(lambda row: _is_until(row, step), rows.append)
         self._last = step if rows else -1
-        return rows
+        return list(rows)
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows, and wait until the disk has them."""
         rows = list(rows)
         steps = [row["step"] for row in rows if row["kind"] == "step"]
-        if steps and steps[0] <= self._last:
-            self._replace([*_before(self._read(), steps[0]), *rows])
+        if steps and steps[0] <= self._last and self.path.exists():
+            self._keep(lambda row: _is_before(row, steps[0]), more=_encode(rows))
         else:
             with open(self.path, "ab") as file:
                 file.write(_encode(rows))
@@ -87,15 +94,41 @@ class HistoryFile:
         if steps:
             self._last = steps[-1]
 
-    def _read(self) -> list[dict[str, Any]]:
-        return _decode(self.path.read_bytes()) if self.path.exists() else []
+    def _keep(
+        self,
+        stays: Callable[[dict[str, Any]], bool],
+        take: Callable[[dict[str, Any]], object] = lambda row: None,
+        more: bytes = b"",
+    ) -> None:
+        """Remove rows from the file, which need not fit into memory, and append others, in one step.
 
-    def _replace(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        unfinished = self.path.with_name(f".{self.path.name}")
-        with open(unfinished, "wb") as file:
-            file.write(_encode(rows))
-            file.flush()
-            os.fsync(file.fileno())
+        A file from which nothing is to be removed is not written anew.
+
+        Args:
+            stays: whether a row stays.
+            take: called with each row that does.
+            more: lines to append.
+        """
+        unfinished, size = self.path.with_name(f".{self.path.name}"), 0  # size: of what stays
+        with contextlib.ExitStack() as opened:
+            old = opened.enter_context(open(self.path, "rb"))
+            new: BinaryIO | None = None
+            for line, row in _rows(old):
+                if row is not None and stays(row):
+                    take(row)
+                    if new is None and line.endswith(b"\n"):
+                        size += len(line)
+                        continue
+                    new = new or opened.enter_context(_copied(self.path, size, unfinished))
+                    new.write(line.rstrip(b"\n") + b"\n")
+                else:
+                    new = new or opened.enter_context(_copied(self.path, size, unfinished))
+            if new is None and not more:
+                return
+            new = new or opened.enter_context(_copied(self.path, size, unfinished))
+            new.write(more)
+            new.flush()
+            os.fsync(new.fileno())
         os.replace(unfinished, self.path)
 
 
@@ -115,23 +148,24 @@ class HistorySegments:
         self._last = -1
         self._number = 0
 
-    def resume(self, step: int) -> list[dict[str, Any]]:
+    def resume(self, step: int, newest: int | None = None) -> list[dict[str, Any]]:
         """Cut the rows back to a step, and return those that stay."""
-        there = self._segments()
-        kept = _until(self._read(), step)
-        if there:
+        rows: deque[dict[str, Any]] = deque(maxlen=newest)
+        kept = b"".join(self._kept(lambda row: _is_until(row, step), rows.append))
+        if self._segments():
             self._write(kept, replace=True)
-        self._last = step if kept else -1
-        return kept
+        self._last = step if rows else -1
+        return list(rows)
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rows as another object, or with all earlier ones as one that replaces them."""
         rows = list(rows)
         steps = [row["step"] for row in rows if row["kind"] == "step"]
         if steps and steps[0] <= self._last:
-            self._write([*_before(self._read(), steps[0]), *rows], replace=True)
+            kept = b"".join(self._kept(lambda row: _is_before(row, steps[0])))
+            self._write(kept + _encode(rows), replace=True)
         elif rows:
-            self._write(rows)
+            self._write(_encode(rows))
         if steps:
             self._last = steps[-1]
 
@@ -143,14 +177,23 @@ class HistorySegments:
         self._number = max([self._number, *map(_number, found)])
         return found[first:]
 
-    def _read(self) -> list[dict[str, Any]]:
-        return [row for each in self._segments() for row in _decode(self._storage.read(each))]
+    def _kept(
+        self,
+        stays: Callable[[dict[str, Any]], bool],
+        take: Callable[[dict[str, Any]], object] = lambda row: None,
+    ) -> Iterator[bytes]:
+        """Yield the lines of the rows that stay, and call `take` with each of these rows."""
+        for each in self._segments():
+            for line, row in _rows(io.BytesIO(self._storage.read(each))):
+                if row is not None and stays(row):
+                    take(row)
+                    yield line.rstrip(b"\n") + b"\n"
 
-    def _write(self, rows: Iterable[Mapping[str, Any]], replace: bool = False) -> None:
+    def _write(self, lines: bytes, replace: bool = False) -> None:
         before = self._segments() if replace else []
         self._number += 1
         name = f"{self._number:06d}{f'-{_ALL}' * replace}.jsonl"
-        self._storage.put(self.path / name, _encode(rows))
+        self._storage.put(self.path / name, lines)
         self._storage.discard(before)
 
 
@@ -158,29 +201,52 @@ def _number(segment: ObjectUrl) -> int:
     return int(segment.name[:6])
 
 
-def _until(rows: Iterable[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    return [row for row in rows if step and (row["kind"] == "event" or row["step"] <= step)]
+def _is_until(row: Mapping[str, Any], step: int) -> bool:
+    return bool(step) and (row["kind"] == "event" or row["step"] <= step)
 
 
-def _before(rows: Iterable[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    return [row for row in rows if row["kind"] == "event" or row["step"] < step]
+def _is_before(row: Mapping[str, Any], step: int) -> bool:
+    return bool(row["kind"] == "event" or row["step"] < step)
 
 
-def _decode(raw: bytes) -> list[dict[str, Any]]:
-    """Return the rows of whole lines; what a crash left of the last one is left out."""
-    rows: list[dict[str, Any]] = []
-    for line in raw.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and {"kind", "time", "step"} <= row.keys():
-            rows.append(row)
-    return rows
+def _copied(path: Path, size: int, to: Path) -> BinaryIO:
+    """Return another file, opened at its end, that has the first `size` bytes of one."""
+    shutil.copyfile(path, to)
+    os.truncate(to, size)
+    return open(to, "ab")
+
+
+def _rows(file: IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line of a file with its row; None for what is none, such as half a line after a crash.
+
+    Many lines are decoded at once: rows share the strings of their keys then.
+    """
+    while lines := list(itertools.islice(file, _TOGETHER)):
+        values = _decoded(b"[%s]" % b",".join(lines))
+        if not isinstance(values, list) or len(values) != len(lines):
+            values = [_decoded(line) for line in lines]
+        for line, value in zip(lines, values, strict=True):
+            whole = isinstance(value, dict) and value.keys() >= {"kind", "time", "step"}
+            yield line, value if whole else None
+
+
+def _decoded(text: bytes) -> Any:
+    """Return what JSON stands for; None for what is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _encode(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    return b"".join(json.dumps(_finite(row), allow_nan=False).encode() + b"\n" for row in rows)
+    return b"".join(_line(row) for row in rows)
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(row, allow_nan=False).encode() + b"\n"
+    except ValueError:  # few rows have numbers that JSON has not
+        return json.dumps(_finite(row), allow_nan=False).encode() + b"\n"
 
 
 def _finite(value: Any) -> Any:

@@ -7,6 +7,7 @@ import logging
 import math
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -73,13 +74,8 @@ class Logger(Callback):
         self._clock = clock
         self._due = clock() + seconds
         self._points: list[Point] = []
-        # by kind of row: until which step all is logged, and, but for events, the greatest step taken
-        self._done: dict[str, int] = {}
-        self._seen: dict[str, int] = {}
-        self._deaths = 0
-        self._mark = (0.0, 0)  # seconds and samples, from which the rate is counted
-        self._samples = 0
-        self._failing = False
+        self._history: weakref.ref[History] | None = None  # that of the run
+        self._begin_run({})
 
     # -- what a tracker implements -------------------------------------------------------------
 
@@ -113,9 +109,29 @@ class Logger(Callback):
         history: History = sgd.history
         if history.is_followed(self.key):
             return
+        other = None if self._history is None else self._history()
+        if other is not None and other.is_followed(self.key, self):
+            raise ConfigurationError(
+                f"{self.key}: this logger follows another trainer, which is not shut down: shut that "
+                "down before, or give each trainer a logger of its own"
+            )
         history.runs[self.key], done = self.open(history.runs.get(self.key), history.begun)
-        self._done = dict(done)
+        self._history = weakref.ref(history)
+        self._begin_run(done)
         history.follow(self.key, self)
+
+    def _begin_run(self, done: Mapping[str, int]) -> None:
+        """Forget what was counted of another run; `done` is as of `open`."""
+        if self._points:
+            log.warning("%s: %d rows of the run before are lost", self.key, len(self._points))
+        self._points = []
+        # by kind of row: until which step all is logged, and, but for events, the greatest step taken
+        self._done: dict[str, int] = dict(done)
+        self._seen: dict[str, int] = {}
+        self._deaths = 0
+        self._mark = (0.0, 0)  # seconds and samples, from which the rate is counted
+        self._samples = 0
+        self._failing = False
 
     def on_fit_end(self, sgd: Any) -> None:
         """Pass on what there is."""

@@ -15,7 +15,13 @@ class Callback:
 
     `sgd` is the trainer. Callbacks are called in the order in which they were given. An error that
     one raises ends `fit`, which raises it after `on_fit_end`.
+
+    Attributes:
+        needs_validation: whether `fit` is refused without ``validation=``, because the callback
+            would have nothing to do then; False unless a class sets it.
     """
+
+    needs_validation = False
 
     def on_fit_begin(self, sgd: Any, steps: int) -> None:
         """Take note that training begins; `steps` steps will be taken."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from steepest.storage.blocks import Blocks, Progress, write_blocks
 from steepest.storage.places import ObjectUrl, Place
 
 P = TypeVar("P")
+log = logging.getLogger(__name__)
 
 
 class Storage(Protocol[P]):
@@ -20,7 +22,13 @@ class Storage(Protocol[P]):
 
     Every method raises OSError if the place cannot be reached or used, within a deadline where it
     is remote; the error names the place and what was done there.
+
+    Attributes:
+        certain: whether a call that has raised has no effect any more, so that what is there then is
+            what it has done.
     """
+
+    certain: bool
 
     def make(self, folder: P) -> None:
         """Make a folder, and those that it is in, unless they are there."""
@@ -99,9 +107,14 @@ class Storage(Protocol[P]):
 class LocalStorage:
     """Directories: files are renamed to be committed, and synced to be durable."""
 
+    certain = True
+
     def make(self, folder: Path) -> None:
-        """Make a directory, and those that it is in."""
+        """Make a directory, and those that it is in; those that are new are durable then."""
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
+        for made in reversed(missing):
+            _sync(made.parent)
 
     def folders(self, folder: Path) -> list[Path]:
         """Return the directories in a directory."""
@@ -151,12 +164,17 @@ class LocalStorage:
     ) -> None:
         """Write a file beside its place, sync it, and rename it."""
         unfinished = file.with_name(f".{file.name}-{stamp}")
-        progress(unfinished)
-        unfinished.write_bytes(data)
-        _sync(unfinished)
-        if self.version(file) != replaced:
-            raise FileExistsError(f"another process has written or removed {file} meanwhile")
-        os.replace(unfinished, file)
+        try:
+            progress(unfinished)
+            unfinished.write_bytes(data)
+            _sync(unfinished)
+            if self.version(file) != replaced:
+                raise FileExistsError(f"another process has written or removed {file} meanwhile")
+            os.replace(unfinished, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            raise
         _sync(file.parent)
 
     def remove(self, file: Path) -> None:
@@ -168,7 +186,13 @@ class LocalStorage:
         shutil.rmtree(folder)
 
     def discard(self, files: list[Path]) -> None:
-        """Do nothing: the next write there removes them, or `remove_unfinished` does."""
+        """Remove files as long as the disk answers."""
+        for file in files:
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("what was not finished stays: %s", error)
+                return
 
     def remove_unfinished(self, folder: Path) -> None:
         """Remove a directory, in which the holder of the lock alone writes."""

@@ -70,6 +70,8 @@ class ObjectStorage:
         clock, wait: the time in seconds, and what waits for so many; None for the system's.
     """
 
+    certain = False
+
     def __init__(
         self,
         filesystem: Any,
