@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import doctest
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.keras_tools import double  # noqa: F401 - a fixture
@@ -402,6 +404,38 @@ def test_a_loss_of_the_models_own_and_variables_without_gradient() -> None:
     assert not bound.gradient("unused").any()
 
 
+def test_the_pages_gan_has_the_gradients_of_a_tape_for_each_half() -> None:
+    import tensorflow as tf
+
+    page = (Path(__file__).parent.parent / "docs" / "from_tensorflow.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[-1]
+    exec(compile(code, "docs/from_tensorflow.md", "exec"), names := {})
+    module, noise = names["gan"](), RNG.normal(size=(4, 4))
+    model = TensorFlowModel(module, data=X[:, :2], batch_size=4)
+    seed_everything(1)
+    first = Bound(model).compute().loss
+    seed_everything(2)
+    assert Bound(model).compute().loss != first  # of other noise
+    module.call = lambda real: module.generator(noise)
+    model._network._functions.clear()
+    bound = Bound(model)
+    bound.compute()
+    against = keras.losses.BinaryCrossentropy(from_logits=True)
+    with tf.GradientTape(persistent=True) as tape:
+        fake = module.generator(noise)
+        scores = module.discriminator(X[:4, :2].numpy()), module.discriminator(fake)
+        ones, zeros = np.ones((4, 1)), np.zeros((4, 1))
+        critics = against(ones, scores[0]) + against(zeros, scores[1])
+        makers = against(ones, scores[1])
+    names = list(model._variables.parameters)
+    count = len(module.generator.trainable_variables)
+    for loss, part in ((makers, names[:count]), (critics, names[count:])):
+        own = [model._variables.parameters[name].value for name in part]
+        for name, expected in zip(part, tape.gradient(loss, own), strict=True):
+            assert np.allclose(bound.gradient(name), expected, atol=1e-14), name
+            assert bound.gradient(name).any()
+
+
 def test_float32_and_half_precision_policies_are_taken() -> None:
     policy = keras.DTypePolicy("mixed_bfloat16")
     module = keras.Sequential(
@@ -465,9 +499,9 @@ def masked_pair() -> Any:
         (network, {"optimizer": None}, ConfigurationError, "no optimizer: compile"),
         (
             network,
-            {"optimizer": keras.optimizers.Lion()},
+            {"optimizer": keras.optimizers.Lamb()},
             ConfigurationError,
-            "is a Lion: give one",
+            "is a Lamb: give one",
         ),
         (network, {"batch_size": None}, ConfigurationError, "batch_size=None: give"),
         (network, {"data": (X, Y[:5])}, ConfigurationError, "lengths"),

@@ -41,6 +41,16 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "rmsprop-momentum": lambda: optimizers.RMSprop(0.01, rho=0.8, momentum=0.7),
     "rmsprop-centered": lambda: optimizers.RMSprop(0.01, centered=True, clipvalue=0.5),
     "rmsprop-all": lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True, weight_decay=0.1),
+    "nadam": lambda: optimizers.Nadam(0.01),
+    "nadam-settings": lambda: optimizers.Nadam(0.01, 0.8, 0.95, 1e-3, weight_decay=0.1),
+    "adamax": lambda: optimizers.Adamax(0.01),
+    "adamax-settings": lambda: optimizers.Adamax(0.01, 0.8, 0.5, 1e-3, weight_decay=0.1),
+    "lion": lambda: optimizers.Lion(0.01),
+    "lion-settings": lambda: optimizers.Lion(0.01, 0.6, 0.7, weight_decay=0.1, clipvalue=0.5),
+    "adadelta": lambda: optimizers.Adadelta(1.0),
+    "adadelta-settings": lambda: optimizers.Adadelta(0.5, 0.7, 1e-3, weight_decay=0.1),
+    "ftrl": lambda: optimizers.Ftrl(0.1),
+    "ftrl-settings": lambda: optimizers.Ftrl(0.1, -0.3, 0.2, 0.1, 0.2, 0.3, 0.5),
 }
 SCHEDULES: dict[str, Callable[[], Any]] = {
     "exponential": lambda: schedules.ExponentialDecay(0.1, 3, 0.6),
@@ -185,11 +195,11 @@ class Custom(optimizers.SGD):
     ("make", "said"),
     [
         (lambda: Custom(0.1), "the optimizer is a Custom: give one of keras.optimizers SGD, Adam,"),
-        (lambda: optimizers.Lion(0.1), "a Lion: give one of"),
+        (lambda: optimizers.Lamb(0.1), "a Lamb: give one of .* Nadam, Adamax, Lion, Adadelta,"),
         (lambda: "adam", "a str: give one of"),
         (lambda: optimizers.SGD(lambda: 0.1), "function without arguments.*LearningRateSchedule"),
         (lambda: optimizers.SGD(0.1, global_clipnorm=1.0), "give the strategy clip_norm="),
-        (lambda: optimizers.SGD(0.1, use_ema=True), "leave it out"),
+        (lambda: optimizers.SGD(0.1, use_ema=True), r"average what .*\.weights"),
         (lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2), "accumulate="),
         (lambda: optimizers.SGD(0.1, loss_scale_factor=8.0), "mixed_bfloat16"),
         (lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1)), "LossScaleOptimizer: give"),
@@ -207,7 +217,7 @@ def test_a_state_that_is_not_taken_over_is_told(caplog: pytest.LogCaptureFixture
     assert f"has taken {STEPS} steps before" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["adam", "amsgrad"])
+@pytest.mark.parametrize("name", ["adam", "amsgrad", "nadam", "adamax"])
 def test_half_precision_follows_float32(name: str) -> None:
     weights: list[torch.Tensor] = []
     for dtype in (torch.float32, torch.bfloat16):

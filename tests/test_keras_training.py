@@ -233,6 +233,36 @@ def test_loss_and_metrics_are_those_of_keras() -> None:
         assert result.samples == len(index)
 
 
+def test_class_weights_are_sample_weights_and_a_worker_predicts() -> None:
+    def classes() -> Any:
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, "softmax")])
+
+    labels, costs = RNG.integers(0, 2, 13), {0: 1.0, 1: 5.0}
+    weights = np.array(list(costs.values()))[labels]
+
+    def compiled() -> Any:
+        keras.utils.set_random_seed(1)
+        module = classes()
+        module.compile(keras.optimizers.Nadam(0.1), "sparse_categorical_crossentropy")
+        return module
+
+    def creator(worker_index: int, device_index: int) -> TensorFlowModel:
+        return TensorFlowModel(compiled(), data=(X, labels, weights), batch_size=BATCH)
+
+    cluster = InProcessCluster(creator, num_workers=2)
+    cluster.step(4)
+    module, plan = compiled(), SamplePlan(len(X), 2 * BATCH, 0)
+    for step in range(4):
+        index = plan.share(step, 0, 1)
+        module.train_on_batch(X[index], labels[index], class_weight=costs)
+    assert difference(cluster.weights(), named(module)) < 1e-12
+    predict = cluster.workers[0].at_version(
+        0, 4, lambda replicas: replicas.models[0].keras_model.predict(X, verbose=0)
+    )
+    predicted = cluster.wait(predict, "predictions")
+    assert np.allclose(predicted, module.predict(X, verbose=0), atol=1e-12)
+
+
 def test_float32_equals_keras_to_rounding() -> None:
     compute_in("float32")
     data = X.astype(np.float32), Y.astype(np.float32)

@@ -275,7 +275,11 @@ def _check(model: Any) -> None:
         ConfigurationError, ModelError: it cannot.
     """
     for method, advice in (
-        ("train_step", "put the loss into compute_loss(), which is called"),
+        (
+            "train_step",
+            "put the loss into compute_loss(), which is called, a GAN's two losses too: "
+            "docs/from_tensorflow.md shows one",
+        ),
         ("make_train_function", "leave it out: the library makes the step"),
     ):
         if getattr(type(model), method) is not getattr(keras.Model, method):

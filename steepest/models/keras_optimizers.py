@@ -13,8 +13,13 @@ import torch
 
 from steepest.errors import ConfigurationError
 from steepest.optim.keras_rules import (
+    KerasAdadelta,
     KerasAdagrad,
     KerasAdam,
+    KerasAdamax,
+    KerasFtrl,
+    KerasLion,
+    KerasNadam,
     KerasRMSprop,
     KerasRule,
     KerasSGD,
@@ -39,20 +44,37 @@ _RULES: dict[type, tuple[type[KerasRule], tuple[str, ...]]] = {
         KerasRMSprop,
         ("rho", "momentum", "epsilon", "centered", *_COMMON),
     ),
+    keras.optimizers.Nadam: (KerasNadam, ("beta_1", "beta_2", "epsilon", *_COMMON)),
+    keras.optimizers.Adamax: (KerasAdamax, ("beta_1", "beta_2", "epsilon", *_COMMON)),
+    keras.optimizers.Lion: (KerasLion, ("beta_1", "beta_2", *_COMMON)),
+    keras.optimizers.Adadelta: (KerasAdadelta, ("rho", "epsilon", *_COMMON)),
+    keras.optimizers.Ftrl: (
+        KerasFtrl,
+        (
+            "learning_rate_power",
+            "initial_accumulator_value",
+            "l1_regularization_strength",
+            "l2_regularization_strength",
+            "l2_shrinkage_regularization_strength",
+            "beta",
+            *_COMMON,
+        ),
+    ),
 }
-#: What Keras rounds to float32, whatever dtype it computes in.
+#: What Keras rounds to float32, whatever dtype it computes in, besides the weight decay.
 _ROUNDED: dict[type[KerasRule], set[str]] = {
-    KerasSGD: {"weight_decay", "momentum"},
-    KerasAdam: {"weight_decay"},
-    KerasAdagrad: {"weight_decay", "initial_accumulator_value"},
-    KerasRMSprop: {"weight_decay"},
+    KerasSGD: {"momentum"},
+    KerasAdagrad: {"initial_accumulator_value"},
+    KerasFtrl: {"initial_accumulator_value"},
+    KerasLion: {"beta_1", "beta_2"},
 }
 #: Settings that belong elsewhere, and what to do.
 _ELSEWHERE = {
     "global_clipnorm": "the norm is of all servers' gradients together: give the strategy "
     "clip_norm=, such as ParameterServerStrategy(clip_norm=1.0)",
     "gradient_accumulation_steps": "give DistributedSGD(accumulate=)",
-    "use_ema": "servers keep no averages of weights: leave it out",
+    "use_ema": "servers keep no averages of weights: leave it out, and average what "
+    "DistributedSGD.weights() returns after each step()",
     "loss_scale_factor": "gradients are not scaled: use the policy 'mixed_bfloat16', which needs "
     "no scaling",
 }
@@ -92,7 +114,7 @@ def read_optimizer(
         )
     rule, settings = _RULES[type(optimizer)]
     hyper = {"lr": rate, **{setting: getattr(optimizer, setting) for setting in settings}}
-    for setting in _ROUNDED[rule]:
+    for setting in ("weight_decay", *_ROUNDED.get(rule, ())):
         if hyper[setting] is not None:
             hyper[setting] = float(np.float32(hyper[setting]))
     parameters = {name: torch.nn.Parameter(torch.zeros(())) for name in variables}

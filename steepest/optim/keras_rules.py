@@ -13,20 +13,24 @@ Group = dict[str, Any]
 State = dict[str, torch.Tensor]
 
 
+#: Settings of all of Keras' optimizers.
+_COMMON: Group = {"weight_decay": None, "clipnorm": None, "clipvalue": None}
+
+
 class KerasRule(torch.optim.Optimizer):
     """What all of Keras' optimizers do: clip a gradient, decay the weight, then update it.
 
     Args:
         params: parameters or groups of them.
-        defaults: hyperparameters, among them `lr`, `weight_decay`, `clipnorm` and `clipvalue`, of
-            which the last three may be None.
+        defaults: hyperparameters, among them `lr`; `weight_decay`, `clipnorm` and `clipvalue` are
+            None where they are missing.
     """
 
     #: whether gradients are as they were after a step
     keeps_gradients = True
 
     def __init__(self, params: Iterable[Any], defaults: Group) -> None:
-        super().__init__(params, defaults)
+        super().__init__(params, {**_COMMON, **defaults})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -73,12 +77,9 @@ class KerasSGD(KerasRule):
         lr: float = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
-        weight_decay: float | None = None,
-        clipnorm: float | None = None,
-        clipvalue: float | None = None,
+        **common: float | None,
     ) -> None:
         own = {"lr": lr, "momentum": momentum, "nesterov": nesterov}
-        common = {"weight_decay": weight_decay, "clipnorm": clipnorm, "clipvalue": clipvalue}
         super().__init__(params, {**own, **common})
 
     def update(
@@ -103,7 +104,7 @@ class KerasAdam(KerasRule):
     Keras adds epsilon to the root of the uncorrected second moment, torch to the corrected one.
     """
 
-    def __init__(  # noqa: PLR0913 - Keras' own settings
+    def __init__(
         self,
         params: Iterable[Any],
         lr: float = 0.001,
@@ -111,12 +112,9 @@ class KerasAdam(KerasRule):
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         amsgrad: bool = False,
-        weight_decay: float | None = None,
-        clipnorm: float | None = None,
-        clipvalue: float | None = None,
+        **common: float | None,
     ) -> None:
         own = {"lr": lr, "beta_1": beta_1, "beta_2": beta_2, "epsilon": epsilon}
-        common = {"weight_decay": weight_decay, "clipnorm": clipnorm, "clipvalue": clipvalue}
         super().__init__(params, {**own, "amsgrad": amsgrad, **common})
 
     def update(
@@ -173,10 +171,10 @@ def _correction(step: float, dtype: torch.dtype, group: Group) -> float:
     It is computed in the parameter's dtype, as Keras does: in float32 the difference is 1e-5. Keras
     rounds the bases to float32 in any case. Half precision takes float32: 0.999 would be 1 in it.
     """
-    dtype = dtype if dtype == torch.float64 else torch.float32
+    dtype = _wide(dtype)
     count = torch.tensor(step, dtype=dtype)
-    first = 1 - torch.tensor(group["beta_1"]).to(dtype).pow(count)
-    second = 1 - torch.tensor(group["beta_2"]).to(dtype).pow(count)
+    first = 1 - _rounded(group["beta_1"], dtype).pow(count)
+    second = 1 - _rounded(group["beta_2"], dtype).pow(count)
     return float(second.sqrt().div(first))
 
 
@@ -189,12 +187,9 @@ class KerasAdagrad(KerasRule):
         lr: float = 0.001,
         initial_accumulator_value: float = 0.1,
         epsilon: float = 1e-7,
-        weight_decay: float | None = None,
-        clipnorm: float | None = None,
-        clipvalue: float | None = None,
+        **common: float | None,
     ) -> None:
         own = {"lr": lr, "initial_accumulator_value": initial_accumulator_value, "epsilon": epsilon}
-        common = {"weight_decay": weight_decay, "clipnorm": clipnorm, "clipvalue": clipvalue}
         super().__init__(params, {**own, **common})
 
     def update(
@@ -212,7 +207,7 @@ class KerasAdagrad(KerasRule):
 class KerasRMSprop(KerasRule):
     """`keras.optimizers.RMSprop`."""
 
-    def __init__(  # noqa: PLR0913 - Keras' own settings
+    def __init__(
         self,
         params: Iterable[Any],
         lr: float = 0.001,
@@ -220,12 +215,9 @@ class KerasRMSprop(KerasRule):
         momentum: float = 0.0,
         epsilon: float = 1e-7,
         centered: bool = False,
-        weight_decay: float | None = None,
-        clipnorm: float | None = None,
-        clipvalue: float | None = None,
+        **common: float | None,
     ) -> None:
         own = {"lr": lr, "rho": rho, "momentum": momentum, "epsilon": epsilon}
-        common = {"weight_decay": weight_decay, "clipnorm": clipnorm, "clipvalue": clipvalue}
         super().__init__(params, {**own, "centered": centered, **common})
 
     def update(
@@ -250,3 +242,187 @@ class KerasRMSprop(KerasRule):
             parameter.sub_(momentum.addcdiv_(gradient, denominator, value=group["lr"]))
         else:
             parameter.addcdiv_(gradient, denominator, value=-group["lr"])
+
+
+class KerasNadam(KerasRule):
+    """`keras.optimizers.Nadam`: Adam with Nesterov's momentum, whose coefficient grows by step.
+
+    Keras keeps one product of these coefficients for all variables, here each has its own.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        **common: float | None,
+    ) -> None:
+        own = {"lr": lr, "beta_1": beta_1, "beta_2": beta_2, "epsilon": epsilon}
+        super().__init__(params, {**own, **common})
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
+    ) -> None:
+        """Update one parameter in place."""
+        dtype = _wide(parameter.dtype)
+        if not state:
+            state["step"] = torch.zeros(())
+            state["u_product"] = torch.ones((), dtype=dtype)
+            state["momentum"] = torch.zeros_like(parameter)
+            state["velocity"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        count = state["step"].to(dtype)
+        state["u_product"] *= group["beta_1"] * (1 - 0.5 * 0.96**count)
+        beta_1, beta_2, decay = (
+            _rounded(v, dtype) for v in (group["beta_1"], group["beta_2"], 0.96)
+        )
+        now, following = (beta_1 * (1 - 0.5 * decay**step) for step in (count, count + 1))
+        momentum = state["momentum"].lerp_(gradient, float(1 - beta_1))
+        velocity = state["velocity"].lerp_(gradient.square(), float(1 - beta_2))
+        mean = momentum.mul(float(following / (1 - state["u_product"] * following)))
+        mean.add_(gradient, alpha=float((1 - now) / (1 - state["u_product"])))
+        root = velocity.div(float(1 - beta_2**count)).sqrt_().add_(group["epsilon"])
+        parameter.addcdiv_(mean, root, value=-group["lr"])
+
+
+class KerasLion(KerasRule):
+    """`keras.optimizers.Lion`: the sign of the momentum."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.99,
+        **common: float | None,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "beta_1": beta_1, "beta_2": beta_2, **common})
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
+    ) -> None:
+        """Update one parameter in place."""
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+        momentum = state["momentum"]
+        mixed = momentum.mul(group["beta_1"]).add_(gradient, alpha=1 - group["beta_1"])
+        parameter.sub_(mixed.sign_(), alpha=group["lr"])
+        momentum.mul_(group["beta_2"]).add_(gradient, alpha=1 - group["beta_2"])
+
+
+class KerasAdamax(KerasRule):
+    """`keras.optimizers.Adamax`: Adam with the greatest gradient instead of the second moment."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        **common: float | None,
+    ) -> None:
+        own = {"lr": lr, "beta_1": beta_1, "beta_2": beta_2, "epsilon": epsilon}
+        super().__init__(params, {**own, **common})
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
+    ) -> None:
+        """Update one parameter in place."""
+        if not state:
+            state["step"] = torch.zeros(())
+            state["momentum"] = torch.zeros_like(parameter)
+            state["norm"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        dtype = _wide(parameter.dtype)
+        first = 1 - _rounded(group["beta_1"], dtype) ** state["step"].to(dtype)
+        momentum = state["momentum"].lerp_(gradient, 1 - group["beta_1"])
+        norm = state["norm"].mul_(group["beta_2"])
+        torch.maximum(norm, gradient.abs(), out=norm)
+        parameter.addcdiv_(momentum, norm.add(group["epsilon"]), value=-group["lr"] / float(first))
+
+
+class KerasAdadelta(KerasRule):
+    """`keras.optimizers.Adadelta`."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.001,
+        rho: float = 0.95,
+        epsilon: float = 1e-7,
+        **common: float | None,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho, "epsilon": epsilon, **common})
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
+    ) -> None:
+        """Update one parameter in place."""
+        if not state:
+            state["accumulated_grad"] = torch.zeros_like(parameter)
+            state["accumulated_delta"] = torch.zeros_like(parameter)
+        rho, epsilon = group["rho"], group["epsilon"]
+        squares = state["accumulated_grad"].mul_(rho).addcmul_(gradient, gradient, value=1 - rho)
+        changes = state["accumulated_delta"]
+        change = changes.add(epsilon).sqrt_().mul_(gradient).div_(squares.add(epsilon).sqrt_())
+        changes.mul_(rho).addcmul_(change, change, value=1 - rho)
+        parameter.sub_(change, alpha=group["lr"])
+
+
+class KerasFtrl(KerasRule):
+    """`keras.optimizers.Ftrl`, which computes weights from its state, whatever they were."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.001,
+        learning_rate_power: float = -0.5,
+        initial_accumulator_value: float = 0.1,
+        l1_regularization_strength: float = 0.0,
+        l2_regularization_strength: float = 0.0,
+        l2_shrinkage_regularization_strength: float = 0.0,
+        beta: float = 0.0,
+        **common: float | None,
+    ) -> None:
+        own = {
+            "lr": lr,
+            "learning_rate_power": learning_rate_power,
+            "initial_accumulator_value": initial_accumulator_value,
+            "l1_regularization_strength": l1_regularization_strength,
+            "l2_regularization_strength": l2_regularization_strength,
+            "l2_shrinkage_regularization_strength": l2_shrinkage_regularization_strength,
+            "beta": beta,
+        }
+        super().__init__(params, {**own, **common})
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
+    ) -> None:
+        """Update one parameter in place."""
+        if not state:
+            begin = group["initial_accumulator_value"]
+            state["accumulator"] = torch.full_like(parameter, begin)
+            state["linear"] = torch.zeros_like(parameter)
+        rate, power = group["lr"], -group["learning_rate_power"]
+        first, second = group["l1_regularization_strength"], group["l2_regularization_strength"]
+        shrinkage = 2 * group["l2_shrinkage_regularization_strength"]
+        accumulator, linear = state["accumulator"], state["linear"]
+        before = accumulator.pow(power)
+        after = accumulator.addcmul_(gradient, gradient).pow(power)
+        linear.add_(gradient).add_(parameter, alpha=shrinkage)
+        linear.addcmul_((after - before).div_(rate), parameter, value=-1)
+        quadratic = after.div_(rate).add_(2 * second + group["beta"] / rate)
+        parameter.copy_((linear.clamp(-first, first) - linear).div_(quadratic))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which factors are computed: the parameter's, but for half precision."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def _rounded(value: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return a number as Keras casts it: rounded to float32 before it gets its dtype."""
+    return torch.tensor(value, dtype=torch.float32).to(dtype)
