@@ -210,6 +210,43 @@ def test_a_deadline_says_who_and_what_and_leaves_the_arrays_to_their_owner() -> 
     setup.connection.close()
 
 
+@pytest.mark.parametrize("push", [False, True])
+def test_after_a_deadline_answers_are_dropped_and_the_callers_memory_is_its_own(push: bool) -> None:
+    setup = Setup(timeout=0.2)
+    out, arrays, pusher = like(zeros(), 7), setup.crowd.arrays, setup.user.pusher
+    update = arrays.bytes_of(like(zeros(), 1), "update")
+    wanted, _ = arrays.request(None, None, out)
+    setup.crowd.network.latency = lambda message: 50 if message.kind is Kind.WEIGHTS else 0
+    with pytest.raises(DeadlineError, match="it: waited"):
+        setup.connection.run(
+            lambda: pusher.push(update, wanted) if push else pusher.pull(wanted), "it"
+        )
+    for array in out.values():
+        array[...] = -1
+    setup.crowd.network.latency = lambda message: 0
+    setup.crowd.settle()
+    assert values(out) == {-1}
+    assert setup.crowd.idle()
+    assert setup.pull()[0] == push
+    setup.connection.close()
+
+
+def test_after_the_loss_of_a_server_nothing_is_written_to_the_memory_of_its_requests(
+    setup: Setup,
+) -> None:
+    dropped: list[Any] = []
+    setup.user.pusher._drop_arriving = dropped.append
+    wanted, _ = setup.crowd.arrays.request(None, None, like(zeros(), 7))
+    future = setup.user.pusher.pull(wanted)
+    chunk = next(c for c in setup.crowd.arrays.layout.chunks if len(c.slices) == 1)
+    arriving = Message(Kind.WEIGHTS, sequence=setup.user.pusher._reads, chunk=chunk.index)
+    target = setup.user.pusher.destination(arriving, chunk.nbytes)
+    setup.crowd.network.remove(setup.crowd.routers[1])
+    with pytest.raises(PeerLostError):
+        setup.crowd.wait(future)
+    assert [memory is target for memory in dropped] == [True]
+
+
 def test_a_deadline_holds_although_others_are_busy() -> None:
     setup = Setup(timeout=0.5)
     setup.silence(Kind.SNAPSHOT_END)  # pulls are never whole

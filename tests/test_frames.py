@@ -136,6 +136,22 @@ def test_floats_survive_to_the_bit(value):
         assert struct.pack("<d", there) == struct.pack("<d", value)
 
 
+def test_a_payload_that_is_dropped_half_way_writes_no_more_and_the_next_message_follows():
+    sent = [message_of(size=600_000), message_of(size=9)]
+    data = bytes_of(*sent)
+    memory = torch.zeros(600_000, dtype=torch.uint8)
+    stream = Stream(cut(data, [200_000]), ends=False)
+    reader = FrameReader(stream.receive_into, lambda m, n: memory if n == 600_000 else fresh(m, n))
+    assert reader.read() == []
+    assert memory[:190_000].equal(sent[0].payload[:190_000])
+    memory.fill_(3)
+    reader.drop(torch.zeros(600_000, dtype=torch.uint8))  # other memory: nothing changes
+    reader.drop(memory[5:9])
+    arrived = [message for _ in range(3) for message in reader.read()]
+    assert [body(message) for message in arrived] == [b"", body(sent[1])]
+    assert set(memory.tolist()) == {3}
+
+
 def test_an_empty_payload_arrives_as_none():
     (arrived,), end = receive([bytes_of(message_of(size=0))])
     assert arrived.payload is None

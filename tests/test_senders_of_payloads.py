@@ -104,6 +104,9 @@ class Unattached:
     def own_pending(self, memory: torch.Tensor) -> None:
         """Has nothing."""
 
+    def drop_arriving(self, memory: torch.Tensor) -> None:
+        """Receives nothing."""
+
     def close(self) -> None:
         """Is not open."""
 

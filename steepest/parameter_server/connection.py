@@ -101,7 +101,7 @@ class Connection:
 
         Raises:
             DeadlineError: the request takes longer than `timeout` seconds; it may still be carried
-                out.
+                out, but nothing more is written to memory that it was given.
             PeerLostError: a server is lost.
             ShutdownError: the connection is closed.
             SteepestError: this thread runs a callback of a future, which may not wait.
@@ -109,14 +109,21 @@ class Connection:
         """
         self._require_another_thread()
         deadline = self._clock() + self._timeout
+        begun: list[Future[T]] = []
+
+        def begin_and_keep() -> Future[T]:
+            begun.append(begin())
+            return begun[0]
+
         try:
-            return self._wait(self._begin(begin, deadline, what), deadline, what).result()
+            return self._wait(self._begin(begin_and_keep, deadline, what), deadline, what).result()
         except (PeerLostError, ShutdownError) as error:
             raise self.pusher.failure or error from None
-        except BaseException:  # its deadline, Ctrl-C: some of it may leave later
-            owned = self._router.call(lambda: self._own(memory))
-            while not owned.done() and not self._closed:
-                self._turn_once(_TURN_SECONDS, owned)
+        except BaseException:  # its deadline, Ctrl-C: some of it may leave, or arrive, later
+            given_up = self._router.call(lambda: self._give_up(begun, memory))
+            while not given_up.done() and not self._closed:
+                self._turn_once(_TURN_SECONDS, given_up)
+            self._wait_while_closing()
             raise
 
     def push_async(self, begin: Callable[[], Future[int]], memory: list[Bytes]) -> Future[int]:
@@ -214,6 +221,20 @@ class Connection:
                 "thread would move its bytes"
             )
 
+    def _give_up(self, begun: list[Future[T]], memory: Iterable[Bytes]) -> None:
+        """Leave the memory of a request to its caller: what it sends, and what it receives into."""
+        self._own(memory)
+        for future in begun:
+            self.pusher.withdraw(future)
+
+    def _wait_while_closing(self) -> None:
+        """Return when no other thread moves bytes any more, if the connection is closed."""
+        try:
+            while self._closed and not self.turning_here and not self._acquire(_TURN_SECONDS):
+                pass
+        finally:
+            self._release()
+
     def _own(self, memory: Iterable[Bytes]) -> None:
         """Have the router copy what of some memory is not sent yet."""
         for part in memory:
@@ -253,6 +274,7 @@ class Connection:
         if remaining <= 0:
             raise DeadlineError(f"{self._name}: waited {self._timeout:g} s in vain for {what}")
         if self._closed:
+            self._wait_while_closing()
             raise ShutdownError(f"{self._name}: it is shut down")
         self._turn_once(min(remaining, _TURN_SECONDS), future)
 

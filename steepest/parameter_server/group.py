@@ -50,7 +50,14 @@ class ServerGroup:
     def host_user(self, router: Router, index: int) -> Pusher:
         """Host the role that pushes and pulls on a router, under the index of a user; return it."""
         worker, _ = self.user_peers(index)
-        pusher = Pusher(index, self.arrays, self.owners, self.num_servers, router.sender(worker))
+        pusher = Pusher(
+            index,
+            self.arrays,
+            self.owners,
+            self.num_servers,
+            router.sender(worker),
+            router.drop_arriving,
+        )
         router.host(worker, pusher)
         router.admit(self.admission)
         return pusher

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class _Request:
 
     Attributes:
         future: of the version that the push makes, or that is read.
-        wanted: memory for the weights, by array.
+        wanted: memory for the weights, by array; empty if the caller has given up.
         chunks: of the weights, that have not arrived.
         servers: that have not ended the read.
         in_place: by chunk, the payloads that are received into the wanted memory.
@@ -50,6 +51,7 @@ class Pusher:
         owners: the index of the server that holds each chunk.
         num_servers: number of servers.
         send: sends a message to a peer.
+        drop_arriving: has payloads that are half-way into some memory discarded; see `Router`.
 
     Attributes:
         version: the newest version that an answer had.
@@ -57,7 +59,13 @@ class Pusher:
     """
 
     def __init__(
-        self, index: int, arrays: Arrays, owners: tuple[int, ...], num_servers: int, send: Send
+        self,
+        index: int,
+        arrays: Arrays,
+        owners: tuple[int, ...],
+        num_servers: int,
+        send: Send,
+        drop_arriving: Callable[[Bytes], None],
     ) -> None:
         self.version = 0
         self.pushing = 0
@@ -66,6 +74,7 @@ class Pusher:
         self._owners = owners
         self._servers = frozenset(range(num_servers))
         self._send = send
+        self._drop_arriving = drop_arriving
         self._sequence = 0
         self._reads = _READS
         self._requests: dict[int, _Request] = {}
@@ -124,6 +133,25 @@ class Pusher:
             self._send(COORDINATOR, Read(self._reads, chunks=some).pack())
         return future
 
+    def withdraw(self, future: Future[Any]) -> None:
+        """Write nothing more to the memory of a request: its caller has given up.
+
+        What the request sends still leaves, and a push is committed all the same.
+
+        Args:
+            future: of the request; of one that is done there is nothing to withdraw.
+        """
+        for request in self._requests.values():
+            if request.future is future:
+                self._leave_memory(request)
+
+    def _leave_memory(self, request: _Request) -> None:
+        """Write nothing more to the memory of a request."""
+        request.wanted = {}
+        for memory in request.in_place.values():
+            self._drop_arriving(memory)
+        request.in_place.clear()
+
     def _begin(
         self, sequence: int, wanted: Mapping[str, Wanted], chunks: set[int], servers: set[int]
     ) -> Future[int]:
@@ -143,7 +171,7 @@ class Pusher:
 
         Returns:
             The wanted memory itself where all of the chunk belongs there, new memory where a part
-            does, None for a chunk that is not awaited.
+            does, None for a chunk that is not awaited, or of a request that was withdrawn.
 
         Raises:
             ProtocolError: the message may not have this payload.
@@ -158,6 +186,8 @@ class Pusher:
             raise ProtocolError(f"chunk {message.chunk} has {chunk.nbytes} bytes, {size} arrive")
         if request is None or message.chunk not in request.chunks:
             return None  # a copy
+        if not request.wanted:
+            return None
         target = self._arrays.target(chunk, request.wanted)
         if target is None:
             return np.empty(size, dtype=np.uint8)
@@ -198,10 +228,10 @@ class Pusher:
 
     def _take(self, weights: Weights, request: _Request) -> None:
         """Take a chunk of weights, copying what was not received into its place."""
-        if weights.payload is None or weights.chunk not in request.chunks:
+        if weights.chunk not in request.chunks or (weights.payload is None and request.wanted):
             return  # a copy
         chunk = self._arrays.layout.chunks[weights.chunk]
-        if weights.payload is not request.in_place.pop(weights.chunk, None):
+        if weights.payload is not None and weights.payload is not request.in_place.pop(weights.chunk, None):
             self._arrays.scatter(chunk, weights.payload, request.wanted)
         request.chunks.discard(weights.chunk)
         self._finish_if_complete(weights, request)
@@ -238,6 +268,7 @@ class Pusher:
         requests, self._requests = self._requests, {}
         self.pushing = 0
         for request in requests.values():
+            self._leave_memory(request)
             request.future.set_exception(error())
 
     def tick(self, now: float) -> None:

@@ -91,6 +91,9 @@ class Link:
     def own_pending(self, memory: Memory) -> None:
         """Do nothing: nothing is pending, `send` copies or lends."""
 
+    def drop_arriving(self, memory: Memory) -> None:
+        """Do nothing: payloads arrive in whole."""
+
     def close(self) -> None:
         """Close both ends; the other process sees it."""
         for end, owner in ((self, None), (self.other, self._far)):

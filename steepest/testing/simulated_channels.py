@@ -141,6 +141,9 @@ class SimulatedChannel:
     def own_pending(self, memory: Memory) -> None:
         """Do nothing: `send` copies."""
 
+    def drop_arriving(self, memory: Memory) -> None:
+        """Do nothing: payloads arrive in whole."""
+
     def close(self) -> None:
         """Close this end; the other process reads the end of the stream."""
         if not self.closed:

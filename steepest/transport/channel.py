@@ -59,6 +59,12 @@ class Channel(Protocol):
     def own_pending(self, memory: Memory) -> None:
         """Copy queued payloads that lie in this memory (flat, uint8), which may be changed then."""
 
+    def drop_arriving(self, memory: Memory) -> None:
+        """Write to this memory (flat, uint8) no more: a payload half-way there is discarded.
+
+        Its message is delivered without a payload.
+        """
+
     def close(self) -> None:
         """Close this end; the other end reads the end of the stream."""
 

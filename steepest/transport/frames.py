@@ -14,6 +14,7 @@ from steepest.errors import MessageTooLargeError, ProtocolError
 from steepest.messages.message import Kind, Message, Peer
 from steepest.tensors.memory import Bytes, Memory, address_of, as_array, copy_bytes
 from steepest.tensors.shared_memory import NOTICE
+from steepest.transport.channel import overlap
 
 MAGIC = b"sP"
 PROTOCOL = 2
@@ -158,6 +159,11 @@ def decode_meta(data: bytes | memoryview) -> dict[str, Any]:
     return meta
 
 
+def _scratch(size: int) -> memoryview:
+    """Return memory into which a payload of `size` bytes is received to be discarded."""
+    return memoryview(bytearray(min(size, 1 << 18)))
+
+
 class FrameReader:
     """A reader of messages from a byte stream; payloads are received into the sink's memory.
 
@@ -210,6 +216,15 @@ class FrameReader:
     def missing(self) -> int:
         """The bytes that are still to come of the payload that is being received."""
         return self._payload_size - self._received if self._payload is not None else 0
+
+    def drop(self, memory: Memory) -> None:
+        """Discard the payload that is being received, if it lies in this memory (flat, uint8)."""
+        message = self._message
+        if self._payload is None or message is None or message.payload is None:
+            return
+        if overlap(message.payload, memory):
+            message.payload = None
+            self._payload = self._discard = _scratch(self._payload_size)
 
     def read(self) -> list[Message]:
         """Return the messages that have become complete, in order, when the stream would block.
@@ -346,7 +361,7 @@ class FrameReader:
         destination = self._sink(message, size)
         ahead = min(size, self._end - self._start)
         if destination is None:
-            self._payload = self._discard = memoryview(bytearray(min(size, 1 << 18)))
+            self._payload = self._discard = _scratch(size)
         else:
             assert destination.nbytes == size, "the sink gave a buffer of another size"
             self._payload, self._discard = buffer_of(destination), None

@@ -128,6 +128,9 @@ class _Channel:
     def own_pending(self, memory: Memory) -> None:
         """Do nothing: payloads are copies already."""
 
+    def drop_arriving(self, memory: Memory) -> None:
+        """Do nothing: payloads arrive in whole."""
+
     def close(self, reason: str = "it has closed this channel") -> None:
         """Close this end; messages that have not left are lost.
 

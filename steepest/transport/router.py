@@ -223,6 +223,11 @@ class Router:
             if message.payload is not None and overlap(message.payload, memory):
                 message.payload = clone(message.payload)
 
+    def drop_arriving(self, memory: Memory) -> None:
+        """Have channels write to this memory (flat, uint8) no more, see `Channel.drop_arriving`."""
+        for channel in set(self._channels.values()):
+            channel.drop_arriving(memory)
+
     def in_use(self, memory: Memory) -> bool:
         """Return whether this memory (flat, uint8) must not change.
 

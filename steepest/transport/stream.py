@@ -253,6 +253,10 @@ class WireChannel:
             if address and address < end and begin < address + data.nbytes:
                 self._queue[index] = (memoryview(bytes(data)), 0)
 
+    def drop_arriving(self, memory: Memory) -> None:
+        """Write to this memory no more: a payload half-way there is discarded."""
+        self._reader.drop(memory)
+
     def close(self) -> None:
         """Close the socket at once; queued bytes that it does not take now are lost."""
         if self.pending and not self.closed:
