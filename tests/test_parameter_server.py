@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
+import multiprocessing
 import os
 import pickle
 import select
@@ -27,6 +29,7 @@ from steepest.errors import (
     NonFiniteError,
     PeerLostError,
     ShutdownError,
+    SteepestError,
 )
 from steepest.parameter_server import api
 from steepest.transport.sockets import WireTransport
@@ -440,6 +443,36 @@ def test_a_server_that_is_stopped_ends_in_a_deadline_and_goes_on_later(transport
         until(lambda: server.version == 2)
         pulled = server.pull()
         assert (pulled.min(), pulled.max()) == (2, 2)
+
+
+def in_a_forked_child(server: ParameterServer, refused: bool) -> None:
+    if refused:
+        with pytest.raises(ConfigurationError, match="forked"):
+            server.pull()
+        return
+    for _ in range(20):
+        server.push(np.ones(SIZE))
+    assert len({*server.pull()}) == 1
+    with pytest.raises(SteepestError, match="cannot end the servers"):
+        copy.copy(server).shutdown()
+    server.push_async(np.ones(SIZE))  # and ends
+
+
+@TRANSPORTS
+def test_a_forked_child_has_a_connection_of_its_own_and_its_parent_is_not_harmed(
+    transport: str,
+) -> None:
+    with ParameterServer(np.zeros(SIZE), 2, transport=transport, timeout=SECONDS) as server:
+        server.push(np.ones(SIZE))
+        child = multiprocessing.get_context("fork").Process(
+            target=in_a_forked_child, args=(server, transport == "ray"), daemon=True
+        )
+        child.start()
+        for version in range(20):
+            assert server.push(np.ones(SIZE)) >= version + 2
+        child.join(SECONDS)
+        assert child.exitcode == 0
+        assert {*server.pull()} == {21 if transport == "ray" else 42}
 
 
 def test_who_does_not_know_the_secret_cannot_connect() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+import pytest
 import torch
 
+from steepest.errors import ShutdownError
 from steepest.messages.message import Kind, Message, Peer
 from steepest.transport.channel import Event
 from steepest.transport.router import Router
+from steepest.transport.sockets import WireTransport
 
 ME, OTHER = Peer("worker", 0), Peer("server", 0)
 
@@ -127,3 +131,21 @@ def test_before_a_long_computation_nothing_is_left_to_wait() -> None:
     router.when_idle(lambda: router.when_idle(lambda: happened.append("second")))
     router.finish()
     assert happened == ["second"]
+
+
+def test_a_forked_child_is_told_at_once_that_it_has_no_connections() -> None:
+    router = Router()
+    router.use(WireTransport(bytes(32), (ME,), "here", router.destination))
+    router.start("router")
+    child = os.fork()
+    if not child:
+        try:
+            for refused in (lambda: router.call(lambda: 1).result(5), router.wait):
+                with pytest.raises(ShutdownError, match="forked"):
+                    refused()
+        except BaseException:  # noqa: BLE001 - the parent looks at the status
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert router.call(lambda: 2).result(5) == 2
+    router.stop()

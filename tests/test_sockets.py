@@ -211,6 +211,34 @@ def test_the_other_end_of_a_closed_channel_hears_of_it_once(ends, server, client
     assert client.lost == []
 
 
+def test_a_forked_child_has_no_part_in_the_channels_of_its_parent(ends, server, client):
+    near, far = ends
+    client.transport.lends = near._lender = None  # payloads through the socket
+    near.send(message_of(1, size=8 << 20))
+    assert near.pending
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        near.flush()
+        near.send(message_of(2))
+        client.transport.pump()
+        client.transport.close()
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    until(lambda: server.messages, server, client)
+    near.send(message_of(3))
+    far.send(Message(Kind.COUNTERS, source=COORDINATOR, target=WORKER))
+    until(lambda: client.messages and len(server.messages) > 1, server, client)
+    assert [message.sequence for message in server.messages] == [1, 3]
+    assert torch.equal(server.messages[0].payload, message_of(1, size=8 << 20).payload)
+    near.close()
+    until(lambda: server.lost, server)  # although the child lives
+    os.close(writing)
+    os.waitpid(child, 0)
+    os.close(reading)
+
+
 @pytest.mark.parametrize("sending", [False, True])
 def test_what_a_peer_sent_arrives_although_it_closed_with_unread_input(
     ends, server, client, sending

@@ -20,6 +20,7 @@ Example:
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
@@ -37,6 +38,18 @@ _current: ContextVar[Collective | str] = ContextVar(
     default="there is no current collective here: call it in a worker (sgd.foreach_worker), on the "
     "thread that runs your function, or within collectives.using(...)",
 )
+
+
+def _leave() -> None:
+    """Have no collective in a forked child: its process is no member, and has no connections."""
+    if not isinstance(_current.get(), str):
+        _current.set(
+            "this process was forked from a member of the collective and is none itself: call "
+            "collective operations in that process, not in a DataLoader worker, say"
+        )
+
+
+os.register_at_fork(after_in_child=_leave)
 
 
 class Receiving:

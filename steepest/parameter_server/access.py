@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import ray
 
-from steepest.errors import DeadlineError, PeerLostError
+from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 from steepest.messages.message import COORDINATOR, server_peer
 from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
@@ -67,8 +68,15 @@ class Access:
             PeerLostError: a server was shut down or died.
             DeadlineError: a server does not answer.
             ConfigurationError: this process is on another node, which the transport excludes, or
-                the certificate cannot be read there.
+                the certificate cannot be read there; or it was forked from a process that was
+                connected to Ray, and the servers are reached by actor calls.
         """
+        if not self.addresses and is_forked():
+            raise ConfigurationError(
+                f'{self.name}: transport="ray" reaches no server from a process that was forked '
+                'from one connected to Ray: give another transport, such as "wire", or pass the '
+                "handle to a Ray task or actor"
+            )
         deadline, group = time.monotonic() + self.timeout, self.group
         router = Router()
         index = secrets.randbelow(1 << 31)
@@ -107,6 +115,26 @@ class Access:
             connection.close()
             raise
         return connection
+
+
+#: Whether this process was forked from one that was connected to Ray: then it can call no actor.
+_is_forked = False
+
+
+def is_forked() -> bool:
+    """Return whether this process was forked from one that was connected to Ray.
+
+    It has servers' addresses then, and can connect to them, but Ray's threads are not in it.
+    """
+    return _is_forked
+
+
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = _is_forked or ray.is_initialized()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def _always() -> bool:

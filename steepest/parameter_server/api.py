@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,7 +31,7 @@ from steepest.errors import (
     SteepestError,
     described_error,
 )
-from steepest.parameter_server.access import Access
+from steepest.parameter_server.access import Access, is_forked
 from steepest.parameter_server.actor import ServerActor
 from steepest.parameter_server.arrays import Arrays, ArrayTree
 from steepest.parameter_server.connection import Connection
@@ -65,8 +67,9 @@ class ParameterServer:
 
     Each push is one update: it is applied on all servers or on none, at most once, in one order for
     all processes. A pull returns all arrays at one version, never a half-applied update. The object
-    is a handle: pass it to tasks and actors as an argument. The servers end with `shutdown`, or
-    when no process has a handle any more.
+    is a handle: pass it to tasks and actors as an argument; a forked child, such as a worker of a
+    DataLoader, uses it with a connection of its own. The servers end with `shutdown`, or when no
+    process but forked children has a handle any more.
 
     Args:
         initial: a NumPy array or torch tensor (CPU, floating-point or integer) of any size and
@@ -370,19 +373,32 @@ class ParameterServer:
         """End the servers, for all processes, and close this process' connection.
 
         A second call does nothing.
+
+        Raises:
+            SteepestError: this process was forked from one that was connected to Ray, and cannot
+                end the servers; its connection is closed.
         """
         if self._shut_down:
             return
-        self._shut_down = True
-        with _opening:
-            connection = _connections.pop(self._access.token, None)
-        if connection is not None:
-            connection.close()
+        self._close()
+        if is_forked():
+            raise SteepestError(
+                "this process was forked, and cannot end the servers: call shutdown() in a process "
+                "that is connected to Ray"
+            )
         if ray.is_initialized():
             for server in self._access.servers:
                 ray.kill(server, no_restart=True)
         if self._holder is not None:
             let_go(self._holder)
+
+    def _close(self) -> None:
+        """Close this process' connection; no call uses this handle again."""
+        self._shut_down = True
+        with _opening:
+            connection = _connections.pop(self._access.token, None)
+        if connection is not None:
+            connection.close()
 
     def __enter__(self) -> ParameterServer:
         return self
@@ -393,7 +409,10 @@ class ParameterServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.shutdown()
+        if is_forked():  # a child that leaves the block does not end what its parent uses
+            self._close()
+        else:
+            self.shutdown()
 
     def __repr__(self) -> str:
         entries = self._arrays.layout.entries
@@ -450,6 +469,7 @@ class ParameterServer:
                 if connection is None or connection.closed:
                     _close_lost()
                     connection = _connections[access.token] = access.connect()
+                    _flush_at_end()
         return connection
 
     def _run(
@@ -528,9 +548,25 @@ def _flush(connection: Connection) -> None:
         log.warning("pushes in flight were not committed: %s", error)
 
 
+def _leave_connections() -> None:
+    """Have a forked child open connections of its own."""
+    global _opening
+    _connections.clear()
+    _opening = threading.RLock()  # another thread may have held it
+
+
+os.register_at_fork(after_in_child=_leave_connections)
+
+
+def _flush_at_end() -> None:
+    """Have processes of `multiprocessing` call `_flush_all`; they end without the interpreter's."""
+    if "multiprocessing.util" in sys.modules:
+        sys.modules["multiprocessing.util"].Finalize(None, _flush_all, exitpriority=0)
+
+
 @atexit.register
 def _flush_all() -> None:
-    """Wait for uncommitted pushes as the interpreter ends, and close all connections."""
+    """Wait for uncommitted pushes as the process ends, and close all connections."""
     for connection in list(_connections.values()):
         with contextlib.suppress(RuntimeError):  # interpreters that end refuse new threads
             _flush(connection)

@@ -231,7 +231,9 @@ class Pusher:
         if weights.chunk not in request.chunks or (weights.payload is None and request.wanted):
             return  # a copy
         chunk = self._arrays.layout.chunks[weights.chunk]
-        if weights.payload is not None and weights.payload is not request.in_place.pop(weights.chunk, None):
+        if weights.payload is not None and weights.payload is not request.in_place.pop(
+            weights.chunk, None
+        ):
             self._arrays.scatter(chunk, weights.payload, request.wanted)
         request.chunks.discard(weights.chunk)
         self._finish_if_complete(weights, request)

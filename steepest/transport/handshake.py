@@ -365,6 +365,15 @@ class Openings:
             self._reserved = -1
         self.refusals.log_if_due(now=True)
 
+    def leave(self) -> None:
+        """Close this process' copies of the sockets, which stay open in the one it was forked from."""
+        for opening in self._open:
+            opening.sock.close()
+        self._open.clear()
+        if self._reserved >= 0:
+            os.close(self._reserved)
+            self._reserved = -1
+
     def _accept(self, listener: socket.socket) -> bool:
         """Accept one connection, and return whether there may be more."""
         try:

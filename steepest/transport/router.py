@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -106,8 +108,10 @@ class Router:
         self._later: deque[Callable[[], None]] = deque()  # to be called when nothing is to be done
         self._ticked = 0.0
         self._stopping = threading.Event()
+        self._why = "the process is shut down"  # nothing can be done, once `_stopping` is set
         self._thread: threading.Thread | None = None
         self.finished: Future[None] = Future()
+        _routers.add(self)
 
     # -- wiring --------------------------------------------------------------------------------
 
@@ -401,7 +405,7 @@ class Router:
             ShutdownError: `stop` was called.
         """
         if self._stopping.is_set():
-            raise ShutdownError("the process is shut down")
+            raise ShutdownError(self._why)
         # The role may be waiting for a message of a role in this process.
         self._turn_and_tick(0.0 if self._local else timeout)
 
@@ -472,7 +476,7 @@ class Router:
             if not future.set_running_or_notify_cancel():
                 return
             if self._stopping.is_set():
-                future.set_exception(ShutdownError("the process is shut down"))
+                future.set_exception(ShutdownError(self._why))
                 return
             try:
                 future.set_result(function())
@@ -485,3 +489,31 @@ class Router:
         elif self.transport is not None:
             self.transport.wake()
         return future
+
+    def leave(self) -> None:
+        """Have every call raise ShutdownError; call it in a forked child, which has no connection.
+
+        The router's thread is in the process that the child was forked from, and locks may be held.
+        """
+        self._why = (
+            "this process was forked from one that takes part in a job, and has none of its "
+            "connections: do this in that process, not in a DataLoader worker, say"
+        )
+        self.transport, self._channels = None, {}
+        self._calls, self._local, self._events = deque(), deque(), deque()
+        self._thread = None
+        self._stopping, self.finished = threading.Event(), Future()
+        self._stopping.set()
+        self.finished.set_exception(ShutdownError(self._why))
+
+
+_routers: weakref.WeakSet[Router] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    """Leave the routers of this process to the one that it was forked from."""
+    for router in list(_routers):
+        router.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)

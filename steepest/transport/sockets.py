@@ -33,6 +33,7 @@ import secrets
 import selectors
 import socket
 import time
+import weakref
 from collections.abc import Callable
 
 from steepest.errors import (
@@ -152,6 +153,7 @@ class WireTransport:
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wake)
         self._short = 0  # the number of short waits since the last long one
         self._closed = False
+        _transports.add(self)
 
     @property
     def refused(self) -> int:
@@ -421,6 +423,33 @@ class WireTransport:
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
+
+    def leave(self) -> None:
+        """Close this process' copies of all descriptors; call it in a forked child.
+
+        The process that it was forked from uses the sockets: nothing is sent, and nothing is
+        unregistered from the kernel's part of the selector, which both processes share.
+        """
+        self._closed = True
+        self._selector.close()
+        for channel in self._channels:
+            channel.leave()
+        self._channels.clear()
+        self._openings.leave()
+        for sock in (*self._listeners, self._wake_in, self._wake_out):
+            sock.close()
+
+
+_transports: weakref.WeakSet[WireTransport] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    """Leave the sockets of this process to the one that it was forked from."""
+    for transport in list(_transports):
+        transport.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)
 
 
 def _tune(sock: socket.socket) -> None:

@@ -253,6 +253,14 @@ class WireChannel:
             if address and address < end and begin < address + data.nbytes:
                 self._queue[index] = (memoryview(bytes(data)), 0)
 
+    def leave(self) -> None:
+        """Close this process' copy of the socket, which stays open in the one it was forked from."""
+        self.closed = True
+        self.pending = 0
+        self._queue.clear()
+        self._socket.close()
+        self.release()
+
     def drop_arriving(self, memory: Memory) -> None:
         """Write to this memory no more: a payload half-way there is discarded."""
         self._reader.drop(memory)
