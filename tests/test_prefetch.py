@@ -1,9 +1,13 @@
-"""Forward passes that begin on the layers whose weights have come."""
+"""Forward passes that begin before all weights are here, and wait for each that they read."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import io
+import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -11,101 +15,156 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+from torch.func import functional_call
 
+from steepest.engine.between_turns import apart_from_models
 from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
 from steepest.errors import PeerLostError, ShutdownError
 from steepest.messages.driver import Failure, Result
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer
-from steepest.models.prefetch import Gates
+from steepest.models import prefetch
+from steepest.models.prefetch import AwaitedParameter, Gates
 from steepest.testing import InProcessCluster, Network
 from steepest.testing.inspection import replicas_of
 from steepest.transport.router import Router
 from tests.drawn import seeds
 from tests.modes import Moody, check, make, trainable, trained
-from tests.reference import Task, difference, same_bits, sgd
+from tests.reference import Task, difference, same_bits, samples, sgd
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
-class Raw(nn.Module):
-    """Uses another module's weights, and one from a plain list, without entering anybody."""
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight * 2
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.own = nn.Parameter(torch.randn(4, 4))
-        self.listed = [self.own]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x @ self.listed[0], self.embedding.weight)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError
 
 
-class Alternating(nn.Module):
-    """Takes another way each time."""
+class Net(nn.Module):
+    """Two layers, and one more that its forward pass does not enter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.bare = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.turn = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.turn += 1
-        if self.turn % 2:
-            return F.linear(self.second(self.first(x)), self.bare.weight, self.bare.bias)
-        return self.second(F.linear(self.first(x), self.bare.weight, self.bare.bias))
+        return self.second(torch.relu(self.first(x)))
 
 
-class Compiled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.compile(nn.Linear(4, 4), backend="eager")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
+def penalised(net: Net, x: torch.Tensor) -> torch.Tensor:
+    penalty = sum(p.square().sum() for p in net.parameters())
+    return net(x).sum() + penalty
 
 
-class CompiledFunction(nn.Module):
-    """Calls its part in a function that is compiled, which no module tells."""
+def by_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
+    def output(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return functional_call(net, weights, (x,)).sum()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.function = [torch.compile(lambda x: self.inner(x), backend="eager")]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function[0](x)
+    return torch.func.grad(output)(dict(net.named_parameters()))["second.weight"]
 
 
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
+def saved(net: Net, x: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)(x)
 
 
-class Asks(nn.Module):
-    """Looks at its parameters' dtype and size before it uses them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.line.weight.shape == (4, 4)
-        assert self.line.weight.size(0) == 4
-        return self.line(x.to(self.line.weight.dtype))
+def made_of_a_copy(net: Net, x: torch.Tensor) -> torch.Tensor:
+    made = type(net.bare.weight)(torch.ones(4, 4))
+    assert type(made) is nn.Parameter
+    return x @ made @ net.bare.weight
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.LSTM(4, 4, num_layers=2)
+#: what a pass computes from parameters, in its order
+READS: dict[str, Callable[[Net, torch.Tensor], Any]] = {
+    "layers": lambda net, x: net(x),
+    "the weight of a layer that is not entered": lambda net, x: F.linear(net(x), net.bare.weight),
+    "a layer's function alone": lambda net, x: net.bare.forward(x),
+    "a penalty of all": penalised,
+    "a list": lambda net, x: torch.cat([net.second.weight, net.bare.weight]),
+    "a function of autograd": lambda net, x: Doubled.apply(x, net.bare.weight),
+    "a custom operator": lambda net, x: torch.ops.aten.mm.default(x, net.bare.weight),
+    "gradients": by_gradient,
+    "a closure": lambda net, x: torch.func.vmap(lambda row: net.bare.weight @ row)(x),
+    "a row each": lambda net, x: torch.func.vmap(lambda row: row.sum())(net.bare.weight),
+    "a tangent": lambda net, x: torch.func.jvp(net.bare, (x,), (x,))[1],
+    "data": lambda net, x: net.bare.weight.data + 0,
+    "another array": lambda net, x: torch.tensor(net.bare.weight.detach().numpy().copy()),
+    "numbers": lambda net, x: torch.tensor(net.bare.weight.tolist()),
+    "one number": lambda net, x: torch.tensor(net.bare.weight[0, 0].item()),
+    "text": lambda net, x: torch.tensor(len(repr(net.bare.bias).split("nan"))),
+    "a copy": lambda net, x: copy.deepcopy(net)(x),
+    "a file": saved,
+    "its class": made_of_a_copy,
+    "without gradients": torch.inference_mode()(lambda net, x: net.bare(x) + net.second.bias),
+    "autocast": torch.autocast("cpu", torch.bfloat16)(lambda net, x: x @ net.bare.weight),
+    "a thread": lambda net, x: in_a_thread(lambda: net.bare.weight @ x.T),
+}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.cells(x)[0]
+
+def in_a_thread(function: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever other tests of this process have compiled."""
+    monkeypatch.setattr(prefetch, "_has_compiled", lambda: False)
+
+
+class Weights:
+    """Weights of a module on their way: its parameters are NaN until they have arrived.
+
+    Attributes:
+        waits: the arguments of `arrive`, one after the other.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = list(module.parameters())
+        self.gates = Gates(module, {p: index for index, p in enumerate(self.parameters)})
+        self._values = [p.detach().clone() for p in self.parameters]
+        self._memory = [p.detach() for p in self.parameters]
+        self.waits: list[int | None] = []
+
+    def arrive(self, entry: int | None) -> None:
+        """What a worker gives to its model."""
+        self.waits.append(entry)
+        self._come(entry)
+
+    def _come(self, entry: int | None) -> None:
+        with apart_from_models():
+            for index in range(len(self._values)) if entry is None else [entry]:
+                self._memory[index].copy_(self._values[index])
+
+    def passed(self, compute: Callable[[], Any]) -> Any:
+        """What a pass computes that begins before any weights are here."""
+        self.waits.clear()
+        for memory in self._memory:
+            memory.fill_(math.nan)
+        with self.gates.forward(self.arrive):
+            found = compute()
+        assert not any(type(p) is AwaitedParameter or "_gates" in vars(p) for p in self.parameters)
+        self._come(None)
+        return found
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_whatever_is_read_has_come(
+    read: Callable[[Net, torch.Tensor], Any], nothing_compiled: None
+) -> None:
+    net, x = Net(), torch.randn(3, 4)
+    expected = read(net, x)
+    weights = Weights(net)
+    for _ in range(2):
+        assert torch.equal(weights.passed(lambda: read(net, x)), expected)
+        assert None not in weights.waits
 
 
 def attention() -> nn.Module:
@@ -119,116 +178,106 @@ def tied() -> nn.Module:
     return nn.Sequential(first, nn.ReLU(), second)
 
 
-class Uses(TorchFunctionMode):
-    """Asserts that whatever is computed with has arrived."""
-
-    def __init__(self, entries: dict[nn.Parameter, int], arrived: set[int]) -> None:
-        super().__init__()
-        self.entries = {id(parameter): entry for parameter, entry in entries.items()}
-        self.arrived = arrived
-        self.checked = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        results = [r for r in pytree.tree_leaves(result) if isinstance(r, torch.Tensor)]
-        if any(r.requires_grad for r in results) and func.__name__ != "__get__":
-            for value in pytree.tree_leaves((args, kwargs or {})):
-                if id(value) in self.entries:
-                    assert self.entries[id(value)] in self.arrived, func
-                    self.checked += 1
-        return result
+def normed() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
 
 
-def passes(
-    module: nn.Module, compute: Callable[[], Any], count: int = 4
-) -> tuple[Gates, list[list[int | None]], int]:
-    """Forward passes through gates; what each waited for, and how many uses were checked."""
-    entries = {parameter: index for index, parameter in enumerate(module.parameters())}
-    gates = Gates(module, entries)
-    waited: list[list[int | None]] = []
-    checked = 0
-    for _ in range(count):
-        arrived: set[int] = set()
-        waits: list[int | None] = []
+@pytest.mark.parametrize(
+    "make_module", [attention, tied, normed, lambda: nn.LSTM(4, 4, num_layers=2)]
+)
+def test_each_weight_of_a_module_is_waited_for_once(
+    make_module: Callable[[], nn.Module], nothing_compiled: None
+) -> None:
+    module, x = make_module(), torch.randn(3, 2, 4)
+    expected = module(x)
+    weights = Weights(module)
+    found = weights.passed(lambda: module(x))
+    assert sorted(weights.waits) == list(range(len(weights.parameters)))
+    for a, b in zip(flat(found), flat(expected), strict=True):
+        assert torch.equal(a, b)
 
-        def arrive(
-            entry: int | None, arrived: set[int] = arrived, waits: list[int | None] = waits
-        ) -> None:
-            waits.append(entry)
-            arrived.update(entries.values() if entry is None else [entry])
 
-        with Uses(entries, arrived) as uses, gates.forward(arrive):
-            compute()
-        waited.append(waits)
-        checked += uses.checked
-    return gates, waited, checked
+def flat(output: Any) -> list[torch.Tensor]:
+    return [output] if isinstance(output, torch.Tensor) else [t for o in output for t in flat(o)]
+
+
+def test_a_way_that_changes_is_followed_in_each_pass(nothing_compiled: None) -> None:
+    net, x = Net(), torch.randn(3, 4)
+    weights = Weights(net)
+    ways = [READS["layers"], READS["layers"], READS["layers"], penalised, READS["a list"]]
+    for way in ways:
+        expected = way(net, x)
+        assert torch.equal(weights.passed(lambda way=way: way(net, x)), expected)
+
+
+def test_a_perceptron_waits_for_one_layer_at_a_time(nothing_compiled: None) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    weights = Weights(module)
+    module[1].register_forward_pre_hook(lambda *_: weights.waits.append(-1))
+    for _ in range(2):
+        weights.passed(lambda: module(torch.randn(2, 4)))
+        assert weights.waits == [0, 1, -1, 2, 3]
+
+
+def test_nothing_is_left_of_a_pass_that_raises(nothing_compiled: None) -> None:
+    net = Net()
+    with pytest.raises(RuntimeError, match="shapes"):
+        Weights(net).passed(lambda: net.first(torch.randn(2, 7)))
+    assert all(type(p) is nn.Parameter for p in net.parameters())
+    assert net.first(torch.ones(4)).shape == (4,)
+
+
+def compiled_inside() -> nn.Module:
+    net = Net()
+    net.forward = torch.compile(net.forward, backend="eager")  # type: ignore[method-assign]
+    return net
+
+
+def traced_inside() -> nn.Module:
+    net = Net()
+    net.forward = torch.jit.trace(net.first, torch.ones(3, 4))  # type: ignore[method-assign]
+    return net
 
 
 @pytest.mark.parametrize(
     "make_module",
-    [
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
-        Raw,
-        Asks,
-        Recurrent,
-        attention,
-        tied,
-    ],
-    ids=["perceptron", "raw", "asks", "lstm", "attention", "tied"],
+    [lambda: torch.compile(Net(), backend="eager"), compiled_inside, traced_inside],
 )
-def test_nothing_is_used_before_it_has_come(make_module: Callable[[], nn.Module]) -> None:
-    module = make_module()
-    x = torch.randn(3, 2, 4)
-    gates, waited, checked = passes(module, lambda: module(x))
-    assert gates.usable
-    assert waited[:2] == [[None], [None]]  # while it learns
-    parameters = list(module.parameters())
-    for later in waited[2:]:
-        assert None not in later
-        assert {*later} == {*range(len(parameters))}
-    assert checked >= 4 * len(parameters)
+def test_compiled_code_waits_for_everything(make_module: Callable[[], nn.Module]) -> None:
+    module, x = make_module(), torch.randn(3, 4)
+    expected = module(x)
+    weights = Weights(module)
+    assert torch.equal(weights.passed(lambda: module(x)), expected)
+    assert weights.waits[0] is None
 
 
-def test_a_perceptron_waits_for_one_layer_at_a_time() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    order: list[object] = []
-    module[1].register_forward_pre_hook(lambda *_: order.append("relu"))
-    gates = Gates(module, {parameter: index for index, parameter in enumerate(module.parameters())})
-    for _ in range(3):
-        order.clear()
-        with gates.forward(order.append):
-            module(torch.randn(2, 4))
-    assert order == [0, 1, "relu", 2, 3]
+def test_a_scripted_module_waits_for_everything_when_it_is_entered(nothing_compiled: None) -> None:
+    net, x = Net(), torch.randn(3, 4)
+    weights = Weights(net)
+    scripted = torch.jit.script(net.first)
+    expected = scripted(x)
+    assert torch.equal(weights.passed(lambda: scripted(x)), expected)
+    whole = nn.Sequential(scripted)
+    assert Weights(whole).passed(lambda: whole(x)).isfinite().all()
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("make_module", [Alternating, Compiled, CompiledFunction, Unused])
-def test_who_cannot_be_foreseen_waits_for_everything(make_module: Callable[[], nn.Module]) -> None:
-    module = make_module()
-    gates, waited, _ = passes(module, lambda: module(torch.randn(3, 4)), 5)
-    assert gates.usable is False
-    assert waited == [[None]] * 5
+def test_a_server_that_works_during_a_pass_is_apart_from_it() -> None:
+    """What a pass has set of torch does not reach the updates that are made while it waits."""
+    weight = torch.zeros(3)
 
+    def update(row: torch.Tensor) -> torch.Tensor:
+        with apart_from_models():
+            weight.add_(torch.ones(3))  # in a transformation, torch refuses it
+            assert not torch.is_autocast_enabled("cpu")
+            assert not torch.is_inference_mode_enabled()
+        return row
 
-def test_a_use_outside_of_every_module_is_not_foreseen() -> None:
-    module = nn.Linear(4, 4)
-
-    def compute() -> torch.Tensor:
-        penalty = sum(p.square().sum() for p in module.parameters())
-        return module(torch.randn(3, 4)).sum() + penalty
-
-    gates, waited, _ = passes(module, compute)
-    assert gates.usable is False
-    assert waited == [[None]] * 4
-
-
-def test_hooks_stay_where_they_are_needed_only() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    passes(module, lambda: module(torch.randn(2, 4)))
-    assert [len(child._forward_pre_hooks) for child in module.modules()] == [0, 1, 0, 1]
-    off = Unused()
-    passes(off, lambda: off(torch.randn(2, 4)))
-    assert not any(child._forward_pre_hooks for child in off.modules())
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.func.grad(lambda x: update(x).sum())(torch.ones(3))
+        torch.func.vmap(update)(torch.ones(2, 3))
+    with torch.inference_mode():
+        update(torch.ones(3))
+    assert weight.tolist() == [3.0] * 3
 
 
 # -- steps that begin early ----------------------------------------------------------------------------
@@ -263,6 +312,50 @@ class Began:
 @pytest.fixture
 def began(monkeypatch: pytest.MonkeyPatch) -> Began:
     return Began(monkeypatch)
+
+
+class Warmed(nn.Module):
+    """Reads its last layer first, from its fourth pass on: a penalty after a warm-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 8).double(), nn.Linear(8, 2).double()
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+        self.passes += 1
+        penalty = torch.tanh(self.second.weight).square().mean() if self.passes > 3 else 0.0
+        return self.second(torch.tanh(self.first(x))), penalty
+
+
+def warmed_loss(output: tuple[torch.Tensor, torch.Tensor | float], target: Any) -> torch.Tensor:
+    return F.mse_loss(output[0], target) + output[1]
+
+
+@pytest.mark.parametrize("mode", ["sync", "copies", "allreduce", "replicated"])
+def test_a_model_that_changes_its_way_trains_as_one_process_does(
+    mode: str, began: Began, nothing_compiled: None
+) -> None:
+    task = Task(Warmed, sgd(0.2), samples(12), warmed_loss)
+    cluster = make(mode, task, 2, lend=False)
+    trained(cluster, 9)
+    assert began.waits > 5
+    assert difference(cluster.weights(), task.train(2, 9)) < 1e-12
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_module_is_the_users_between_steps(workers: int, nothing_compiled: None) -> None:
+    cluster = make("sync", TASK, workers)
+    trained(cluster, 5)
+    (model, *_) = replicas_of(cluster.workers[0]).models
+    plain, x = TASK.module(), torch.ones(1, 3, dtype=torch.float64)
+    expected = model.module(x)  # type: ignore[attr-defined]
+    assert repr(model.module) == repr(plain)  # type: ignore[attr-defined]
+    for child in model.module.modules():  # type: ignore[attr-defined]
+        assert not child._forward_pre_hooks
+        assert not any(type(p) is AwaitedParameter for p in child.parameters())
+    for again in (saved, lambda m, x: copy.deepcopy(m)(x), lambda m, x: torch.jit.script(m)(x)):
+        assert torch.equal(again(model.module, x), expected)  # type: ignore[attr-defined]
 
 
 TASK = Task(optimizer=sgd(momentum=0.9))

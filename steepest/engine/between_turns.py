@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -25,3 +28,19 @@ class BetweenTurns:
     when_idle: Callable[[Callable[[], None]], None]
     wait: Callable[[], None] | None
     receive: Callable[[], None]
+
+
+@contextlib.contextmanager
+def apart_from_models() -> Iterator[None]:
+    """Run code of the process in the middle of a model's forward pass.
+
+    A server of the same process may update weights meanwhile, to which the autocast, the inference
+    mode and the transformations of torch.func that the pass is within do not apply.
+    """
+    transforms = torch._C._functorch.maybe_current_level() is not None
+    with (
+        torch.inference_mode(False),
+        torch.autocast("cpu", enabled=False),
+        torch._C._DisableFuncTorch() if transforms else contextlib.nullcontext(),
+    ):
+        yield

@@ -20,7 +20,7 @@ from steepest.engine.replicas import (
     summarize_batches,
 )
 from steepest.engine.server_chunk import ServerChunk
-from steepest.models.protocol import Arrive, Model
+from steepest.models.protocol import Arrive, Model, all_here
 from steepest.optim.spec import OptimizerSpec, Schedule, ScheduleState
 from steepest.protocol.push_tracking import clip_factor
 from steepest.protocol.rates import with_rates
@@ -94,7 +94,7 @@ class LocalReplicas(Replicas):
         number: int,
         chunk_ready: ChunkReady,
         metrics: bool,
-        arrive: Arrive = lambda entry: None,
+        arrive: Arrive = all_here,
     ) -> WorkerResult:
         """Make one share's updates, and push the difference that they made.
 
@@ -112,7 +112,7 @@ class LocalReplicas(Replicas):
                 places = [place for place in self.places(number) if place[2] in micros]
                 if places:
                     hold = self._hold_gradient
-                    parts.append(self._compute_each(places, hold, metrics, lambda entry: None))
+                    parts.append(self._compute_each(places, hold, metrics, all_here))
                     self._update(first + update, step)
             result = summarize_batches(parts)
             if result.weight:

@@ -18,7 +18,7 @@ from steepest.engine.generators import HeldGenerators, seed_everything
 from steepest.engine.gradient_sum import GradientSum
 from steepest.errors import ConfigurationError, ModelError
 from steepest.messages.fields import RateChanges
-from steepest.models.protocol import Arrive, Computed, Model, validate_computed
+from steepest.models.protocol import Arrive, Computed, Model, all_here, validate_computed
 from steepest.models.write_check import refusal
 from steepest.tensors.dtypes import Tensors
 from steepest.tensors.layout import ParameterLayout
@@ -441,7 +441,7 @@ class Replicas:
         number: int,
         chunk_ready: ChunkReady,
         metrics: bool,
-        arrive: Arrive = lambda entry: None,
+        arrive: Arrive = all_here,
     ) -> WorkerResult:
         """Compute the gradient of one share of the samples.
 
@@ -500,6 +500,7 @@ class Replicas:
             )
             results.append(result)
             arrive(None)
+            arrive = all_here
             collector.end(result.weight)
             if self.rows is not None:
                 self.rows.end_batch(result.weight)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from steepest.engine.between_turns import BetweenTurns
+from steepest.engine.between_turns import BetweenTurns, apart_from_models
 from steepest.engine.generators import HeldGenerators, about_to_change
 from steepest.engine.incoming_weights import Key
 from steepest.engine.push_pull import PushPull
@@ -29,6 +29,7 @@ from steepest.errors import (
 from steepest.messages.gradients import Report
 from steepest.messages.membership import Failed, Grant, Join, Lease, Members
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send
+from steepest.models.protocol import all_here
 from steepest.tensors.memory import Memory
 
 log = logging.getLogger(__name__)
@@ -415,7 +416,7 @@ class Worker:
         while not self._exchange.has(entry, self._arriving):
             if self._superseded or self._failure is not None:
                 raise _AbandonedError("the step was given up before its weights had come")
-            with self._own_work():
+            with self._own_work(), apart_from_models():
                 self._between.wait()
         generators.go_on()
         self._waiting += time.perf_counter() - began
@@ -434,7 +435,7 @@ class Worker:
             if self._superseded or self._failure is not None:
                 why = "rows of embedding tables were not sent: the job's processes change"
                 raise PeerLostError(why) if self._calling else _AbandonedError(why)
-            with self._own_work():
+            with self._own_work(), apart_from_models():
                 self._between.receive()
         generators.go_on()
         self._waiting += time.perf_counter() - began
@@ -522,7 +523,8 @@ class Worker:
                 pushes.append(chunk)
                 self._push(*chunk)
 
-            result = self._replicas.compute(share, push, self._stats, self._arrive)
+            arrive = all_here if self._arriving is None else self._arrive
+            result = self._replicas.compute(share, push, self._stats, arrive)
             # a worker without samples in this step has waited, and computed nothing
             result.timings["compute"] = max(result.timings["compute"] - self._waiting, 0.0)
             rows = self._exchange.rows

@@ -1,154 +1,166 @@
-"""Gates: forward passes that begin on the layers whose weights have come."""
+"""Forward passes that begin before all weights are here, and wait for each that they read."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import copy
+import sys
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
 
-from steepest.models.protocol import Arrive
-
-_PASSES = 2  # gates are learned in so many passes, and must be the same in all of them
-#: attributes and methods of a parameter that do not read its values
-_HARMLESS = frozenset(
-    {
-        "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim",
-        "is_cuda", "is_sparse", "names", "size", "dim", "stride", "numel", "nelement",
-        "element_size", "is_floating_point", "is_complex", "is_contiguous", "data_ptr",
-        "get_device", "storage_offset",
-    }
-)  # fmt: skip
+from steepest.models.protocol import Arrive, all_here
 
 
 class Gates:
-    """The modules of a network at whose entrance a forward pass waits for weights.
+    """The parameters of a network, each of which a forward pass waits for before it is read.
 
-    Which those are is learned by watching. In the first passes, which wait for all weights before
-    they begin, a function mode of torch sees every use of a parameter; the gate of a parameter is
-    the module that was entered last before its first use. The parameters of a module itself are
-    waited for at its entrance in any case. Two equal passes in which every trainable parameter is
-    used settle the gates. All other models wait for all weights: modules that are compiled or
-    scripted, use parameters outside of any module, or take another way in each pass.
+    A pass whose weights are not all here begins with every parameter closed: an `AwaitedParameter`,
+    at whose first use torch calls back. Then, or earlier, when the module that has it is entered,
+    the pass waits for the weights of that parameter and opens it: it is the plain parameter again.
+    Nothing is learned and nothing of it outlasts the pass.
+
+    Code that torch has compiled reads parameters without calling back. A pass waits for all weights
+    before it begins as soon as the process has any of that.
 
     Args:
         module: the network.
         entries: index of the layout's entry, by trainable parameter.
-
-    Attributes:
-        usable: whether passes wait at gates; None until that is learned.
     """
 
     def __init__(self, module: torch.nn.Module, entries: Mapping[torch.nn.Parameter, int]) -> None:
-        self._module = module
-        self._entries = {id(parameter): entry for parameter, entry in entries.items()}
-        self._learned: list[dict[torch.nn.Module, set[int]]] = []
-        self._arrive: Arrive | None = None
-        self.usable: bool | None = False if any(map(_is_opaque, module.modules())) else None
+        self._entries = dict(entries)
+        owned = {
+            id(child): [p for p in child.parameters(recurse=False) if p in self._entries]
+            for child in module.modules()
+        }
+        self._owned = {child: parameters for child, parameters in owned.items() if parameters}
+        self._scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
+        self._arrive: Arrive = all_here
+        self._turn = threading.RLock()  # the model may compute on threads of its own
 
     @contextlib.contextmanager
     def forward(self, arrive: Arrive) -> Iterator[None]:
-        """Run one forward pass inside of this context; the pass waits for weights where it has to.
+        """Run one forward pass inside of this context.
 
         Args:
             arrive: returns when the weights of an entry (of all, with None) are here.
         """
-        if self.usable:
-            self._arrive = arrive
-            try:
-                yield
-            finally:
-                self._arrive = None
-            return
-        arrive(None)
-        if self.usable is None:
-            watch = _Watch(self._entries)
-            hooks = [
-                child.register_forward_pre_hook(watch.enter) for child in self._module.modules()
-            ]
-            try:
-                with watch:
-                    yield
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            self._learn(watch)
-        else:
+        if arrive is all_here:
             yield
+            return
+        if self._scripted or _has_compiled():
+            arrive(None)
+            yield
+            return
+        self._arrive = arrive
+        for parameter, entry in self._entries.items():
+            if type(parameter) is torch.nn.Parameter:
+                parameter._gates = self  # type: ignore[attr-defined]
+                parameter.__class__ = AwaitedParameter
+            else:  # a subclass may have a way of its own to be called back
+                arrive(entry)
+        entering = register_module_forward_pre_hook(self._enter)
+        try:
+            yield
+        finally:
+            entering.remove()
+            for parameter in self._entries:
+                _open(parameter)
+            self._arrive = all_here
 
-    def _learn(self, watch: _Watch) -> None:
-        complete = not watch.outside and watch.seen == set(self._entries.values())
-        self._learned.append(watch.gates)
-        if not complete or self._learned[0] != watch.gates:
-            self.usable = False
-        elif len(self._learned) == _PASSES:
-            self.usable = True
-            for child in self._module.modules():
-                own = {
-                    self._entries[id(p)]
-                    for p in child.parameters(recurse=False)
-                    if id(p) in self._entries
-                }
-                if waited_for := sorted(watch.gates.get(child, set()) | own):
-                    child.register_forward_pre_hook(self._gate(waited_for))
+    def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Wait for the parameters of a module that is entered: it may read them in C++."""
+        if isinstance(module, torch.jit.ScriptModule):
+            self.wait_for_all()
+        for parameter in self._owned.get(id(module), ()):
+            self.wait(parameter)
 
-    def _gate(self, entries: list[int]) -> Callable[[torch.nn.Module, Any], None]:
-        def enter(module: torch.nn.Module, inputs: Any) -> None:
-            if self._arrive is not None:
-                for entry in entries:
-                    self._arrive(entry)
+    def wait(self, parameter: torch.nn.Parameter) -> None:
+        """Wait for the weights of a parameter, and open it."""
+        if type(parameter) is AwaitedParameter:
+            with self._turn:
+                self._arrive(self._entries[parameter])
+                _open(parameter)
 
-        return enter
-
-
-class _Watch(TorchFunctionMode):
-    """A function mode that records the module in which each parameter is first used."""
-
-    def __init__(self, entries: Mapping[int, int]) -> None:
-        super().__init__()
-        self.gates: dict[torch.nn.Module, set[int]] = {}
-        self.seen: set[int] = set()
-        self.outside = False  # whether a parameter is used where no gate can be
-        self._entries = entries
-        self._entered: torch.nn.Module | None = None
-
-    def enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Record that a module's forward pass begins."""
-        self.outside |= torch.compiler.is_compiling()  # then this hook runs once, not in each pass
-        self._entered = module
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _name(func) not in _HARMLESS:
-            for tensor in _tensors((*args, *(kwargs or {}).values())):
-                entry = self._entries.get(id(tensor))
-                if entry is not None and entry not in self.seen:
-                    self.seen.add(entry)
-                    self.outside |= self._entered is None
-                    if self._entered is not None:
-                        self.gates.setdefault(self._entered, set()).add(entry)
-        return func(*args, **(kwargs or {}))
+    def wait_for_all(self) -> None:
+        """Wait for all weights, and open all parameters."""
+        for parameter in self._entries:
+            self.wait(parameter)
 
 
-def _name(func: Any) -> str:
-    """Return the name of a function, or of the attribute of which it is the getter."""
-    name = getattr(func, "__name__", "")
-    return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else str(name)
+class AwaitedParameter(torch.nn.Parameter):
+    """A closed parameter: the class that it has until its weights are here, see `Gates`."""
+
+    _gates: Gates
+
+    def __new__(cls, *arguments: Any, **named: Any) -> torch.nn.Parameter:  # type: ignore[misc]
+        """Return a plain parameter, for code that makes one of the class of another."""
+        return torch.nn.Parameter(*arguments, **named)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch when the weights of the parameters among its arguments are here.
+
+        Attributes, such as shape and dtype, are functions, too.
+        """
+        kwargs = kwargs or {}
+        found = [
+            value
+            for value in pytree.tree_leaves((args, kwargs), is_leaf=_is_tensor)
+            if type(value) is AwaitedParameter
+        ]
+        for parameter in found:
+            parameter._gates.wait(parameter)
+        if not found:
+            raise AssertionError(f"{func} was given an awaited parameter that was not found")
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy of the plain parameter."""
+        self._gates.wait(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to unpickle the plain parameter."""
+        self._gates.wait(self)
+        return self.__reduce_ex__(protocol)
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
-def _is_opaque(module: torch.nn.Module) -> bool:
-    """Return whether a module runs as something else than its own Python code."""
-    compiled = (
-        type(module).__name__ == "OptimizedModule"
-        or getattr(module, "_compiled_call_impl", None) is not None
+def _open(parameter: torch.nn.Parameter) -> None:
+    """Make a parameter a plain one again, if it is closed."""
+    if isinstance(parameter, AwaitedParameter):
+        del parameter._gates
+        parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+
+
+def _flatten(parameter: AwaitedParameter) -> tuple[list[Any], None]:
+    parameter._gates.wait(parameter)
+    return [parameter], None
+
+
+# torch.func's transformations flatten their arguments, and read them without calling back.
+pytree.register_pytree_node(AwaitedParameter, _flatten, lambda children, _: next(iter(children)))
+
+
+def _has_compiled() -> bool:
+    """Return whether this process has compiled, or scripted, any function with torch."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    scripted: Any = torch.jit._state._python_cu
+    return bool(
+        (dynamo is not None and getattr(dynamo, "cached_backends", True))
+        or (frames is not None and getattr(frames, "FRAME_COUNTER", 1))
+        or scripted.get_functions()
+        or torch.jit._recursive.concrete_type_store.type_store
     )
-    return compiled or isinstance(module, torch.jit.ScriptModule)

@@ -38,6 +38,10 @@ class Ready(Protocol):
 Arrive = Callable[[int | None], None]
 
 
+def all_here(entry: int | None) -> None:
+    """Return at once: what `Model.compute_gradients` is given as `arrive` if all weights are here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Computed:
     """The result of one batch on one replica.
@@ -185,7 +189,7 @@ class Model(Protocol):
         """
 
     def compute_gradients(
-        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
+        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here
     ) -> Computed:
         """Compute the gradient of the mean loss over a batch, and write it to the gradient vector.
 

@@ -24,7 +24,7 @@ from steepest.models.arguments import (
 from steepest.models.losses import Loss, call, own_loss, weigh, with_parts
 from steepest.models.names import plain, plainly
 from steepest.models.prefetch import Gates
-from steepest.models.protocol import Arrive, Computed, Ready, checked_metrics
+from steepest.models.protocol import Arrive, Computed, Ready, all_here, checked_metrics
 from steepest.models.rows import ScaledRows, anchor, count_shards, tables_in
 from steepest.models.write_check import WriteCheck, holders_of
 from steepest.optim.spec import OptimizerSpec
@@ -301,9 +301,10 @@ class TorchModel:
         See `steepest.models.protocol.Model.move`.
         """
         self._vector = weights
-        for index, entry in enumerate(self.layout.entries):
-            if entry.trainable:
-                self._parameters[entry.name].data = self.layout.entry_view(weights, index)
+        with torch._C.DisableTorchFunctionSubclass():  # they may be awaited ones, of a pass
+            for index, entry in enumerate(self.layout.entries):
+                if entry.trainable:
+                    self._parameters[entry.name].data = self.layout.entry_view(weights, index)
         self._writes.watch(self.layout, self._parameters, self._holders, weights)
 
     def _hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -356,7 +357,7 @@ class TorchModel:
             torch.mul(gradient, 1.0 / self._loss_scale, out=out)
 
     def compute_gradients(
-        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
+        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here
     ) -> Computed:
         """Run a forward and a backward pass.
 
@@ -370,7 +371,8 @@ class TorchModel:
             self._gates = Gates(self.module, dict(trainable))
         if self._writes.compares:
             arrive(None)
-        with self._writes.refused(), self._mixed(), self._gates.forward(self._in_full(arrive)):
+            arrive = all_here
+        with self._writes.refused(), self._mixed(), self._gates.forward(arrive):
             result = self.loss(batch)
         arrive(None)
         loss, parts, samples, self._weight = weigh(batch, result)
@@ -507,17 +509,6 @@ class TorchModel:
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=self._autocast)
-
-    def _in_full(self, arrive: Arrive) -> Arrive:
-        """Return `arrive` without autocast, since a server may update weights while it waits."""
-        if self._autocast is None:
-            return arrive
-
-        def wait(entry: int | None) -> None:
-            with torch.autocast(self._device.type, enabled=False):
-                arrive(entry)
-
-        return wait
 
     def _to_device(self, batch: Any) -> Any:
         if isinstance(batch, torch.Tensor):
