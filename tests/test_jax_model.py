@@ -194,6 +194,14 @@ class Nnx(nnx.Module):
         return self.last(self.dropout(self.norm(self.first(x))))
 
 
+class NnxOfArguments(Nnx):
+    """Keys and the mode come as arguments, as in Flax's own examples."""
+
+    def __call__(self, x: Any, rngs: Any, *, train: bool) -> Any:  # type: ignore[override]
+        hidden = self.norm(self.first(x), use_running_average=not train)
+        return self.last(self.dropout(hidden, deterministic=not train, rngs=rngs))
+
+
 def mean_squares(output: Any, target: Any) -> Any:
     return jnp.mean((output - target) ** 2)
 
@@ -206,8 +214,9 @@ def of_flax(kind: str, rate: float = 0.5, **options: Any) -> JaxModel:
         "batch_size": 4,
         "metrics": {"error": lambda output, target: jnp.abs(output - target).mean()},
     } | options
-    if kind == "nnx":
-        return JaxModel.from_flax(Nnx(rate), **settings)
+    if kind != "linen":
+        module = NnxOfArguments(rate) if kind == "nnx-arguments" else Nnx(rate)
+        return JaxModel.from_flax(module, **settings)
     module = Linen(rate)
     return JaxModel.from_flax(module, module.init(jax.random.key(0), X, train=False), **settings)
 
@@ -245,9 +254,16 @@ def test_modules_of_flax_train_as_in_a_plain_loop(kind: str) -> None:
         state = {"batch_stats": stats}
     expected = JaxModel.named(params) | JaxModel.named(state)
     assert difference(cluster.state_dict(), expected) < 1e-6
+    if kind == "linen":  # as the page says
+        given = {"params": params, **state}
+        tree = {
+            "params": JaxModel.tree(expected, like=given["params"]),
+            **JaxModel.tree(expected, like={"batch_stats": given["batch_stats"]}),
+        }
+        assert jax.tree.all(jax.tree.map(jnp.array_equal, tree, given))
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("kind", ["linen", "nnx", "nnx-arguments"])
 def test_modules_of_flax_evaluate_without_dropout_and_change_nothing(kind: str) -> None:
     given = of_flax(kind)
     bound(given)

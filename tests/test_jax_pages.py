@@ -27,9 +27,10 @@ def test_the_page_for_users_of_jax_says_what_happens(monkeypatch: pytest.MonkeyP
     with Simulation(1).running(), contextlib.redirect_stdout(printed):
         for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
             exec(compile(block, "docs/from_jax.md", "exec"), names)
-    first, second = printed.getvalue().splitlines()
+    first, second, third = printed.getvalue().splitlines()
     assert first == "equal to rounding: True accuracy: 1.0"
-    assert second == "['largest'] 64 64"
+    assert second == "the module's own loss: True"
+    assert third == "['largest'] 64 64"
 
 
 needs_mnist = pytest.mark.skipif(

@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise ModelError("modules of Flax need Flax: pip install 'steepest[jax]'") from error
 
-#: names of a linen module's argument that tells training from evaluation
+#: names of a module's argument that tells training from evaluation
 _TRAINING = ("train", "training", "is_training")
 _EVALUATION = ("deterministic", "use_running_average")
 
@@ -56,8 +56,7 @@ def _of_linen(module: Any, variables: Any, loss: Callable[..., Any]) -> Parts:
 
     def run(params: Any, batch: Any, rng: Any, state: Any, train: bool) -> Any:
         *inputs, target = batch
-        modes = {name: train for name in _TRAINING if name in arguments}
-        modes |= {name: not train for name in _EVALUATION if name in arguments}
+        modes = _modes(arguments, train)
         keys = dict(zip(("params", "dropout"), jax.random.split(rng), strict=True))
         mutable = [*state] if train and state else False
         output = module.apply(
@@ -74,18 +73,27 @@ def _of_linen(module: Any, variables: Any, loss: Callable[..., Any]) -> Parts:
 def _of_nnx(module: Any, loss: Callable[..., Any]) -> Parts:
     graph, kept, random, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
     state = nnx.to_pure_dict(rest)
+    arguments = inspect.signature(type(module).__call__).parameters
 
     def run(params: Any, batch: Any, rng: Any, state: Any, train: bool) -> Any:
         *inputs, target = batch
-        own = _filled(kept, params), _reseeded(random, rng), _filled(rest, state or {})
+        inner, given = jax.random.split(rng)
+        own = _filled(kept, params), _reseeded(random, inner), _filled(rest, state or {})
         whole = nnx.merge(graph, *own)
         (whole.train if train else whole.eval)()
-        output = whole(*inputs)
+        keys = {"rngs": nnx.Rngs(given)} if "rngs" in arguments else {}
+        output = whole(*inputs, **keys, **_modes(arguments, train))
         result = loss(output, target), output
         changed = nnx.to_pure_dict(nnx.split(whole, nnx.Param, nnx.RngState, ...)[3])
         return (*result, changed) if state else result
 
     return nnx.to_pure_dict(kept), state or None, run
+
+
+def _modes(arguments: Mapping[str, Any], train: bool) -> dict[str, bool]:
+    """Return those of a module's arguments that tell training from evaluation."""
+    found = {name: train for name in _TRAINING if name in arguments}
+    return found | {name: not train for name in _EVALUATION if name in arguments}
 
 
 def _filled(form: Any, values: Any) -> Any:

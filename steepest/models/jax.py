@@ -121,7 +121,9 @@ class JaxModel:
         """Return the model of a Flax module, for batches ``(*inputs, target)``.
 
         Args:
-            module: a `flax.linen.Module`, or a `flax.nnx.Module`, which is not changed.
+            module: a `flax.linen.Module`, or a `flax.nnx.Module`, which is not changed. An argument
+                of its `__call__` that tells training from evaluation is set; an nnx module's `rngs`
+                is an `nnx.Rngs` of the step and the share of the samples.
             variables: of the linen module, as its `init` returns them; what is not in "params" is
                 state. Dropout gets its key in each step.
             loss: called as ``loss(output, target)``, returns the batch's mean.
