@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from table_tools import table
 from torch import Tensor, nn
 
-from steepest.errors import ConfigurationError
+from steepest.errors import ConfigurationError, NonFiniteError
 from steepest.models.embedding import (
     Embedding,
     EmbeddingBag,
@@ -23,6 +24,7 @@ from steepest.models.embedding import (
     tables_of,
 )
 from steepest.tables.admission import CounterFilter
+from steepest.tables.eviction import GlobalStepEvict
 from steepest.tables.local import LocalRows
 from steepest.tables.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
 from steepest.tables.table import Table
@@ -64,6 +66,70 @@ class Net(nn.Module):
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         parts = [self.users(users), self.items(items[:, 0]), self.items(items[:, 1:]).mean(1)]
         return self.head(torch.cat(parts, 1).to(self.head.weight.dtype)).sum(1)
+
+
+def test_a_frozen_embedding_is_looked_up_and_not_trained() -> None:
+    ours = Embedding(described(optimizer=SGD(lr=0.5), capacity=3))
+    source = connected(ours)
+    theirs = nn.Embedding.from_pretrained(rows_of(source, ours.tables[0]), freeze=False)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    for trains, ids in ((True, [3, 1, 3]), (False, [1, 2, 7, 9]), (True, [1]), (False, [1])):
+        assert ours.requires_grad_(trains) is ours
+        theirs.requires_grad_(trains)
+        found, wanted = ours(torch.tensor(ids)), theirs(torch.tensor(ids))
+        assert torch.allclose(found, wanted, **CLOSE["float64"])
+        assert found.requires_grad == wanted.requires_grad == trains
+        if trains:
+            found.square().sum().backward()
+            wanted.square().sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        source.step()
+    assert [len(shard) for (shard,) in source.shards] == [2]
+
+
+def test_rows_in_one_process_are_evicted_after_as_many_updates_as_on_servers() -> None:
+    words = Embedding(described(evict=(GlobalStepEvict(steps_to_live=10),)))
+    source = connected(words, num_shards=2)
+
+    def rows() -> int:
+        return sum(len(shard) for shard in source.shards[0])
+
+    for update in range(2000):
+        if update in (0, 999, 1500):
+            words(torch.tensor([update, update + 1])).sum().backward()
+        if update == 999:
+            assert rows() == 2
+        source.step()
+        if update == 1500:
+            assert rows() == 4
+    assert rows() == 0
+
+
+@pytest.mark.parametrize("nonfinite", ["refuse", "skip", "pass"])
+def test_gradients_that_are_not_finite_are_refused_or_skipped_as_by_servers(nonfinite: str) -> None:
+    net = nn.ModuleList([Embedding(described("good")), Embedding(described("bad", 3))])
+    source = connected(net, nonfinite=nonfinite)
+
+    def push(factor: float) -> None:
+        for embedding, by in zip(net, (1.0, factor), strict=True):
+            (embedding(torch.tensor([1, 2])).sum() * by).backward()
+
+    push(1.0)
+    assert source.step() == 1
+    before = [rows_of(source, embedding.tables[0]) for embedding in net]
+    push(math.inf)
+    if nonfinite == "refuse":
+        with pytest.raises(NonFiniteError, match=r"gradient of 'bad' holds NaN .*; nothing of"):
+            source.step()
+    else:
+        assert source.step() == 2
+    after = [rows_of(source, embedding.tables[0]) for embedding in net]
+    unchanged = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert unchanged == [nonfinite != "pass"] * 2
+    push(1.0)
+    assert source.step() == (2 if nonfinite == "refuse" else 3)
+    assert not torch.equal(rows_of(source, net[0].tables[0]), after[0])
 
 
 @pytest.mark.few(2)
@@ -359,7 +425,7 @@ def test_bad_features_are_refused() -> None:
     for ids, said in [
         ({"b": torch.tensor([1])}, r"features \['b'\]: give some of 'a'"),
         ({"a": torch.tensor(1)}, r"ids of shape \(\) for feature 'a': give \(B,\)"),
-        ({"a": [["x"]]}, "a are of <U1: give integers"),
+        ({"a": [["x"]]}, "ids of feature 'a' are of <U1: give integers"),
         ({"a": [[-3]]}, "a hold -3"),
         (torch.tensor([1]), "ids are a Tensor: give a dict of features"),
     ]:

@@ -265,12 +265,13 @@ def test_a_full_table_without_eviction_refuses_a_push_and_loses_nothing() -> Non
     push(shard, [1, 2, 3], 1)
     before = shard.export()
     with pytest.raises(
-        ConfigurationError, match="'t' has 3 rows here and a push adds 1: its capac"
+        ConfigurationError,
+        match="'t' has no room for 1 more ids beside its 3 rows: its capacity is 3; raise",
     ):
         push(shard, [3, 4, 8], 2, tables=[0, 0, 1])
     assert same(shard.export(), before)
     with pytest.raises(
-        ConfigurationError, match="a push has 4 ids of table 'u': its capacity here"
+        ConfigurationError, match="'u' has no room for 4 ids at once: its capacity is 3; raise"
     ):
         push(shard, [1, 2, 3, 4], 2, tables=[1, 1, 1, 1])
     push(shard, [3, 8], 2, tables=[0, 1])
@@ -310,10 +311,10 @@ def test_a_pull_in_training_says_that_there_will_be_no_room() -> None:
     before = shard.export()
     shard.require_room([0, 0, 0, 1, 1, 1, 2, 2, 2, 2], [3, 3, 1, 5, 6, 7, 1, 2, 3, 4])
     with pytest.raises(
-        ConfigurationError, match="'t' has 2 rows here and a push adds 2: its capac"
+        ConfigurationError, match="'t' has no room for 2 more ids beside its 2 rows: its capac"
     ):
         shard.require_room([0, 0, 0, 2], [3, 1, 4, 3])
-    with pytest.raises(ConfigurationError, match="a push has 4 ids of table 'u': its capacity"):
+    with pytest.raises(ConfigurationError, match="'u' has no room for 4 ids at once: its capacity"):
         shard.require_room([1, 1, 1, 1, 1], [1, 5, 6, 5, 7])
     assert same(shard.export(), before)
     frozen = TableShard([table(capacity=1, trainable=False), table("w")])

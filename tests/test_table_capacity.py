@@ -98,7 +98,7 @@ def test_a_full_table_is_an_error_of_the_step_and_nothing_is_lost(name: str) -> 
     assert failure.reason == "raised"
     assert failure.worker in (0, 1)
     assert failure.step == len(taken)
-    assert "its capacity is 4" in failure.error
+    assert "its capacity is 8, of which this one of 2 shards has 4; " in failure.error
     assert "raise it, or give eviction=LRU() or LFU()" in failure.error
     if name in TOGETHER:
         assert same_rows(rows_of(cluster), before[0])
@@ -165,7 +165,7 @@ def test_what_rows_live_through_goes_on_after_moves_and_checkpoints(
 
 def test_a_full_table_is_told_with_its_worker_and_step() -> None:
     ps = ParameterServerStrategy(num_servers=2)
-    told = r"worker [01].* raised in step \d+: .*table '(users|items)' has 4 rows.*capacity is 4"
+    told = r"worker [01].* raised in step \d+: .*table '(users|items)' has no room.* beside its 4 rows: .*capacity is 8, .* has 4"
     with quiet(), Simulation(1).running(), trainer_of(ps, capacity=8) as trainer:
         with pytest.raises(ModelRaisedError, match=told):
             trainer.fit(steps=20, progress=False)

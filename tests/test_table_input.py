@@ -108,7 +108,7 @@ def loss_of(trainer: DistributedSGD) -> float:
         (IDS[:, 0], r"ids of shape \(4,\), offsets none: give ids \(B, N\)"),
         (
             IDS + 16,
-            "'words' has . rows here and a push adds .: its capacity is 5 in one of 4 shards",
+            "'words' has no room for . more ids beside its . rows: its capacity is 20, of which this one of 4 shards has 5; raise it",
         ),
     ],
 )
@@ -230,6 +230,38 @@ def test_a_module_that_the_job_does_not_know_says_so() -> None:
         ),
     ):
         trainer.step()
+
+
+class Frozen(Net):
+    """A bag whose rows are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.requires_grad_(False)
+
+
+HYBRID = ParameterServerStrategy(table_staleness=2)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "async", "ssp", "allreduce", "local", HYBRID])
+def test_rows_of_a_frozen_embedding_are_neither_made_nor_changed(strategy: Any) -> None:
+    def freeze(frozen: bool) -> None:
+        trainer.foreach_model(lambda model: model.module.words.requires_grad_(not frozen) and None)
+
+    with simulated(Frozen, strategy) as trainer:
+        trainer.fit(steps=2, progress=False)
+        dense = trainer.weights()
+        assert len(trainer.export_table("words")) == 0
+        freeze(False)
+        trainer.fit(steps=8, progress=False)
+        before = trainer.export_table("words")
+        assert len(before) > 0
+        freeze(True)
+        trainer.fit(steps=2, progress=False)
+        after = trainer.export_table("words")
+        assert torch.equal(before.ids, after.ids)
+        assert torch.equal(before.values, after.values)
+        assert not torch.equal(dense["head.weight"], trainer.weights()["head.weight"])
 
 
 def test_a_model_of_tables_alone_trains_as_in_a_loop_of_ones_own() -> None:

@@ -19,7 +19,7 @@ from steepest.optim.spec import Hyperparameters
 from steepest.tables.cut import RowCut
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added, require_rows
-from steepest.tables.shard import TableShard
+from steepest.tables.shard import UPDATES_BETWEEN_EVICTIONS, TableShard
 from steepest.tables.state import TableState
 from steepest.tables.state_checks import require_number_in, require_sound
 from steepest.tensors.layout import Chunk
@@ -27,7 +27,6 @@ from steepest.tensors.layout import Chunk
 log = logging.getLogger(__name__)
 
 #: Commits from one search for rows that tables' `evict` names to the next: it looks at every row.
-_COMMITS_BETWEEN_EVICTIONS = 1000
 _PIECE_BYTES = 4 << 20
 _KNOWN_BYTES = 28  # of a row, beside values and slots
 #: The records of an export of one table.
@@ -211,7 +210,7 @@ class TableChunk(StagedChunk):
             keys = mean.tables, mean.ids, mean.gradients
             rows.push(*keys, version, lr, mean.sightings, strict=False)
             self._tell_of_full_tables(rows)
-        if version % _COMMITS_BETWEEN_EVICTIONS == 0:
+        if version % UPDATES_BETWEEN_EVICTIONS == 0:
             rows.evict(version)
 
     def _tell_of_full_tables(self, rows: TableShard) -> None:

@@ -49,6 +49,7 @@ class RowSource(Protocol):
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Module = TypeVar("Module", bound="TableModule")
 Source = TypeVar("Source", bound=RowSource)
 
 
@@ -121,6 +122,7 @@ class TableModule(nn.Module):
                 )
         self.tables = merged(tables)
         self._source: RowSource | None = None
+        self._trains = True
         self._places: dict[str, tuple[int, int]] = {}
 
     def connect(self, source: RowSource) -> None:
@@ -131,6 +133,16 @@ class TableModule(nn.Module):
         """
         self._places = {table.name: source.place(table) for table in self.tables}
         self._source = source
+
+    def requires_grad_(self: Module, requires_grad: bool = True) -> Module:
+        """Set whether what this module looks up trains rows; return this module.
+
+        Without it no gradient of the rows is pushed, so that none is made, changed or counted; ids
+        without a row have their first values. `requires_grad_` of a module around this one does not
+        reach it, because rows are no parameters.
+        """
+        self._trains = requires_grad
+        return super().requires_grad_(requires_grad)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles have: not the source, which a copy is given anew."""
@@ -151,6 +163,7 @@ class TableModule(nn.Module):
                 f"{type(self).__name__}({self.extra_repr()}) has no rows: a trainer gives it some "
                 "when the job begins; for a loop of your own call steepest.connect(module) before"
             )
+        trains = self._trains and torch.is_grad_enabled()
         places = [self._places[table.name] for table, _ in wanted]
         found = []
         for group in dict.fromkeys(group for group, _ in places):
@@ -158,9 +171,9 @@ class TableModule(nn.Module):
             sizes = [wanted[at][1].shape[0] for at in of]
             numbers = np.repeat(np.array([places[at][1] for at in of], np.int32), sizes)
             keys = self._source.distinct(group, numbers, _joined_ids([wanted[at] for at in of]))
-            values = torch.from_numpy(self._pull(group, keys))
+            values = torch.from_numpy(self._source.pull(group, keys.tables, keys.ids, trains))
             values = values.to(wanted[of[0]][1].device)
-            if torch.is_grad_enabled():
+            if trains:
                 anchor = torch.empty(0, requires_grad=True)
                 values = cast(
                     Tensor,
@@ -168,10 +181,6 @@ class TableModule(nn.Module):
                 )
             found.append(_Found(of, values, torch.from_numpy(keys.inverse).to(values.device)))
         return found
-
-    def _pull(self, group: int, keys: Distinct) -> Floats:
-        assert self._source is not None
-        return self._source.pull(group, keys.tables, keys.ids, torch.is_grad_enabled())
 
 
 def _joined_ids(wanted: Sequence[tuple[Table, Tensor]]) -> Int64s:
@@ -552,6 +561,8 @@ def _bags_of(name: str, ids: Ids) -> tuple[Tensor, Tensor]:
         size = ids.shape[1] if ids.dim() == 2 else 1
         return ids.reshape(-1), _evenly(ids.shape[0], size, ids.device)
     sizes = [len(part) for part in ids]
-    flat = np.concatenate([np.empty(0, np.int64), *(require_ids(name, part) for part in ids)])
+    flat = np.concatenate(
+        [np.empty(0, np.int64), *(require_ids(f"ids of feature {name!r}", part) for part in ids)]
+    )
     bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     return torch.from_numpy(flat), torch.from_numpy(bounds)

@@ -46,7 +46,7 @@ class Capacities:
     def __init__(self, tables: Sequence[Table], num_shards: int) -> None:
         """Divide capacities among shards, rounded up."""
         self._tables = tables
-        self._of = f" in one of {num_shards} shards" if num_shards > 1 else ""
+        self._shards = num_shards
         self.rows: Int64s = np.array(
             [
                 _BOUNDLESS if table.capacity is None else -(-table.capacity // num_shards)
@@ -82,16 +82,23 @@ class Capacities:
             ConfigurationError: there is not.
         """
         for table in map(int, np.flatnonzero(wanted > self.room(known, alive))):
-            name, rows = self._tables[table].name, f"{self.rows[table]}{self._of}"
+            name, capacity = self._tables[table].name, self._described(table)
             if not self._evicts[table]:
                 raise ConfigurationError(
-                    f"table {name!r} has {alive[table]} rows here and a push adds {wanted[table]}: its "
-                    f"capacity is {rows}; raise it, or give eviction=LRU() or LFU()"
+                    f"table {name!r} has no room for {wanted[table]} more ids beside its "
+                    f"{alive[table]} rows: {capacity}; raise it, or give eviction=LRU() or LFU()"
                 )
             raise ConfigurationError(
-                f"a push has {known[table] + wanted[table]} ids of table {name!r}: its capacity here is "
-                f"{rows} rows; raise it, or make batches smaller"
+                f"table {name!r} has no room for {known[table] + wanted[table]} ids at once: "
+                f"{capacity}; raise it, or make batches smaller"
             )
+
+    def _described(self, table: int) -> str:
+        """Return the capacity of a table in words, and the share of it that this shard has."""
+        capacity = f"its capacity is {self._tables[table].capacity}"
+        if self._shards == 1:
+            return capacity
+        return f"{capacity}, of which this one of {self._shards} shards has {self.rows[table]}"
 
     def fit(
         self, tables: Int32s, admitted: npt.NDArray[np.bool_], known: Int64s, alive: Int64s
@@ -131,8 +138,8 @@ class Capacities:
             described, rows = self._tables[table], self.rows[table]
             if not self._evicts[table]:
                 raise ConfigurationError(
-                    f"table {described.name!r} has {held[table]} rows here, its capacity is {rows}: raise "
-                    "it, or give eviction=LRU() or LFU()"
+                    f"table {described.name!r} has {held[table]} rows here, {self._described(table)}: "
+                    "raise it, or give eviction=LRU() or LFU()"
                 )
             by_age = isinstance(described.eviction, LRU)
             uses = _taken("written" if by_age else "sightings", states, mine)

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from steepest.errors import ConfigurationError
+from steepest.errors import ConfigurationError, NonFiniteError
 from steepest.tables.gradients import RowGradients, added
 from steepest.tables.hashing import Distinct, deal
 from steepest.tables.kernels import Floats, Int32s, Int64s
-from steepest.tables.shard import TableShard
+from steepest.tables.shard import UPDATES_BETWEEN_EVICTIONS, TableShard
 from steepest.tables.table import Table, groups
-from steepest.validation import require_count
+from steepest.validation import require_choice, require_count
 
 
 class LocalRows:
-    """Tables of any shapes in one process: a `RowSource` whose pushes take effect at `step`."""
+    """Tables of any shapes in one process: a `RowSource` whose pushes take effect at `step`.
 
-    def __init__(self, tables: Iterable[Table], *, num_shards: int = 1, seed: int = 0) -> None:
+    Attributes:
+        shards: by group of tables.
+        version: updates so far.
+    """
+
+    def __init__(
+        self,
+        tables: Iterable[Table],
+        *,
+        num_shards: int = 1,
+        seed: int = 0,
+        nonfinite: str = "refuse",
+    ) -> None:
         """Begin without rows.
 
         Args:
             tables: of any shapes; a name may be given twice, with the same description.
             num_shards: of each group of tables.
             seed: of first values and of admissions by chance.
+            nonfinite: what `step` does with NaN or infinity in a gradient: "refuse" raises, "skip"
+                makes an update that changes nothing, "pass" applies it.
 
         Raises:
-            ConfigurationError: two tables of one name differ.
+            ConfigurationError: two tables of one name differ, or an argument is wrong.
         """
+        require_choice("nonfinite", nonfinite, ("refuse", "skip", "pass"))
+        self._nonfinite = nonfinite
         grouped = groups(tables)
         count = require_count("num_shards", num_shards)
         self.shards = [
@@ -101,26 +117,50 @@ class LocalRows:
     def step(self, learning_rate: float | None = None) -> int:
         """Update rows with the sums of the gradients that were pushed since the last step.
 
+        The rows that tables' `evict` names are removed after each 1,000 updates, as on servers.
+
         Args:
             learning_rate: instead of the optimizers'.
 
         Returns:
             The version that the rows have now.
+
+        Raises:
+            NonFiniteError: a gradient holds NaN or infinity, see `nonfinite`. The gradients are
+                dropped, and nothing of them is applied.
+            ConfigurationError: a table has no room for the rows that are to be made.
         """
+        totals = {group: added(staged) for group, staged in enumerate(self._staged) if staged}
+        self._staged = [[] for _ in self._staged]
+        if self._nonfinite != "pass" and (found := self._not_finite(totals)):
+            if self._nonfinite == "refuse":
+                raise NonFiniteError(
+                    f"the gradient of {', '.join(map(repr, found))} holds NaN or infinity; nothing "
+                    "of the step was applied: lower the learning rate, or look at the data and the "
+                    'loss; nonfinite="skip" leaves such updates out'
+                )
+            totals = {}
         self.version += 1
-        for group, staged in enumerate(self._staged):
-            if staged:
-                self._staged[group] = []
-                self._update(self.shards[group], staged, learning_rate)
+        for group, total in totals.items():
+            self._update(self.shards[group], total, learning_rate)
+        if self.version % UPDATES_BETWEEN_EVICTIONS == 0:
+            for shard in (shard for shards in self.shards for shard in shards):
+                shard.evict(self.version)
         return self.version
 
+    def _not_finite(self, totals: Mapping[int, RowGradients]) -> list[str]:
+        """Return the names of tables whose gradients hold NaN or infinity."""
+        found = []
+        for group, total in totals.items():
+            tables = self.shards[group][0].tables
+            bad = total.tables[~np.isfinite(total.gradients).all(axis=1)]
+            found += [tables[number].name for number in np.unique(bad)]
+        return found
+
     def _update(
-        self,
-        shards: Sequence[TableShard],
-        staged: Sequence[RowGradients],
-        learning_rate: float | None,
+        self, shards: Sequence[TableShard], total: RowGradients, learning_rate: float | None
     ) -> None:
-        total = added(staged)
+        """Update the rows of one group of tables."""
         order, begins = deal(total.tables, total.ids, len(shards))
         for at, shard in enumerate(shards):
             part = slice(begins[at], begins[at + 1])

@@ -30,6 +30,8 @@ from steepest.validation import require_count, require_number
 _EVICTED = ("evicted_full", "evicted_age", "evicted_norm")
 _COUNTS = ("admitted", "refused", "refused_full", "ignored", *_EVICTED)
 _LOADED = 1 << 16  # rows of a state that are copied at once
+#: Updates after which shards are to be asked to `evict`, again and again.
+UPDATES_BETWEEN_EVICTIONS = 1000
 _BOUNDLESS = 2**62  # more versions than there can be
 
 
