@@ -426,7 +426,7 @@ def test_bad_features_are_refused() -> None:
         ({"b": torch.tensor([1])}, r"features \['b'\]: give some of 'a'"),
         ({"a": torch.tensor(1)}, r"ids of shape \(\) for feature 'a': give \(B,\)"),
         ({"a": [["x"]]}, "ids of feature 'a' are of <U1: give integers"),
-        ({"a": [[-3]]}, "a hold -3"),
+        ({"a": [[-3]]}, "ids of feature 'a' hold -3"),
         (torch.tensor([1]), "ids are a Tensor: give a dict of features"),
     ]:
         with pytest.raises(ConfigurationError, match=said):

@@ -165,7 +165,10 @@ def test_what_rows_live_through_goes_on_after_moves_and_checkpoints(
 
 def test_a_full_table_is_told_with_its_worker_and_step() -> None:
     ps = ParameterServerStrategy(num_servers=2)
-    told = r"worker [01].* raised in step \d+: .*table '(users|items)' has no room.* beside its 4 rows: .*capacity is 8, .* has 4"
+    told = (
+        r"worker [01].* raised in step \d+: .*table '(users|items)' has no room.* beside its 4 rows: "
+        r".*capacity is 8, .* has 4"
+    )
     with quiet(), Simulation(1).running(), trainer_of(ps, capacity=8) as trainer:
         with pytest.raises(ModelRaisedError, match=told):
             trainer.fit(steps=20, progress=False)
