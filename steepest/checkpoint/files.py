@@ -28,6 +28,7 @@ import torch
 from steepest.checkpoint import rows
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
+from steepest.optim.portable import unpack
 from steepest.storage.blocks import Progress, no_progress
 from steepest.storage.files import storage_of
 from steepest.storage.places import Place, StorageError, place_of
@@ -119,7 +120,8 @@ class Checkpoint:
         optimizer: state by "parameter/key", and rows of embedding tables by "tables/shard/key".
         replicas: buffers by "replica/buffer".
         about: JSON-able: step, epoch, offset, seed, samples, optimizer, flags (switches of the
-            optimizer that decide which state it keeps), plain (state keys that are Python numbers),
+            optimizer that decide which state it keeps), plain (state
+            keys that stand for other values than tensors, see `steepest.optim.portable`),
             aliases. Also, but for older checkpoints, left (parts of epochs left over, see
             `SamplePlan`), begun (the order of begun epochs, see there), updates (number of updates
             of each weight by the model's optimizer, which its schedule counts), schedule (see
@@ -207,7 +209,7 @@ def gather(
     Args:
         owner: the job, with buffers averaged over its replicas.
         weights: the flat vector.
-        optimizer: its state by "parameter/key", and the keys that are plain numbers.
+        optimizer: its state by "parameter/key", and the keys of plain values.
         states: each replica's buffers.
         place: the position in training: step, epoch, offset, left, begun, updates, schedule, ends
             and seed, see `Checkpoint.about`.
@@ -244,7 +246,7 @@ def assemble(
 
     Returns:
         State by "parameter/key", whose tensors have the shapes of the optimizer's, and the names of
-        entries that are plain numbers, sorted.
+        entries that are plain values, sorted.
     """
     pieces: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
     plain: set[str] = set()
@@ -261,8 +263,10 @@ def assemble(
             whole[name] = parts[0][2] if len(parts) == 1 else torch.cat([v for _, _, v in parts])
             continue
         entry = layout.entries[layout.index[name.rpartition("/")[0]]]
-        if name not in plain and all(
-            _elementwise(v, start, stop, entry.shape) for start, stop, v in parts
+        if (
+            name not in plain
+            and len(parts) > 1
+            and all(_elementwise(v, start, stop, entry.shape) for start, stop, v in parts)
         ):
             whole[name] = torch.cat([value.reshape(-1) for _, _, value in parts]).reshape(
                 entry.shape
@@ -280,10 +284,11 @@ def disassemble(
     Args:
         layout: of the parameters, whose chunks may be cut in another way than before.
         state: whole tensors by "parameter/key".
-        plain: names of entries that are plain numbers.
+        plain: names of entries that are plain values.
 
     Raises:
-        CheckpointError: state of an unknown or frozen parameter, or of an unknown shard of tables.
+        CheckpointError: state of an unknown or frozen parameter, or of an unknown shard of tables;
+            or state that makes no sense.
     """
     by_parameter: dict[str, list[tuple[str, torch.Tensor]]] = {}
     records: list[Record] = []
@@ -298,6 +303,13 @@ def disassemble(
             )
         by_parameter.setdefault(parameter, []).append((key, value))
     numbers = set(plain)
+    for parameter, values in by_parameter.items():
+        try:
+            unpack({key: (value, f"{parameter}/{key}" in numbers) for key, value in values})
+        except ValueError as error:
+            raise CheckpointError(
+                f"the checkpoint's optimizer state of {parameter!r} makes no sense: {error}"
+            ) from error
     for chunk in layout.chunks:
         for piece in chunk.slices:
             entry = layout.entries[piece.entry]

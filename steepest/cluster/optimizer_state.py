@@ -18,6 +18,7 @@ from steepest.engine.job import Job
 from steepest.engine.local_sgd import InnerOptimizerState
 from steepest.engine.replica_states import mean_states
 from steepest.engine.survivors import RecoveredState
+from steepest.optim.portable import is_text
 from steepest.optim.spec import ScheduleState
 
 #: Calls a function with these arguments, and the replicas of some workers before them; returns what
@@ -32,7 +33,7 @@ class OptimizerState:
 
     Attributes:
         state: tensors by "parameter/key"; with local SGD the mean over workers.
-        plain: names of those that are plain numbers.
+        plain: names of those that stand for other values, see `steepest.optim.portable`.
         apart: with local SGD each worker's own state, as "local:WORKER/parameter/key", and the
             outer optimizer's, as "outer:parameter/key". With compression what each worker has
             left out, as "compression:WORKER/left/parameter", see `GradientCompressor.state`.
@@ -182,15 +183,25 @@ def mean_inner(found: Sequence[InnerOptimizerState]) -> InnerOptimizerState:
         found: of each worker; the state is empty of one that has had no samples yet.
 
     Returns:
-        The mean of what all have, the names of plain numbers, and the furthest schedule.
+        The mean of what all have, the names of plain values, and the furthest schedule.
     """
     begun = [state for state, _, _ in found if state]  # not by those that have had no samples yet
     names = set.intersection(*map(set, begun)) if begun else set()
-    shared = [{name: state[name] for name in sorted(names)} for state in begun]
+    one = {name for name in names if not _can_be_averaged([state[name] for state in begun])}
+    one |= {name for name in names if name.rpartition(":")[0] in one}  # what is inside of those
+    shared = [{name: state[name] for name in sorted(names - one)} for state in begun]
     mean = mean_states(shared, [1.0] * len(begun)) if begun else {}
+    mean |= {name: begun[0][name] for name in sorted(one)}
     schedules = [schedule for _, _, schedule in found if schedule is not None]
     furthest = max(schedules, key=lambda schedule: int(schedule["step"]), default=None)
     return mean, sorted({name for _, plain, _ in found for name in plain}), furthest
+
+
+def _can_be_averaged(values: Sequence[torch.Tensor]) -> bool:
+    """Return whether several workers' values of a name have one form: tensors, or the same text."""
+    first = values[0]
+    alike = all((v.shape, v.dtype) == (first.shape, first.dtype) for v in values)
+    return alike and not (is_text(first) and any(not torch.equal(first, v) for v in values))
 
 
 Own = dict[int, dict[str, torch.Tensor]]

@@ -128,7 +128,7 @@ def load_inner_state(
     Args:
         own: state by worker.
         mean: for a worker that has none in `own`.
-        plain: names of plain numbers in either.
+        plain: names of plain values in either.
         schedule: where the learning-rate schedule stands.
     """
     assert isinstance(replicas, LocalReplicas)

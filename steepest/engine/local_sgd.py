@@ -25,7 +25,7 @@ from steepest.optim.spec import OptimizerSpec, Schedule, ScheduleState
 from steepest.protocol.push_tracking import clip_factor
 from steepest.protocol.rates import with_rates
 
-#: State of a worker's own optimizer by "parameter/key", the keys that are plain numbers, and the
+#: State of a worker's own optimizer by "parameter/key", the keys of plain values, and the
 #: state of its schedule.
 InnerOptimizerState = tuple[dict[str, torch.Tensor], list[str], ScheduleState | None]
 
@@ -214,6 +214,8 @@ class LocalReplicas(Replicas):
             held.clear_state()
         for index, about, value in records:
             self._held[index].load_state(about, value.clone())
+        for held in self._held.values():
+            held.end_state()
 
     def inner_state(self, step: int) -> InnerOptimizerState:
         """Return the state of the inner optimizer and its schedule.

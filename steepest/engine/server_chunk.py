@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,13 +12,13 @@ from steepest.compression.codecs import Codec, Half, sum_of_squares
 from steepest.engine.generators import about_to_change
 from steepest.engine.staged_chunk import StagedChunk, StagedPush
 from steepest.engine.topology import Topology
-from steepest.errors import ProtocolError
+from steepest.errors import ConfigurationError, ProtocolError
 from steepest.messages.message import PushId
+from steepest.optim.own_values import OwnValues, is_own, may_be_own
+from steepest.optim.portable import Packed, check_packed, pack_all, unpack
 from steepest.optim.spec import Hyperparameters, OptimizerSpec
 from steepest.optim.torch_without_compiler import take_step
 from steepest.tensors.layout import Chunk, ParameterLayout
-
-log = logging.getLogger(__name__)
 
 
 class ServerChunk(StagedChunk):
@@ -66,11 +65,29 @@ class ServerChunk(StagedChunk):
         if chunk.trainable and spec is not None:
             slices = list(zip(self._names, self._parameters, strict=True))
             self._optimizer, self._groups = spec.build(slices)
-        # Torch's own optimizers leave gradients as they are; others get one that they may write to.
         self._is_torchs = type(self._optimizer).__module__.startswith("torch.optim")
-        gentle = spec is None or self._is_torchs
-        gentle |= getattr(self._optimizer, "keeps_gradients", False)
-        self._lends_mean = gentle and not keeps_mean
+        self._lends_mean = not keeps_mean and self._leaves_gradients()
+        self._own = self._keeps_values(spec)
+        self._counts = spec is not None and self._own is not None and bool(spec.own)
+        # records of state by slice, of which `end_state` makes state
+        self._loading: dict[torch.nn.Parameter, Packed] = {}
+
+    def _leaves_gradients(self) -> bool:
+        """Return whether a step leaves gradients as they are, which lie in other processes' memory.
+
+        Torch's optimizers do, except for SGD's step on many tensors at once with Nesterov momentum.
+        """
+        if self._optimizer is None or getattr(self._optimizer, "keeps_gradients", False):
+            return True
+        at_once = any(group.get("foreach") for group in self._optimizer.param_groups)
+        return self._is_torchs and not at_once
+
+    def _keeps_values(self, spec: OptimizerSpec | None) -> OwnValues | None:
+        """Return what a user's optimizer keeps beside its state; None for others, which keep nothing."""
+        known = self._is_torchs or getattr(self._optimizer, "keeps_gradients", False)
+        if self._optimizer is None or spec is None or known:
+            return None
+        return OwnValues(self._optimizer, [spec.groups[at][1] for at in self._groups])
 
     def fits(self, size: int, codec: Codec | None) -> bool:
         """Return whether a gradient may have so many bytes, see `StagedChunk.fits`."""
@@ -196,9 +213,10 @@ class ServerChunk(StagedChunk):
         self, hyper: Sequence[Hyperparameters], rate: float, buffer: torch.Tensor | None = None
     ) -> None:
         """Take one optimizer step with the mean, and drop it, see `StagedChunk.apply`."""
-        if self.mean is None:
+        if self.mean is None and not self._counts:
             return
         if self._optimizer is None:
+            assert self.mean is not None
             old, new = self.weights, self.weights if buffer is None else buffer
             torch.add(old.view(self.chunk.dtype), self.mean, out=new.view(self.chunk.dtype))
             self.weights = new
@@ -212,11 +230,14 @@ class ServerChunk(StagedChunk):
             own = [group["lr"] for group in self._optimizer.param_groups]
             for group in self._optimizer.param_groups:
                 group["lr"] = group["lr"] * rate
-        views = self._sum_views
-        if self.mean is not self._sum:
-            views = self._layout.slice_views(self.chunk, self.mean.view(torch.uint8))
-        for piece, parameter, view in zip(self.chunk.slices, self._parameters, views, strict=True):
-            parameter.grad = None if piece.entry in self.absent else view
+        if self.mean is not None:  # else it counts a step without gradients
+            views = self._sum_views
+            if self.mean is not self._sum:
+                views = self._layout.slice_views(self.chunk, self.mean.view(torch.uint8))
+            for piece, parameter, view in zip(
+                self.chunk.slices, self._parameters, views, strict=True
+            ):
+                parameter.grad = None if piece.entry in self.absent else view
         if not self._is_torchs:
             about_to_change()  # it may draw random numbers
         self._step(self._optimizer)
@@ -259,15 +280,24 @@ class ServerChunk(StagedChunk):
         """
         if self._optimizer is None:
             return
-        for index, group in zip(self._groups, self._optimizer.param_groups, strict=True):
-            for key, value in hyper[index].items():
-                group[key] = tuple(value) if isinstance(value, list) else value
+        for at, group in enumerate(self._optimizer.param_groups):
+            for key, value in hyper[self._groups[at]].items():
+                plain = tuple(value) if isinstance(value, list) else value
+                if self._own is None:
+                    group[key] = plain
+                else:
+                    self._own.give(at, key, plain)
 
     def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
         """Return the optimizer's state: (description, tensor) of each slice and key.
 
         The description has "name" (of the parameter), "key", "start", "stop" (of the slice) and
-        "plain" (whether the value is a Python number).
+        "plain" (whether the tensor stands for a value that is none), see
+        `steepest.optim.portable.pack`. What the optimizer keeps in a parameter group, or in itself,
+        is there for each slice of the group.
+
+        Raises:
+            ConfigurationError: the optimizer keeps something that cannot be carried.
         """
         records: list[tuple[dict[str, Any], torch.Tensor]] = []
         if self._optimizer is None:
@@ -275,33 +305,56 @@ class ServerChunk(StagedChunk):
         for piece, name, parameter in zip(
             self.chunk.slices, self._names, self._parameters, strict=True
         ):
-            for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
+            own = {} if self._own is None else self._own.changed(self._group_of(parameter))
+            try:
+                packed = pack_all({**self._optimizer.state.get(parameter, {}), **own})
+            except TypeError as error:
+                raise ConfigurationError(
+                    f"{type(self._optimizer).__name__} keeps {error} of {name}, of which it had "
+                    "nothing in its first steps: it would be lost in checkpoints and where servers "
+                    "change"
+                ) from error
+            for key, (value, plain) in sorted(packed.items()):
                 about = {"name": name, "key": key, "start": piece.start, "stop": piece.stop}
-                if isinstance(value, torch.Tensor):
-                    records.append(({**about, "plain": False}, value))
-                elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                    records.append(
-                        ({**about, "plain": True}, torch.tensor(value, dtype=torch.float64))
-                    )
-                else:
-                    log.debug(
-                        "optimizer state %s of %s is not saved: %s", key, name, type(value).__name__
-                    )
+                records.append(({**about, "plain": plain}, value))
         return records
 
+    def _group_of(self, parameter: torch.nn.Parameter) -> int:
+        """Return the index of the optimizer's group that has a slice."""
+        assert self._optimizer is not None
+        groups = enumerate(self._optimizer.param_groups)
+        return next(at for at, group in groups if any(p is parameter for p in group["params"]))
+
     def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
-        """Set one record of the optimizer's state, as `state` returned it.
+        """Keep one record of the optimizer's state, which takes effect with `end_state`.
 
         Args:
-            about: its description.
+            about: its description, see `state`.
             value: its tensor, which becomes the optimizer's without a copy.
 
         Raises:
             ProtocolError: the record is none of this chunk.
         """
         parameter = self.check_state(about, value)
-        assert self._optimizer is not None
-        self._optimizer.state[parameter][about["key"]] = value.item() if about["plain"] else value
+        self._loading.setdefault(parameter, {})[about["key"]] = value, about["plain"]
+
+    def end_state(self) -> None:
+        """Set the state of which all records have been loaded; see `StagedChunk.end_state`."""
+        loading, self._loading = self._loading, {}
+        for parameter, packed in loading.items():
+            assert self._optimizer is not None
+            try:
+                values = unpack(packed)
+            except ValueError as error:
+                raise ProtocolError(
+                    f"optimizer state of chunk {self.chunk.index} that makes no sense: {error}"
+                ) from error
+            own = {key: value for key, value in values.items() if is_own(key)}
+            if own and self._own is not None:
+                self._own.load(self._group_of(parameter), own)
+            if len(own) < len(values):
+                state = {key: value for key, value in values.items() if key not in own}
+                self._optimizer.state[parameter] = state
 
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> torch.nn.Parameter:
         """Return the slice to which a record of `state` belongs.
@@ -310,10 +363,17 @@ class ServerChunk(StagedChunk):
             ProtocolError: the record is none of this chunk.
         """
         missing = [name for name in ("key", "start", "plain") if name not in about]
-        if missing or self._optimizer is None or (about["plain"] and value.numel() != 1):
+        key = str(about.get("key", ""))
+        unknown = is_own(key) and (self._own is None or not may_be_own(key))
+        try:
+            if missing or unknown or self._optimizer is None:
+                raise ValueError("it has none such")
+            if about["plain"]:
+                check_packed(value)
+        except ValueError as error:
             raise ProtocolError(
-                f"optimizer state {about!r:.200} makes no sense for chunk {self.chunk.index}"
-            )
+                f"optimizer state {about!r:.200} makes no sense for chunk {self.chunk.index}: {error}"
+            ) from error
         for piece, name, parameter in zip(
             self.chunk.slices, self._names, self._parameters, strict=True
         ):
@@ -357,6 +417,7 @@ class ServerChunk(StagedChunk):
         try:
             for about, value in records:
                 twin.load_state(about, value.clone())
+            twin.end_state()
             twin.mean = torch.zeros_like(twin.weights).view(self.chunk.dtype)
             twin.apply([{} for _ in self._spec.groups] if self._spec is not None else [], 1.0)
         except Exception as error:
@@ -368,6 +429,9 @@ class ServerChunk(StagedChunk):
         """Drop the optimizer's state: the next step is as its first one."""
         if self._optimizer is not None:
             self._optimizer.state.clear()
+            self._loading.clear()
+            if self._own is not None:
+                self._own.clear()
 
 
 def make_chunk(

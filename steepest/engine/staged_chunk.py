@@ -174,12 +174,12 @@ class StagedChunk(ABC):
         """Return the state beside the weights: (description, tensor) of each part.
 
         The description has "name" (of the parameter or shard), "key", "start", "stop" (the elements
-        of a parameter) and "plain" (whether the value is a Python number).
+        of a parameter) and "plain" (whether the tensor stands for a value that is none).
         """
 
     @abstractmethod
     def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
-        """Set one record of the state, as `state` returned it.
+        """Keep one record of the state, as `state` returned it; it takes effect with `end_state`.
 
         Args:
             about: its description.
@@ -189,13 +189,13 @@ class StagedChunk(ABC):
             ProtocolError: the record is none of this chunk.
         """
 
+    @abstractmethod
     def end_state(self) -> None:
-        """Take note that all records of a state have been loaded.
+        """Set the state of which all records have been loaded.
 
         Raises:
             ProtocolError: together they make no sense.
         """
-        return
 
     @abstractmethod
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> Any:

@@ -105,7 +105,7 @@ class _Tensor(Body):
         name: of the parameter.
         key: of the tensor in the optimizer's state of that parameter.
         start, stop: the elements of the parameter, flattened, that it is about.
-        plain: whether the optimizer holds a Python number instead of a tensor.
+        plain: whether the tensor stands for a value that is none, see `steepest.optim.portable`.
         dtype: of the tensor, without "torch.".
         shape: of the tensor.
         payload: its bytes.

@@ -105,6 +105,7 @@ class TensorFlowModel:
         return ParameterLayout.plan(
             parameters,
             split_tensors=self.optimizer_spec.elementwise and not cut.whole,
+            together=self.optimizer_spec.together,
             chunk_bytes=cut.chunk_bytes,
             aligned=True,  # variables lie in the flat vector itself
         )

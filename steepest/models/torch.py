@@ -179,6 +179,7 @@ class TorchModel:
             ],
             aliases=self._aliases,
             split_tensors=self.optimizer_spec.elementwise and not cut.whole,
+            together=self.optimizer_spec.together,
             chunk_bytes=cut.chunk_bytes,
             table_shards=self._table_shards,
         )

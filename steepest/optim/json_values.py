@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,14 @@ _NUMPY = {
 }
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: Any, other: Callable[[Any], int | None] = lambda value: None) -> Any:
     """Return a value in a form that `json` writes and reads again without a loss.
 
     Args:
         value: None, bool, int, float, str, list, tuple, dict, `collections.Counter` or a NumPy
             scalar; containers hold such values, and dicts have them as keys.
+        other: returns the number by which `from_json` finds a value that has no JSON; None for a
+            value that it does not know.
 
     Raises:
         TypeError: it is, or holds, something else.
@@ -48,27 +51,41 @@ def to_json(value: Any) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if kind is list:
-        return [to_json(each) for each in value]
+        return [to_json(each, other) for each in value]
     if kind is tuple:
-        return {"tuple": [to_json(each) for each in value]}
+        return {"tuple": [to_json(each, other) for each in value]}
     if kind in (dict, Counter):
-        return {kind.__name__: [[to_json(key), to_json(each)] for key, each in value.items()]}
+        pairs = [[to_json(key), to_json(each, other)] for key, each in value.items()]
+        return {kind.__name__: pairs}
     if isinstance(value, np.generic) and value.dtype.name in _NUMPY:
         return {"numpy": [value.dtype.name, to_json(value.item())]}
+    if (number := other(value)) is not None:
+        return {"other": number}
     raise TypeError(f"{kind.__name__} has no JSON")
 
 
-def from_json(text: Any) -> Any:
+def _nothing(number: int) -> Any:
+    """Refuse a reference to a value that has no JSON.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(f"value {number} is not there")
+
+
+def from_json(text: Any, other: Callable[[int], Any] = _nothing) -> Any:
     """Return the value that `to_json` was given.
 
     Args:
         text: what `to_json` returned, possibly after a way through JSON.
+        other: returns the value to which `to_json` gave a number; it raises ValueError where there
+            is none.
 
     Raises:
         ValueError: `to_json` returns no such thing.
     """
     if isinstance(text, list):
-        return [from_json(each) for each in text]
+        return [from_json(each, other) for each in text]
     if not isinstance(text, dict):
         return text
     try:
@@ -76,9 +93,11 @@ def from_json(text: Any) -> Any:
         if kind in ("float", "int"):
             return float(inner) if kind == "float" else int(inner)
         if kind == "tuple":
-            return tuple(from_json(each) for each in inner)
+            return tuple(from_json(each, other) for each in inner)
+        if kind == "other" and type(inner) is int:
+            return other(inner)
         if kind in ("dict", "Counter"):
-            pairs = {from_json(key): from_json(each) for key, each in inner}
+            pairs = {from_json(key): from_json(each, other) for key, each in inner}
             return pairs if kind == "dict" else Counter(pairs)
         name, number = inner
         if kind == "numpy" and name in _NUMPY:

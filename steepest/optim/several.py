@@ -11,7 +11,8 @@ import torch
 from steepest.errors import ConfigurationError
 from steepest.optim.torch_without_compiler import take_step
 
-_WHICH = "optimizer"  # a group's hyperparameter: the index of its optimizer
+#: A group's hyperparameter: the index of its optimizer.
+WHICH = "optimizer"
 
 #: What to do where each of several optimizers has a schedule.
 ONE_SCHEDULE = (
@@ -30,21 +31,24 @@ class SeveralOptimizers(torch.optim.Optimizer):
     Args:
         groups: parameter groups, each with the index of its optimizer as "optimizer".
         makers: of the optimizers.
+
+    Attributes:
+        parts: the optimizers that have a group here, by index.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], makers: Sequence[Maker]) -> None:
         groups = list(groups)
         super().__init__([{**group} for group in groups], {})
         self.defaults = {"makers": tuple(makers)}
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self.parts: dict[int, torch.optim.Optimizer] = {}
         for index, (cls, arguments) in enumerate(makers):
-            if own := [at for at, group in enumerate(groups) if group[_WHICH] == index]:
+            if own := [at for at, group in enumerate(groups) if group[WHICH] == index]:
                 optimizer = cls([{**groups[at]} for at in own], **arguments)
                 for at, group in zip(own, optimizer.param_groups, strict=True):
                     self.param_groups[at] = group
                 self.state.update(optimizer.state)
                 optimizer.state = self.state
-                self._optimizers.append(optimizer)
+                self.parts[index] = optimizer
 
     @classmethod
     def of(cls, optimizers: Sequence[Any]) -> SeveralOptimizers:
@@ -71,7 +75,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
                         f"two optimizers have the same parameter, of shape {tuple(both[0].shape)}: "
                         "give each parameter to one of them"
                     )
-                groups.append({**group, _WHICH: index})
+                groups.append({**group, WHICH: index})
             seen |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         return cls(groups, makers)
 
@@ -96,6 +100,6 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step every optimizer; a closure is not called."""
-        for optimizer in self._optimizers:
+        for optimizer in self.parts.values():
             take_step(optimizer)
         return None

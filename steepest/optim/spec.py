@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -19,8 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from steepest.errors import ConfigurationError
 from steepest.optim.detached_schedule import check_scheduler
 from steepest.optim.json_values import from_json, to_json
+from steepest.optim.own_values import group_key, is_own
+from steepest.optim.probe import Findings, try_optimizer
 from steepest.optim.several import SeveralOptimizers
-from steepest.optim.torch_without_compiler import take_step, without_compiler
+from steepest.optim.torch_without_compiler import without_compiler
 
 log = logging.getLogger(__name__)
 Hyperparameters = dict[str, Any]
@@ -45,6 +48,10 @@ class OptimizerSpec:
         groups: (parameter names, hyperparameters) of each group.
         elementwise: whether each element's update depends on that element alone, so that a tensor
             may be split over servers; found by trying.
+        coupled: whether a parameter's update depends on other parameters, so that one server has to
+            update all of them together; found by trying.
+        own: the keys, as of `steepest.optim.own_values`, of what a step changes beside parameters
+            and their state, such as a count in a parameter group; found by trying.
         lr_scheduler: makes a torch scheduler for an optimizer; stepped once per training step.
         learning_rate: instead of `lr_scheduler`, the learning rate of every group as a function of
             the step.
@@ -60,6 +67,8 @@ class OptimizerSpec:
     lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
     learning_rate: Callable[[int], float] | None = None
     schedule_id: str = ""
+    coupled: bool = False
+    own: frozenset[str] = frozenset()
 
     @classmethod
     def read(
@@ -103,16 +112,27 @@ class OptimizerSpec:
                     "the module: build it over module.parameters()"
                 )
             hyper = {
-                key: _plain(value)
-                for key, value in group.items()
-                if key not in ("params", "param_names")
+                key: value for key, value in group.items() if key not in ("params", "param_names")
             }
             groups.append((tuple(names[id(p)] for p in group["params"]), hyper))
+        _check_hooks(optimizer)
         defaults = {key: _plain(value) for key, value in optimizer.defaults.items()}
-        spec = cls(type(optimizer), defaults, tuple(groups), True, lr_scheduler, learning_rate)
-        parts = [replace(spec, groups=(group,)) for group in _first_groups(spec)]
-        tried = [_is_elementwise(part) for part in parts or [spec]]
-        spec = replace(spec, elementwise=all(tried))
+        spec = cls(type(optimizer), defaults, tuple(groups))
+        shapes = [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+        found = spec._tried(shapes)
+        plain = tuple(
+            (own, {k: v if group_key(k) in found.own else _plain(v) for k, v in hyper.items()})
+            for own, hyper in groups
+        )
+        spec = replace(
+            spec,
+            groups=plain,
+            elementwise=found.elementwise,
+            coupled=found.coupled,
+            own=found.own,
+            lr_scheduler=lr_scheduler,
+            learning_rate=learning_rate,
+        )
         Schedule(spec).at(1)  # a schedule that cannot run is found here, not on a server
         return replace(spec, schedule_id=_identify(spec))
 
@@ -121,6 +141,45 @@ class OptimizerSpec:
         """The optimizer's class name, or what its class says with a function `describe`."""
         describe: Callable[[Hyperparameters], str] | None = getattr(self.cls, "describe", None)
         return self.cls.__name__ if describe is None else describe(self.defaults)
+
+    @property
+    def together(self) -> str:
+        """The optimizer's name if it has to update all parameters at once; else empty."""
+        return self.name if self.coupled else ""
+
+    def _tried(self, shapes: Sequence[Sequence[tuple[int, ...]]]) -> Findings:
+        """Return what is found out of the optimizer, see `try_optimizer`.
+
+        Groups that differ in nothing but the learning rate are tried as one.
+
+        Args:
+            shapes: of the parameters of each group.
+
+        Raises:
+            ConfigurationError: it has no parameters, or see `try_optimizer`.
+        """
+        kinds: dict[Any, tuple[Hyperparameters, list[tuple[int, ...]]]] = {}
+        for (_, hyper), of_group in zip(self.groups, shapes, strict=True):
+            lively = _lively({k: v for k, v in hyper.items() if k != "initial_lr"})
+            _, found = kinds.setdefault(_in_text(lively), (lively, []))
+            found += of_group
+        tried = [(lively, found) for lively, found in kinds.values() if found]
+        if not tried:
+            raise ConfigurationError(
+                "the optimizer has no parameters: build it over module.parameters()"
+            )
+
+        def build(slots: list[tuple[int, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+            named = [(f"{group}.{at}", group, p) for at, (group, p) in enumerate(slots)]
+            groups = tuple(
+                (tuple(name for name, own, _ in named if own == group), hyper)
+                for group, (hyper, _) in enumerate(tried)
+            )
+            toy = replace(self, groups=groups)
+            return toy.build([(name, p) for name, _, p in named])[0]
+
+        own = self.cls.__module__.startswith("torch.optim.")
+        return try_optimizer(self.name, [found for _, found in tried], build, is_torchs=own)
 
     def state_flags(self) -> dict[str, bool]:
         """Return the switches that change what state the optimizer keeps (amsgrad, centered).
@@ -142,13 +201,25 @@ class OptimizerSpec:
     def hyperparameters(self, changed: Sequence[Hyperparameters]) -> list[Hyperparameters]:
         """Return the hyperparameters of each group: those of the recipe, but for the changed ones.
 
-        Left out are "fused" and "foreach", which `build` chooses for each optimizer.
+        Left out are "fused" and "foreach", which `build` chooses for each optimizer, and what the
+        optimizer changes itself, except for its learning rate.
 
         Args:
             changed: by group, what a schedule sets.
         """
         merged = [{**own, **now} for (_, own), now in zip(self.groups, changed, strict=True)]
-        return [{k: v for k, v in g.items() if k not in ("fused", "foreach")} for g in merged]
+        return [{k: v for k, v in g.items() if self._is_set(k)} for g in merged]
+
+    def _is_set(self, key: str, by_optimizer: Collection[str] = ()) -> bool:
+        """Return whether a group's hyperparameter is set by the recipe and the schedule in each step.
+
+        Args:
+            key: of the hyperparameter.
+            by_optimizer: those that the optimizer's step changes, besides `own`.
+        """
+        if key in ("fused", "foreach"):
+            return False
+        return key == "lr" or (key not in by_optimizer and group_key(key) not in self.own)
 
     @without_compiler()
     def build(
@@ -171,7 +242,7 @@ class OptimizerSpec:
             if own:
                 named = getattr(self.cls, "takes_names", False)
                 tensors = own if named else [tensor for _, tensor in own]
-                groups.append({"params": tensors, **hyper})
+                groups.append({"params": tensors, **copy.deepcopy(hyper)})
                 indices.append(index)
         arguments = self._arguments()
         if "fused" in arguments:
@@ -221,6 +292,7 @@ class Schedule:
         self._step = 0
         self._scheduler: LRScheduler | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._by_optimizer: set[str] = set()  # what the optimizer's own step has changed
 
     def at(self, step: int) -> list[Hyperparameters]:
         """Return the hyperparameters of a step that differ from the recipe's, by group.
@@ -244,7 +316,8 @@ class Schedule:
         assert self._optimizer is not None
         changed = []
         for base, group in zip(self._base, self._optimizer.param_groups, strict=True):
-            now = {key: _plain(group[key]) for key in base}
+            keys = [key for key in base if self._spec._is_set(key, self._by_optimizer)]
+            now = {key: _plain(group[key]) for key in keys}
             changed.append({key: value for key, value in now.items() if value != base[key]})
         for key, value in ((key, value) for group in changed for key, value in group.items()):
             if not _is_plain(value):
@@ -274,11 +347,11 @@ class Schedule:
         assert self._optimizer is not None
         assert self._scheduler is not None
         # An optimizer of the user's own may change its hyperparameters as it steps, torch's do not.
-        own = not self._spec.cls.__module__.startswith("torch.")
+        own = any(map(is_own, self._spec.own))
         try:
             for _ in range(min(step - self._step, most)):
                 if own or self._step == 0:
-                    self._optimizer.step()
+                    self._step_optimizer(self._optimizer)
                 self._scheduler.step()
                 self._step += 1
         except Exception as error:
@@ -291,6 +364,16 @@ class Schedule:
                 ) from error
             raise
         return self._step == step
+
+    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step the stand-in for the optimizer, and note which hyperparameters it changes."""
+        before = [dict(group) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        for old, group in zip(before, optimizer.param_groups, strict=True):
+            self._by_optimizer |= {k for k, v in group.items() if old.get(k) is not v}
 
     def state(self) -> ScheduleState | None:
         """Return the state from which `load_state` continues, or None if it cannot be carried.
@@ -346,7 +429,8 @@ class Schedule:
         self._begin()
         assert self._optimizer is not None
         assert self._scheduler is not None
-        self._optimizer.step()  # else the scheduler warns that no step was made before it
+        # else the scheduler warns that no step was made before it
+        self._step_optimizer(self._optimizer)
         self._scheduler.load_state_dict(from_json(state["scheduler"]))
         changes = from_json(state["groups"])
         for base, group, changed in zip(
@@ -360,9 +444,10 @@ class Schedule:
     def _begin(self) -> None:
         assert self._spec.lr_scheduler is not None
         groups = [
-            {"params": [torch.nn.Parameter(torch.zeros(1, 1))], **hyper}
+            {"params": [torch.nn.Parameter(torch.zeros(1, 1))], **copy.deepcopy(hyper)}
             for _, hyper in self._spec.groups
         ]  # a matrix, because Muon takes nothing else
+        self._by_optimizer.clear()
         self._optimizer = self._spec.cls(groups, **self._spec._arguments())
         self._scheduler = self._spec.lr_scheduler(self._optimizer)
         made = type(self._scheduler).__name__
@@ -411,54 +496,28 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _first_groups(spec: OptimizerSpec) -> list[tuple[tuple[str, ...], Hyperparameters]]:
-    """Return the first parameter group of each of a recipe's optimizers."""
-    found = {hyper.get("optimizer", 0): (names, hyper) for names, hyper in reversed(spec.groups)}
-    return list(found.values()) if spec.cls is SeveralOptimizers else []
-
-
-def _is_elementwise(spec: OptimizerSpec) -> bool:
-    """Return whether three steps on a whole tensor equal three steps on its two halves.
-
-    Raises:
-        ConfigurationError: the optimizer has no parameters, or cannot be rebuilt or stepped.
-    """
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.nn.Parameter(torch.randn(4, 6, generator=generator, dtype=torch.float64))
-    flat = whole.detach().clone().flatten()
-    halves = [torch.nn.Parameter(flat[:7].clone()), torch.nn.Parameter(flat[7:].clone())]
-    name = next((name for names, _ in spec.groups for name in names), None)
-    if name is None:
-        raise ConfigurationError(
-            "the optimizer has no parameters: build it over module.parameters()"
-        )
-
-    def steps(parameters: list[torch.nn.Parameter], gradients: list[list[torch.Tensor]]) -> None:
-        toy = replace(spec, groups=((tuple("p" for _ in parameters), _lively(spec.groups[0][1])),))
-        optimizer, _ = toy.build([("p", parameter) for parameter in parameters])
-        for gradient in gradients:
-            for parameter, part in zip(parameters, gradient, strict=True):
-                parameter.grad = part
-            take_step(optimizer)
-
-    gradients = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3)]
-    try:
-        steps([whole], [[gradient.clone()] for gradient in gradients])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(
-            f"{spec.name} cannot be rebuilt or stepped on a server ({error}): use an optimizer "
-            "whose step() "
-            "needs no closure, takes dense gradients, and whose constructor takes its defaults"
-        ) from error
-    try:
-        steps(halves, [[g.flatten()[:7].clone(), g.flatten()[7:].clone()] for g in gradients])
-    except (ValueError, RuntimeError, AssertionError, IndexError):
-        return False  # it wants the tensor's own shape
-    return torch.allclose(
-        whole.detach().flatten(), torch.cat([half.detach() for half in halves]), rtol=1e-9, atol=0
-    )
-
-
 def _lively(hyper: Hyperparameters) -> Hyperparameters:
     """Return hyperparameters with a learning rate of 0.1; zero would hide every difference."""
     return {**hyper, "lr": 0.1} if "lr" in hyper else dict(hyper)
+
+
+def _in_text(hyper: Hyperparameters) -> Any:
+    """Return what is equal for hyperparameters that are equal; something of its own, where need be."""
+    try:
+        return json.dumps(to_json(hyper))
+    except TypeError:
+        return object()
+
+
+def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Check that nothing is registered with an optimizer that the rebuilt one would lack.
+
+    Raises:
+        ConfigurationError: something is.
+    """
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    if any(getattr(optimizer, name, None) for name in names):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} has hooks of its step, which would not run on servers: "
+            "override step() in a subclass instead"
+        )

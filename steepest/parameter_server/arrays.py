@@ -77,6 +77,7 @@ class Arrays:
         layout = ParameterLayout.plan(
             [(name, tuple(value.shape), elements[name], True) for name, value in named.items()],
             split_tensors=spec is None or spec.elementwise,
+            together="" if spec is None else spec.together,
             chunk_bytes=chunk_bytes,
             integers=True,
         )

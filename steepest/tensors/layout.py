@@ -182,6 +182,7 @@ class ParameterLayout:
         integers: bool = False,
         aligned: bool = False,
         table_shards: int = 0,
+        together: str = "",
     ) -> ParameterLayout:
         """Return the layout of a model's parameters.
 
@@ -195,9 +196,12 @@ class ParameterLayout:
                 no gradient.
             aligned: whether each parameter begins at a multiple of `ALIGNMENT` bytes.
             table_shards: number of shards of embedding tables.
+            together: the name of an optimizer that must have all trained parameters in one chunk,
+                whatever `chunk_bytes` says; empty for one that need not.
 
         Raises:
-            ModelError: a name occurs twice, or a trainable parameter's dtype is not floating-point.
+            ModelError: a name occurs twice, or a trainable parameter's dtype is not floating-point;
+                with `together`, trained parameters are of several dtypes.
         """
         seen: set[str] = set()
         kinds: dict[tuple[bool, ElementType], list[Entry]] = {}
@@ -219,6 +223,16 @@ class ParameterLayout:
             )
             kinds.setdefault((not trainable, entry.element), []).append(entry)
         total = sum(entry.nbytes for group in kinds.values() for entry in group)
+        if together:
+            dtypes = [element.name for frozen, element in kinds if not frozen]
+            if len(dtypes) > 1:
+                raise ModelError(
+                    f"{together} updates each parameter by what all others are like, so that one "
+                    f"server has to update all at once, but they are of {', '.join(dtypes)}: give "
+                    "them one dtype, or take another optimizer; norms of all gradients are clipped "
+                    "by the strategy's clip_norm="
+                )
+            split_tensors, chunk_bytes = False, max(total, 1)
         target = chunk_bytes or min(max(total // 16, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
         entries: list[Entry] = []
         chunks: list[Chunk] = []

@@ -104,7 +104,7 @@ class _Carried(NamedTuple):
         own: the values that replicas change themselves, as the mean over them.
         differing: frozen parameters whose values differ between replicas.
         state: of the optimizer.
-        plain: keys of the state that are plain numbers.
+        plain: keys of the state that are plain values.
         step: of the checkpoint that it was read from, if it was.
     """
 
