@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from steepest import DistributedSGD
+from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, TorchModel
+from steepest.data import streams
 from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError
+from steepest.messages.driver import Failure, Result
 from steepest.testing import InProcessCluster
 from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, difference, samples, snapshot
@@ -131,3 +135,132 @@ def test_the_driver_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(said) == 1
     assert said[0].name == "steepest.cluster.launch"
     assert "Rows that chooses its own samples: samples are divided" in said[0].getMessage()
+
+
+class Pairs(IterableDataset[Any]):
+    """13 samples: (number, zero)."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        yield from ((number, 0) for number in range(13))
+
+
+class Visits(nn.Module):
+    """Its weights count how often each sample was in a committed step, for a learning rate of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visits = nn.Parameter(torch.zeros(13, dtype=torch.float64))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.visits[numbers]
+
+
+def counting(worker: int, device: int) -> TorchModel:
+    return TorchModel(
+        Visits(),
+        loss=lambda output, target: -output.mean(),
+        data=Pairs(),
+        batch_size=1,
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=1.0),
+    )
+
+
+@pytest.mark.parametrize("strategy", ["ps", AllreduceStrategy(replication=2)], ids=["ps", "all"])
+def test_a_pass_goes_on_with_the_next_sample_when_workers_come_go_and_die(
+    strategy: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    simulation = Simulation(3, cpus=(6,))
+    configured = run_config(failure=FailureConfig(patience=math.inf))
+    with (
+        simulation.running(),
+        DistributedSGD(counting, 2, strategy=strategy, run_config=configured) as sgd,
+    ):
+        following = 0
+
+        def goes_on(steps: int) -> None:
+            nonlocal following
+            before, workers = sgd.weights()["visits"], sgd.num_workers
+            sgd.fit(steps=steps, progress=False)
+            found = ((sgd.weights()["visits"] - before) * workers).round().int().tolist()
+            numbers = [n % 13 for n in range(following, following + steps * workers)]
+            assert found == [numbers.count(n) for n in range(13)]
+            following += steps * workers
+
+        def kill(name: str) -> None:
+            (victim,) = (p for p in simulation.living() if name in str(p))
+            simulation.world.kill(victim, "it was killed. connection error code 2.")
+
+        goes_on(3)
+        sgd.resize(num_workers=1)
+        goes_on(5)
+        sgd.resize(num_workers=3)
+        goes_on(9)  # passes end in the middle of a step
+        kill("worker 1")
+        goes_on(4)
+        kill("worker 0")
+        goes_on(1)
+        sgd.resize(num_workers=2)
+        goes_on(10)
+        sgd.save(tmp_path)
+        sgd.restore(tmp_path)
+        following = 0  # which begins the stream anew
+        goes_on(4)
+
+
+def test_a_batch_that_raised_is_left_out() -> None:
+    class Picky(TorchModel):
+        def loss(self, batch: Any) -> Any:
+            assert batch[0] != 2
+            return super().loss(batch)
+
+    def create(worker: int, device: int) -> TorchModel:
+        one = counting(worker, device)
+        one.__class__ = Picky
+        return one
+
+    cluster = InProcessCluster(create, num_workers=1)
+    kinds = [type(result) for result in (*cluster.step(3), *cluster.step(2))]
+    assert kinds == [Result, Result, Failure, Result, Result]
+    assert cluster.weights()["visits"].tolist()[:6] == [1, 1, 0, 1, 1, 0]
+
+
+@quiet_fork
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_passes_follow_each_other_in_the_order_of_the_stream(
+    processes: int, *, drop_last: bool
+) -> None:
+    batches = [[*range(i, min(i + 3, 24))] for i in range(0, 24 - 2 * drop_last, 3)]
+
+    class Shorter(Numbers):
+        stop = 23
+
+    batches = [[n for n in batch if n < 23] for batch in batches][: 7 if drop_last else 8]
+    opened = []
+    for replica in range(3):
+        loader = DataLoader(Shorter(), batch_size=3, num_workers=processes, drop_last=drop_last)
+        source: Any = as_source(loader, None)[0]
+        source.divide(replica, 3)
+        source.begin = 2
+        opened.append(source.open([]))
+    found = [next(one).tolist() for _ in range(6) for one in opened]
+    assert found == [(batches * 3)[2 + n] for n in range(18)]
+
+
+def test_a_data_set_that_asks_for_its_part_begins_it_anew() -> None:
+    for replicas in (1, 2):
+        source: Any = as_source(Aware(), 2)[0]
+        source.divide(0, replicas)
+        source.begin = 5
+        assert next(source.open([])).tolist() == [0, replicas]
+
+
+def test_a_replica_does_not_read_for_ever_to_where_the_others_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "_SKIP_SECONDS", -1.0)
+    source: Any = as_source(Numbers(), 2)[0]
+    source.divide(1, 3)
+    source.begin = 5
+    found = [batch.tolist() for batch in islice(source.open([]), 4)]
+    assert found == [[0, 1], [6, 7], [12, 13], [18, 19]], "batches 0, 3, 6, 9 are its part"

@@ -362,11 +362,7 @@ class JobState:
         except ConfigurationError as error:
             raise CheckpointError(f"the checkpoint at {where} is damaged: {error}") from error
         cluster.rates.restore(about["step"], about.get("rates"), about.get("schedule"))
-        left = tuple((e, b, t) for e, b, t in about.get("left", ()))
-        begun = tuple(
-            (e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ())
-        )
-        rest = Remaining(about["epoch"], about["offset"], left, begun)
+        rest = _remaining(about)
         plan, seed = cluster.job.plan(about["step"], rest, about["seed"]), about["seed"]
         for epoch, blocks in () if plan is None else plan.begun:
             log.warning(
@@ -386,6 +382,8 @@ class JobState:
         cluster.workers.call(
             remote_functions.continue_from, plan, seed, own, averaged, cluster.job.replicas
         )
+        if plan is None:
+            cluster.workers.call(remote_functions.continue_streams, None)
 
     def _unfreeze(self, about: Mapping[str, Any]) -> None:
         """Train what a checkpoint's job had unfrozen; processes get their roles anew for that."""
@@ -499,12 +497,14 @@ class JobState:
         the buffers of those that were there.
         """
         call, plan = self._cluster.workers.call, self._cluster.plan
+        new = [p.index for p in wanted.added if p.role == "worker"]
+        old = [index for index in wanted.keep if index not in new]
+        if plan[0] is None and old:
+            call(remote_functions.continue_streams, call(remote_functions.stream_place)[old[0]])
         if (buffers := stock.buffers()) is not None:
             call(remote_functions.continue_from, *plan, *buffers, self._cluster.job.replicas)
             return
         call(remote_functions.use_plan, *plan)
-        new = [p.index for p in wanted.added if p.role == "worker"]
-        old = [index for index in wanted.keep if index not in new]
         if not new or not old:
             return
         states = all_states(partial(call, workers=old))
@@ -579,6 +579,13 @@ class JobState:
         own = spec.name, spec.state_flags(), described.samples, buffers
         about = () if tables is None else tables.description()
         return files.JobSignature(described.layout, *own, about)
+
+
+def _remaining(about: Mapping[str, Any]) -> Remaining:
+    """Return the samples that are still to come by what a checkpoint says."""
+    left = tuple((e, b, t) for e, b, t in about.get("left", ()))
+    begun = tuple((e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ()))
+    return Remaining(about["epoch"], about["offset"], left, begun)
 
 
 def _tensors(what: str, given: Any) -> dict[str, torch.Tensor]:

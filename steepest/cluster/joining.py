@@ -8,10 +8,12 @@ from functools import partial
 
 import ray
 
+from steepest.cluster import remote_functions
 from steepest.cluster.launch import Cluster
 from steepest.cluster.locations import Place
 from steepest.cluster.observation import Observation
 from steepest.cluster.starting import Start
+from steepest.data.streams import StreamPlace
 from steepest.elastic.decision import Transition
 from steepest.engine.job import check_agreement
 from steepest.engine.replica_states import all_states, mean_states
@@ -129,7 +131,8 @@ class Joining:
         )
         opening = actor.open.remote(cluster.stored_job, [], None, life)
         (address,) = cluster.get([opening], "open a worker again")
-        cluster.get([actor.take_state.remote(*cluster.plan, mean)], "take the others' state")
+        where = self._place_of_the_others(missing)
+        cluster.get([actor.take_state.remote(*cluster.plan, mean, where)], "take the others' state")
         cluster.get([actor.connect.remote(cluster.ends, timeout)], "connect a worker again")
         cluster.substitute(peer, actor, place, address)
         self._joined[peer] = cluster.client.position.version
@@ -154,6 +157,15 @@ class Joining:
             return all_states(partial(call, workers=having))
         those = [peer.index for peer in others]
         return all_states(partial(call, workers=those, waits=False)) if those else []
+
+    def _place_of_the_others(self, missing: Collection[Peer]) -> StreamPlace | None:
+        """Return where the job is in its pass over a stream; None without one."""
+        others = [peer.index for peer in self._living() if peer not in missing]
+        if self._cluster.plan[0] is not None or not others:
+            return None
+        ask = partial(self._cluster.workers.call, waits=False, workers=others[:1])
+        found: StreamPlace | None = ask(remote_functions.stream_place)[0]
+        return found
 
     def _tell(self, workers: Collection[Peer]) -> None:
         """Have workers learn where all others listen; a worker that dies meanwhile is left out."""

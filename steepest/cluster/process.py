@@ -23,6 +23,7 @@ from steepest.collectives import operations
 from steepest.collectives.members import MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
 from steepest.data.sampler import SamplePlan
+from steepest.data.streams import StreamPlace
 from steepest.engine.chunk_transfer import ChunkState, RetainedChunks
 from steepest.engine.hosting import (
     build_replicas,
@@ -379,15 +380,23 @@ class Process:
             self.router.attach(connect(self._transport, other, timeout))
 
     @on_router
-    def take_state(self, plan: SamplePlan | None, seed: int, state: Tensors | None) -> None:
-        """Continue with the other workers' sample plan and buffers.
+    def take_state(
+        self,
+        plan: SamplePlan | None,
+        seed: int,
+        state: Tensors | None,
+        place: StreamPlace | None,
+    ) -> None:
+        """Continue with the other workers' place in the data, and their buffers.
 
         Args:
             plan, seed: see `Cluster.plan`.
             state: buffers of every replica; None to keep its own.
+            place: in their pass over a stream.
         """
         assert self._replicas is not None
         self._replicas.use_plan(plan, seed)
+        self._replicas.continue_streams(place)
         if state is not None:
             self._replicas.begin_with(state)
 

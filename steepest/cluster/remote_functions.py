@@ -9,6 +9,7 @@ import ray
 import torch
 
 from steepest.data.sampler import SamplePlan
+from steepest.data.streams import StreamPlace
 from steepest.engine.local_sgd import InnerOptimizerState, LocalReplicas
 from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import ConfigurationError, describe_error
@@ -157,6 +158,16 @@ def load_left_out(
 def use_plan(replicas: Replicas, plan: SamplePlan | None, seed: int) -> None:
     """Set which samples belong to which worker from now on."""
     replicas.use_plan(plan, seed)
+
+
+def stream_place(replicas: Replicas) -> StreamPlace | None:
+    """Return where the job is in its pass over a stream, see `Replicas.stream_place`."""
+    return replicas.stream_place()
+
+
+def continue_streams(replicas: Replicas, place: StreamPlace | None) -> None:
+    """Set where the job is in its pass over streams, see `Replicas.continue_streams`."""
+    replicas.continue_streams(place)
 
 
 def continue_from(

@@ -22,7 +22,10 @@ class Source(Protocol):
     A source whose samples are read in blocks has an attribute `blocks`, and one of whose epochs
     only whole steps are taken has `drop_last=True` (see `steepest.data.sampler.SamplePlan`). One
     that divides its own samples has a method `divide(replica, replicas)`, called before `open`, and
-    one of which users should know something has it as `notice`, logged once by the driver.
+    is opened again when its division changes, unless its attribute `divides` is False. One that can
+    begin a pass in its middle has attributes `begin` and `passes`, see
+    `steepest.data.streams.StreamSource`. One of which users should know something has it as
+    `notice`, logged once by the driver.
     """
 
     @property

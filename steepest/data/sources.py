@@ -253,7 +253,7 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
             size, collate = (batch_size, None) if batched else (None, _as_it_is)
             loader = DataLoader(data, batch_size=size, collate_fn=collate)
             return divided_stream(loader), batch_size
-        return StreamSource(data), batch_size
+        return StreamSource(lambda: data, data), batch_size
     if not hasattr(data, "__len__"):
         raise ConfigurationError(f"the dataset {type(data).__name__} has no length: add __len__")
     return DatasetSource(data), batch_size

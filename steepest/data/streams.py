@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from steepest.errors import ConfigurationError
+
+_SKIP_SECONDS = 30.0  # a tenth of the time that a step may take by default
+
+
+class StreamPlace(NamedTuple):
+    """Where a job is in a pass over a stream, of which each step takes as many batches.
+
+    Attributes:
+        base: batches of the pass, those of all replicas, before the job's first step; negative
+            where the pass began in a later step.
+        replicas: that take one batch after the other.
+        micros: batches that each replica takes in a step.
+        before: the same of the pass before, for steps before this one began; None if unknown.
+    """
+
+    base: int
+    replicas: int
+    micros: int
+    before: StreamPlace | None = None
+
+    def at(self, step: int, micro: int = 0) -> int:
+        """Return how many batches of the pass are before the `micro`-th batches of a step.
+
+        The pass is the one before, where this one begins later.
+        """
+        found = self.base + (step * self.micros + micro) * self.replicas
+        if found < 0 and self.before is not None:
+            return self.before.at(step, micro)
+        return max(found, 0)
 
 
 class StreamSource:
@@ -20,31 +51,46 @@ class StreamSource:
     only the iterable knows which samples it gives. `IndexedStream` has none of these limits.
 
     Args:
-        batches: can be iterated over several times.
-        divided: the data set that `batches` reads, if it is divided among replicas.
+        make: returns the batches, which can be iterated over several times.
+        data: the user's, for the notice.
+        divided: the data set that the batches read, if it is divided among replicas.
 
     Attributes:
         notice: what users should know of it.
+        begin: batches, those of all replicas, that the next `open` leaves out; if a pass has fewer,
+            the next one leaves out the rest.
+        passes: the number of passes begun.
+        left_out: batches that the present pass leaves out.
+        shift: batch n of the present pass is that of replica (n + shift) modulo their number, so
+            that each pass goes on with the replica at which the one before ended.
     """
 
     size: int | None = None
 
-    def __init__(self, batches: Iterable[Any], divided: DividedDataset | None = None) -> None:
-        self._batches = batches
+    def __init__(
+        self, make: Callable[[], Iterable[Any]], data: Any, divided: DividedDataset | None = None
+    ) -> None:
+        self.begin = self.passes = self.left_out = self.shift = 0
+        self._make = make
         self._divided = divided
-        kind = type(batches if divided is None else divided.dataset).__name__
         how = (
             "samples are divided among replicas by position"
             if divided is not None
             else "samples are not divided among replicas"
         )
         self.notice = (
-            f"training data is a {kind} that chooses its own samples: {how}, epochs are not exact "
-            "and a restored run starts the stream anew; an IndexedStream has none of these limits"
+            f"training data is a {type(data).__name__} that chooses its own samples: {how}, epochs "
+            "are not exact and a restored run starts the stream anew; an IndexedStream has none of "
+            "these limits"
         )
 
+    @property
+    def divides(self) -> bool:
+        """Whether each replica has a part of the samples."""
+        return self._divided is not None
+
     def divide(self, replica: int, replicas: int) -> None:
-        """Take a replica's part of the samples from the next pass on.
+        """Take a replica's part of the samples from the next `open` on.
 
         Args:
             replica: index of the replica among all of the job.
@@ -59,9 +105,17 @@ class StreamSource:
         Raises:
             ConfigurationError: it yields nothing.
         """
+        batches, divided = self._make(), self._divided
+        begin, self.begin, self.shift = self.begin, 0, 0
+        if divided is not None:
+            self.shift = -begin % divided.replicas
         while True:
-            empty = True
-            for batch in self._batches:
+            empty = begin == 0
+            if divided is not None:
+                divided.begin, divided.shift = begin, self.shift
+            one_pass = iter(batches)  # now it has read `begin`, or its processes have
+            self.left_out, self.passes = begin, self.passes + 1
+            for batch in one_pass:
                 empty = False
                 yield batch
             if empty:
@@ -69,45 +123,83 @@ class StreamSource:
                     "the stream of batches is empty: give an iterable that can be begun again, and "
                     "that has samples for each replica"
                 )
+            if divided is not None:
+                self.shift = (self.shift + divided.batches_read) % divided.replicas
+                begin = max(begin - divided.batches_read, 0)
 
 
 class DividedDataset(IterableDataset[Any]):
     """An iterable data set of which each replica, and each process of its DataLoader, takes a part.
 
-    Of each `block` times as many samples as there are parts, the first part takes the first `block`
-    samples, and so on; each reads all of the data set for that. A data set (or `worker_init_fn`)
-    that asks `torch.utils.data.get_worker_info` which part it has to give is told that of the
-    replica and the process together, and all that it gives is taken.
+    Replicas take `block` samples in turn, and so do the processes of a replica; each reads all of
+    the data set for that. A data set (or `worker_init_fn`) that asks
+    `torch.utils.data.get_worker_info` which part it has to give is told that of the replica and the
+    process together, and all that it gives is taken.
 
     Args:
         dataset: the user's.
         block: consecutive samples that one part takes: those of a batch.
+        drop_last: whether samples at the end that do not fill a block make no batch.
 
     Attributes:
         dataset: as given.
         replica, replicas: the replica that takes its part, and how many there are.
+        begin: blocks that the next pass reads and leaves out. It does so for `_SKIP_SECONDS` at
+            most, and then takes its part from where it is. Not for a data set that asks for its
+            part.
+        shift: of the next pass, see `StreamSource`.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], block: int) -> None:
+    def __init__(
+        self, dataset: IterableDataset[Any], block: int, *, drop_last: bool = False
+    ) -> None:
         self.dataset = dataset
         self.replica, self.replicas = 0, 1
-        self._block = block
+        self.begin = self.shift = 0
+        self._block, self._drop_last = block, drop_last
+        self._read = torch.zeros((), dtype=torch.int64)
+        self._read.share_memory_()  # type: ignore[no-untyped-call]  # processes of a loader write it
         self._info: _PartInfo | None = None
 
+    @property
+    def batches_read(self) -> int:
+        """The number of batches in the last pass that has ended, those of all replicas."""
+        return int(self._read)
+
     def __iter__(self) -> Iterator[Any]:
-        info = self._begin()
-        if info.parts == 1:
+        # a loader has its iterator made at once, and asks for samples later
+        return self._samples(self._begin(), self.begin, self.shift)
+
+    def _samples(self, info: _PartInfo, begin: int, shift: int) -> Iterator[Any]:
+        """Yield a part of the samples of one pass."""
+        if info.parts == 1 and not begin:
             yield from self.dataset
             return
         with _told(info):
             samples = iter(self.dataset)
+        first, patience = begin, time.monotonic() + _SKIP_SECONDS
         for number in count():
             with _told(info):
                 taken = list(islice(samples, 1))
             if not taken:
-                return
-            if info.asked or number // self._block % info.parts == info.part:
+                break
+            block, within = divmod(number, self._block)
+            if block < first and not within and time.monotonic() > patience:
+                first = block
+            if info.asked or (block >= first and self._is_mine(block - begin, begin + shift, info)):
                 yield taken[0]
+        self._read.fill_(number // self._block if self._drop_last else -(-number // self._block))
+
+    def _is_mine(self, block: int, shift: int, info: _PartInfo) -> bool:
+        """Return whether a process takes a block.
+
+        Args:
+            block: number of the block since the first one that is taken.
+            shift: of these numbers.
+            info: of the process.
+        """
+        turn, other = divmod(block - (self.replica - shift) % self.replicas, self.replicas)
+        return other == 0 and turn % info.processes == info.process
 
     def initialise(self, user: Callable[[int], None], number: int) -> None:
         """Call a user's `worker_init_fn` in a process of the DataLoader."""
@@ -125,9 +217,10 @@ class _PartInfo:
     """What `torch.utils.data.get_worker_info` returns to a data set that is divided."""
 
     def __init__(self, real: Any, divided: DividedDataset) -> None:
-        processes, process = (1, 0) if real is None else (real.num_workers, real.id)
-        self.part = divided.replica * processes + process
-        self.parts = divided.replicas * processes
+        self.processes: int = 1 if real is None else real.num_workers
+        self.process: int = 0 if real is None else real.id
+        self.part = divided.replica * self.processes + self.process
+        self.parts = divided.replicas * self.processes
         self.dataset = divided.dataset
         self.seed = 0 if real is None else real.seed
         self.asked = False
@@ -169,19 +262,23 @@ class _Initialise:
 def divided_stream(loader: DataLoader[Any]) -> StreamSource:
     """Return a loader's iterable data set as a source that is divided among replicas."""
     dataset = cast("IterableDataset[Any]", loader.dataset)
-    divided, user = DividedDataset(dataset, loader.batch_size or 1), loader.worker_init_fn
-    again = DataLoader(
-        divided,
-        batch_size=loader.batch_size,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last,
-        timeout=loader.timeout,
-        worker_init_fn=None if user is None else _Initialise(user),
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
-    return StreamSource(again, divided)
+    block, user = loader.batch_size or 1, loader.worker_init_fn
+    divided = DividedDataset(dataset, block, drop_last=loader.drop_last)
+
+    def make() -> Iterable[Any]:
+        return DataLoader(
+            divided,
+            batch_size=loader.batch_size,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            drop_last=loader.drop_last,
+            timeout=loader.timeout,
+            worker_init_fn=None if user is None else _Initialise(user),
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    return StreamSource(make, dataset, divided)

@@ -16,6 +16,7 @@ from steepest.data.sources import batch_size_of
 from steepest.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.engine.generators import HeldGenerators, seed_everything
 from steepest.engine.gradient_sum import GradientSum
+from steepest.engine.open_streams import OpenStreams
 from steepest.errors import ConfigurationError, ModelError
 from steepest.messages.fields import RateChanges
 from steepest.models.protocol import Arrive, Computed, Model, all_here, validate_computed
@@ -25,6 +26,7 @@ from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.shared_memory import allocate, forget_writes, make_writable
 
 if TYPE_CHECKING:
+    from steepest.data.streams import StreamPlace
     from steepest.engine.look_ahead import LookAhead
     from steepest.engine.row_collector import Place, RowCollector
 
@@ -173,6 +175,8 @@ class Replicas:
         #: by replica: the share and number of the next micro-batch, and the iterator that yields it
         self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
         self._loaded: _Loaded | None = None  # a batch of a step to come
+        self._streams = OpenStreams(len(models))
+        self._division = (self.first_index, self._replicas)  # with which streams are open
         self.seconds_ahead = 0.0
         self.compressor: GradientCompressor | None = None
         self.rates: RateChanges = ()
@@ -185,10 +189,15 @@ class Replicas:
         """Set the sample plan, and the seed of the job.
 
         Args:
-            plan: from now on; None when the data are streams, which go on where they are.
+            plan: from now on; None when the data are streams, which go on where they are. Those that
+                are divided are opened again where this worker has another part of them now.
             seed: of the job.
         """
-        if plan is not None or self._plan is not None:
+        division = (self.first_index, self._replicas)
+        redivided = division != self._division and _divides(self.models[0].data)
+        self._division = division
+        if plan is not None or self._plan is not None or redivided:
+            self._streams.forget_batches()
             self._batches = [None] * len(self.models)
             self._loaded = None
             if self._ahead is not None:
@@ -219,6 +228,7 @@ class Replicas:
         """Continue where earlier replicas of the same models were in the data."""
         self._batches, self._first = other._batches, other._first
         self._loaded = other._loaded
+        self._streams, self._division = other._streams, other._division
 
     def begin_with(self, state: Mapping[str, torch.Tensor]) -> None:
         """Give every model a state (see `Model.state`).
@@ -342,17 +352,20 @@ class Replicas:
             micro: index of the micro-batch in the share.
             count: number of the replica's micro-batches in the share that are not empty.
         """
-        kept = self._batches[replica]
+        kept, source, step = (
+            self._batches[replica],
+            self.models[replica].data,
+            number // self._shares,
+        )
         if kept is None or (self._plan is not None and kept[0] != (number, micro)):
-            first, step = self._first_part(number, replica), number // self._shares
+            first = self._first_part(number, replica)
             plan, own = self._plan, self._micros
             shares = iter(()) if plan is None else plan.shares(step, first, self._parts, own)
-            if (divide := getattr(self.models[replica].data, "divide", None)) is not None:
+            if (divide := getattr(source, "divide", None)) is not None:
                 divide(self.first_index + replica, self._replicas)
-            kept = (
-                (number, micro),
-                self.models[replica].data.open(shares, prefetch=not self.leased),
-            )
+            if plan is None and _divides(source):
+                self._streams.begin(replica, source, step, micro)
+            kept = (number, micro), source.open(shares, prefetch=not self.leased)
         self._batches[replica] = None  # an iterator that raises is exhausted
         try:
             batch = next(kept[1])
@@ -361,6 +374,11 @@ class Replicas:
                 "the source of the training data ended: its open() must yield a batch for each "
                 "share"
             ) from None
+        if self._plan is None and _divides(source):
+            index = self.first_index + replica
+            self._streams.took(
+                replica, source, (step, micro), (index, self._replicas), self._micros
+            )
         # In the next step the replica has the same place.
         following = (number, micro + 1) if micro + 1 < count else (number + self._shares, 0)
         self._batches[replica] = (following, kept[1])
@@ -389,6 +407,40 @@ class Replicas:
 
     def load(self, place: Place) -> Any:
         """Seed all generators as for the batch of a place, and return the batch."""
+        if self._plan is not None:
+            return self._take_batch(place)
+        if (kept := self._streams.kept(place)) is not None:
+            self._seed_for(place)
+            return kept
+        batch = self._take_batch(place)
+        self._streams.keep(place, batch)
+        return batch
+
+    def skip_batches(self) -> None:
+        """Take further batches of streams for the last share, if it is computed again.
+
+        What the model or its data raised would be raised again.
+        """
+        self._streams.forget_batches()
+
+    def stream_place(self) -> StreamPlace | None:
+        """Return where the job is in its pass over a stream; None where that is not known."""
+        return self._streams.places[0]
+
+    def continue_streams(self, place: StreamPlace | None) -> None:
+        """Set where the job is in its pass over streams, for those that are opened from now on.
+
+        Args:
+            place: of another worker; None to begin the streams anew.
+        """
+        self._streams.places = [place] * len(self.models)
+        if place is None and self._plan is None:
+            self._streams.forget_batches()
+            self._batches = [None] * len(self.models)
+            self._loaded = None
+
+    def _take_batch(self, place: Place) -> Any:
+        """Seed all generators as for the batch of a place; return it, perhaps loaded beforehand."""
         loaded, self._loaded = self._loaded, None
         if loaded is None or (loaded.place != place and self._plan is not None):
             return self._load_batch(place)
@@ -581,6 +633,11 @@ class Replicas:
         shares = [np.arange(i, min(i + size, end)) for i in range(begin, end, size)]
         results = [validate_computed(model.evaluate(batch)) for batch in source.open(shares)]
         return WorkerResult(*_mean(results), {"evaluate": time.perf_counter() - began})
+
+
+def _divides(source: Any) -> bool:
+    """Return whether a source gives each replica a part of its samples."""
+    return hasattr(source, "divide") and getattr(source, "divides", True)
 
 
 def summarize_batches(parts: Sequence[Batches]) -> WorkerResult:

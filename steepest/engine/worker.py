@@ -459,6 +459,8 @@ class Worker:
             if self._defect is None:
                 self._replicas.forget_writes()
                 self._computed = None
+                if not isinstance(error, _AbandonedError):
+                    self._replicas.skip_batches()
                 self._fail(version, error)
                 return
         if self._defect is not None:
