@@ -6,8 +6,10 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; Ray's processes inherit it
 
@@ -20,6 +22,7 @@ from tests.forked_workers import fork_workers
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_SECONDS = 180
+BATCH_SECONDS = 0.03  # of virtual time for a batch's gradients, where a test runs simulated
 MOST_GARBAGE = 200 << 20  # bytes by which a process of tests grows before garbage is collected
 torch.set_num_threads(1)
 # a machine under load is no error; what failed is printed, so that it can be repeated
@@ -115,6 +118,47 @@ def ray_cluster() -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Has a test that uses `anywhere` run simulated, and on Ray by `make test-full`.
+
+    Those marked `real` run on Ray alone, by `make test-cluster`; those marked `also_real` there too.
+    """
+    if "anywhere" in metafunc.fixturenames:
+        real = metafunc.definition.get_closest_marker("real") is not None
+        often = real or metafunc.definition.get_closest_marker("also_real") is not None
+        marks = [pytest.mark.ray, pytest.mark.long if often else pytest.mark.full]
+        worlds = [] if real else [pytest.param("simulated", marks=pytest.mark.long)]
+        metafunc.parametrize("anywhere", [*worlds, pytest.param("ray", marks=marks)], indirect=True)
+
+
+@pytest.fixture
+def anywhere(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where a test of whole jobs runs: simulated, on virtual time, or on the tests' cluster.
+
+    Simulated, Ray, `os.kill`, threads and clocks are replaced in the tests' modules as well.
+    """
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+        yield
+        return
+    from steepest.models.torch import TorchModel
+    from steepest.testing.simulation import Simulation, pause
+
+    compute = TorchModel.compute_gradients
+
+    def in_some_time(model: TorchModel, *arguments: Any, **named: Any) -> Any:
+        """Take virtual time, so that a process's start does not last for thousands of steps."""
+        pause(BATCH_SECONDS)
+        return compute(model, *arguments, **named)
+
+    names = {request.module.__name__} | {name for name in sys.modules if name.startswith("tests.")}
+    programs = (sys.modules[name] for name in sorted(names))
+    simulation = Simulation(1, cpus=(8,), switches=1_000_000)
+    with pytest.MonkeyPatch.context() as patch, simulation.running(*programs):
+        patch.setattr(TorchModel, "compute_gradients", in_some_time)
+        yield
 
 
 @pytest.fixture

@@ -488,6 +488,7 @@ with DistributedSGD(TASK.creator(), 2, strategy=sys.argv[2], checkpoints=Checkpo
 """
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])

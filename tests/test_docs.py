@@ -100,7 +100,7 @@ def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(
     ("number", "said"),
     [
         (0, "epochs: 4 steps: 120 loss: 0.000"),
-        pytest.param(1, "rows: 400", marks=pytest.mark.long),  # Ray Data takes its time
+        pytest.param(1, "rows: 400", marks=pytest.mark.full),  # Ray Data takes its time
     ],
 )
 def test_the_examples_of_training_data_run_as_they_stand(
@@ -109,6 +109,7 @@ def test_the_examples_of_training_data_run_as_they_stand(
     assert said in run_block(blocks_of("docs/data.md")[number], tmp_path, address)
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.ray
 def test_the_example_of_early_stopping_runs_as_it_stands(tmp_path: Path, address: str) -> None:
@@ -125,6 +126,7 @@ def test_the_example_of_scripted_faults_runs_as_it_stands(
     assert capsys.readouterr().out == "10 steps, 1 worker replaced\n"
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.long
 def test_the_example_of_embedding_tables_runs_as_it_stands(tmp_path: Path, address: str) -> None:

@@ -133,6 +133,7 @@ def run(nodes: Nodes, program: str, **about: object) -> None:
     assert "all is well" in output
 
 
+@pytest.mark.full
 def test_a_death_meanwhile_does_not_make_it_forgotten(nodes: Nodes) -> None:
     """The others go on without who died first, and leave the node afterwards."""
     run(nodes, INTERRUPTED)

@@ -123,6 +123,7 @@ def test_adult_is_prepared_and_learned(
 # -- Ray Tune ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")

@@ -72,9 +72,7 @@ def test_tumours_stand_in_for_adult(
     "strategy",
     [
         "ps",
-        "async",
-        "hybrid",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("ssp", "allreduce")),
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("async", "hybrid", "ssp", "allreduce")),
     ],
 )
 def test_adult_reaches_the_published_auc(
@@ -120,6 +118,7 @@ def test_sparse_gradients_take_the_steps_of_dense_ones(
     assert 0 < sparse < 0.1
 
 
+@pytest.mark.full
 @needs_a9a
 @pytest.mark.long
 @pytest.mark.ray

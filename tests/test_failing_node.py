@@ -9,6 +9,7 @@ from tests.test_ray_places import Place, place  # noqa: F401
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.full
 def test_a_node_that_fails_again_and_again_is_left_out(place: Place) -> None:  # noqa: F811
     place.python(
         """

@@ -132,14 +132,21 @@ def served(mode: Any = "sync", **settings: Any) -> ParameterServerStrategy:
     return ParameterServerStrategy(mode=mode, num_servers=2, chunk_bytes=64, **settings)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.full)])
 def test_a_worker_dies_with_some_of_its_new_weights(mode: str, tmp_path: Path) -> None:
     survives(served(mode), Fault.kill("worker", 1, step=DIES, at="pull"), PULLED, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("at", "server"), [("push", 1), ("apply", 0), ("apply", 1), ("pull", 0)]
-)  # coordinator: 0
+    ("at", "server"),  # server 0 is beside the coordinator
+    [
+        ("apply", 0),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (("push", 1), ("apply", 1), ("pull", 0))
+        ),
+    ],
+)
 def test_a_server_dies_in_the_middle_of_an_update_and_a_copy_has_it(
     at: Moment, server: int, tmp_path: Path
 ) -> None:
@@ -148,6 +155,7 @@ def test_a_server_dies_in_the_middle_of_an_update_and_a_copy_has_it(
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("at", "server"), [("apply", 0), ("pull", 1)])
 def test_a_server_dies_in_the_middle_of_an_update_and_all_go_back_to_a_snapshot(
     at: Moment, server: int, tmp_path: Path
@@ -161,11 +169,13 @@ def test_a_server_dies_in_the_middle_of_an_update_and_all_go_back_to_a_snapshot(
     )
 
 
+@pytest.mark.full
 def test_a_server_of_an_asynchronous_run_dies_with_half_an_update_made(tmp_path: Path) -> None:
     fault = Fault.kill("server", 0, step=2 * DIES, at="apply")
     survives(served("async", replication=2), fault, APPLIED, tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at", ["backward", "pull"])
 def test_a_member_of_an_allreduce_dies_in_its_step(at: Moment, tmp_path: Path) -> None:
     strategy = AllreduceStrategy(replication=2, chunk_bytes=64)

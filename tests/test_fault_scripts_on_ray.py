@@ -60,6 +60,7 @@ def test_workers_die_each_in_its_step_and_life(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.full
 def test_who_dies_in_every_life_is_given_up(tmp_path: Path) -> None:
     creator = with_faults(TASK.creator(), [Fault.kill("worker", 1, step=0, life=None)], tmp_path)
     with DistributedSGD(
@@ -78,6 +79,7 @@ def test_who_hangs_is_found_and_replaced(tmp_path: Path) -> None:
         assert difference(trainer.weights(), straight(10)) < 1e-12
 
 
+@pytest.mark.full
 def test_who_hangs_where_nobody_is_replaced_goes_on_when_it_is_told_to(tmp_path: Path) -> None:
     creator = with_faults(TASK.creator(), [Fault.hang("worker", 1, step=3, at="push")], tmp_path)
     run_config = RunConfig(
@@ -93,6 +95,7 @@ def test_who_hangs_where_nobody_is_replaced_goes_on_when_it_is_told_to(tmp_path:
         assert difference(trainer.weights(), straight(10)) < 1e-12
 
 
+@pytest.mark.full
 def test_who_is_slow_has_fewer_updates_of_an_asynchronous_run(tmp_path: Path) -> None:
     creator = with_faults(TASK.creator(), [Fault.slow("worker", 1, step=1, factor=100)], tmp_path)
     run_config = RunConfig(keep_log=True)

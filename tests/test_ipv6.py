@@ -71,6 +71,7 @@ def nodes() -> Iterator[tuple[Place, tuple[str, str]]]:
         yield found
 
 
+@pytest.mark.full
 def test_a_ray_cluster_on_ipv6(nodes: tuple[Place, tuple[str, str]]) -> None:
     place, spaces = nodes
     program = place.script(

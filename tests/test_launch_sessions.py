@@ -377,12 +377,14 @@ def interrupted(site: Place, name: str) -> None:
     assert second.endswith("to step 10\nthe weights of an uninterrupted run\n"), second
 
 
+@pytest.mark.full
 @pytest.mark.cluster
 @needs_proc
 def test_a_killed_run_on_a_local_ray_is_resumed(place: Place) -> None:  # noqa: F811
     interrupted(place, "local")
 
 
+@pytest.mark.full
 @pytest.mark.cluster
 @needs_proc
 def test_a_killed_run_on_an_existing_ray_is_resumed(running: tuple[Place, str]) -> None:

@@ -246,6 +246,7 @@ def ended_by_slurm(process: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.full
 @pytest.mark.cluster
 def test_a_job_trains_on_two_hosts_leaves_one_and_writes_a_checkpoint_before_its_time_is_over(
     hosts: tuple[Place, tuple[str, str]],
@@ -289,6 +290,7 @@ def test_a_job_trains_on_two_hosts_leaves_one_and_writes_a_checkpoint_before_its
     assert asked == ["show hostnames spnode[a-b]", "requeue 77"]
 
 
+@pytest.mark.full
 @pytest.mark.cluster
 def test_a_job_whose_worker_was_killed_and_whose_time_was_over_is_resumed_by_its_next_run(
     hosts: tuple[Place, tuple[str, str]],

@@ -20,6 +20,7 @@ def linked() -> Iterator[Nodes]:
         made.close()
 
 
+@pytest.mark.full
 def test_a_link_is_cut_for_a_while(linked: Nodes) -> None:
     """Shorter than the heartbeat, and nobody is replaced; longer, and the successor comes to the same node.
 
@@ -31,6 +32,7 @@ def test_a_link_is_cut_for_a_while(linked: Nodes) -> None:
     run(linked, disaster="self.cut(6.0)", heartbeat=2.0, replaced=1, **common)
 
 
+@pytest.mark.full
 def test_slow_and_lossy_links_change_nothing(linked: Nodes) -> None:
     linked.delay(50, 5)
     run(linked, disaster="pass", moves=False, replaced=0, steps=10)

@@ -35,6 +35,7 @@ def assert_same_weights(folder: Path) -> None:
         assert float((weight - ours[name]).abs().max()) < 1e-12
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.ray
 def test_distributed_data_parallel_and_allreduce_end_with_the_same_weights(
@@ -51,6 +52,7 @@ def test_distributed_data_parallel_and_allreduce_end_with_the_same_weights(
     assert_same_weights(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.ray
 def test_ray_train_and_steepest_end_with_the_same_weights(
@@ -65,6 +67,7 @@ def test_ray_train_and_steepest_end_with_the_same_weights(
     assert_same_weights(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.ray
 def test_a_trainer_runs_inside_a_train_loop_of_ray_train(tmp_path: Path, address: str) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from tests.forked_workers import RAY
-from tests.pairs import diagonal
 from tests.test_nodes import ip, until
 from tests.test_ray_places import SECONDS, Place
 
@@ -318,7 +317,16 @@ SETS = """
 """
 
 
-@diagonal(disaster=["kill", "cut"], copies=[True, False])
+@pytest.mark.parametrize(
+    ("disaster", "copies"),
+    [
+        ("kill", True),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (("kill", False), ("cut", True), ("cut", False))
+        ),
+    ],
+)
 def test_two_workers_and_a_server_are_done_without_when_their_node_is_gone(
     nodes: Nodes, disaster: str, copies: bool
 ) -> None:
@@ -374,6 +382,7 @@ GROWING = """
 """
 
 
+@pytest.mark.full
 def test_a_node_joins_and_the_job_grows(nodes: Nodes) -> None:
     """With room for two of up to three it begins with two; each sample of an epoch is in exactly one step."""
     nodes.first = 1
@@ -400,6 +409,7 @@ def impatient() -> Iterator[Nodes]:
         made.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("disaster", "strategy", "replaced"),
     [

@@ -36,6 +36,7 @@ def test_the_program_for_all_places_runs_as_it_stands(
     assert list((tmp_path / "kept").glob("*/manifest.json"))
 
 
+@pytest.mark.full
 @pytest.mark.cluster
 def test_the_example_of_a_ray_for_a_block_runs_as_it_stands(place: Place) -> None:  # noqa: F811
     path = place.directory / "page.py"

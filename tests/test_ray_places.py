@@ -142,6 +142,7 @@ def place() -> Iterator[Place]:
         shutil.rmtree(place.directory, ignore_errors=True)
 
 
+@pytest.mark.full
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two CPUs")
 def test_without_ray_one_is_started_and_ended(place: Place) -> None:
     """Twice, first with Ray's notices, which are shown if asked for."""
@@ -192,6 +193,7 @@ def test_inside_a_tune_trial(place: Place) -> None:
     )
 
 
+@pytest.mark.full
 def test_the_page_about_tune_runs_as_it_stands(place: Place) -> None:
     pytest.importorskip("ray.tune", reason="pip install 'steepest[tune]'")
     (block,) = re.findall(
@@ -204,8 +206,10 @@ def test_the_page_about_tune_runs_as_it_stands(place: Place) -> None:
 
 @pytest.mark.parametrize(
     ("managed", "strategy"),
-    [(True, "ps"), (False, "simple")],
-    ids=["with, ps", "without with, simple"],
+    [
+        pytest.param(True, "ps", id="with, ps"),
+        pytest.param(False, "simple", id="without with, simple", marks=pytest.mark.full),
+    ],
 )
 def test_ctrl_c_ends_everything(place: Place, managed: bool, strategy: str) -> None:
     program = place.script(
@@ -301,6 +305,7 @@ def test_sigterm_ends_everything_and_the_same_program_continues(
         assert began[1] >= 5, "the state at SIGTERM was not kept"
 
 
+@pytest.mark.full
 def test_sigterm_ends_a_program_that_waits_for_a_ray_that_is_gone(place: Place) -> None:
     """Ray itself ends it after a minute, with another status."""
     program = place.script(

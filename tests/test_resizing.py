@@ -28,7 +28,7 @@ from steepest.errors import ConfigurationError, ResourcesError
 from tests.pairs import mostly_full
 from tests.reference import Task, Weights, difference, samples, sgd, snapshot
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("anywhere")
 
 TASK = Task(optimizer=sgd(lr=0.05, momentum=0.9), data=samples(50))
 
@@ -57,6 +57,7 @@ def pids(trainer: DistributedSGD) -> list[int]:
     return trainer.foreach_worker(lambda view: view.pid)
 
 
+@pytest.mark.also_real
 @pytest.mark.parametrize(
     "strategy", ["allreduce", ParameterServerStrategy(num_servers=2, chunk_bytes=64)]
 )
@@ -139,6 +140,7 @@ def test_while_training_is_under_way(strategy: str) -> None:
             assert difference(trainer.weights(), serially(task, runs)) < 1e-9
 
 
+@pytest.mark.real
 def test_what_cannot_be_is_refused_and_training_goes_on() -> None:
     with DistributedSGD(
         TASK.creator(), num_workers=2, run_config=RunConfig(deadlines=DeadlineConfig(start=4.0))
@@ -156,6 +158,7 @@ def test_what_cannot_be_is_refused_and_training_goes_on() -> None:
         assert trainer.num_workers == 2
 
 
+@pytest.mark.real
 def test_within_bounds_it_uses_what_the_cluster_has(ray_cluster: None) -> None:
     """Two of eight CPUs are free, then one more; then a worker dies, whose place is taken by another."""
     taken = [ray.util.placement_group([{"CPU": 1.0}]) for _ in range(6)]
@@ -190,6 +193,7 @@ def test_within_bounds_it_uses_what_the_cluster_has(ray_cluster: None) -> None:
             ray.util.remove_placement_group(group)
 
 
+@pytest.mark.real
 def test_without_a_successor_it_goes_on_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Task(optimizer=sgd(lr=0.01), data=samples(600), batch_size=1)
     run_config = RunConfig(deadlines=DeadlineConfig(start=5.0))

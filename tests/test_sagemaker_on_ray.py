@@ -179,6 +179,7 @@ def ended(process: subprocess.Popen[str], status: int) -> str:
     return output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=[namespaces, pytest.mark.full])])
 def test_sigterm_leaves_a_checkpoint_from_which_the_next_run_continues(count: int) -> None:
     with job_of(count) as hosts:
@@ -205,6 +206,7 @@ def test_sigterm_leaves_a_checkpoint_from_which_the_next_run_continues(count: in
         assert [host.failure() for host in hosts] == [""] * count
 
 
+@pytest.mark.full
 @namespaces
 def test_training_goes_on_when_a_host_dies() -> None:
     with job_of(3) as hosts:

@@ -109,6 +109,7 @@ def test_a_checkpoint_goes_on_with_other_numbers_strategies_and_sizes(saved: Pat
         assert trainer.log().commits[0].hyperparameters == rates(252 + 3 * 5)
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_coordinator_that_dies_has_a_successor_with_a_short_way(saved: Path) -> None:
     config: Any = AllreduceStrategy(replication=2)

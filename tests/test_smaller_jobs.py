@@ -28,7 +28,7 @@ from tests.pairs import diagonal
 from tests.reference import Task, difference, same_bits, samples, sgd
 from tests.test_resizing import pids, serially
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("anywhere")
 
 TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(20_000), batch_size=1)
 
@@ -198,6 +198,7 @@ def test_workers_that_train_by_themselves_go_on(copies: dict[str, Any]) -> None:
         assert trainer.evaluate(task.data).loss < before_loss / 2
 
 
+@pytest.mark.also_real
 def test_who_dies_while_others_are_awaited_is_done_without_too() -> None:
     with DistributedSGD(TASK.creator(), num_workers=4, run_config=LOGGED) as trainer:
         before = pids(trainer)

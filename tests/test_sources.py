@@ -434,7 +434,7 @@ def ray_rows(tables: Tables) -> Callable[[], Any]:
 @pytest.mark.ray
 @pytest.mark.long
 @pytest.mark.filterwarnings(RAYS_OWN)
-@pytest.mark.parametrize("kind", ["rows", "stream"])
+@pytest.mark.parametrize("kind", [pytest.param("rows", marks=pytest.mark.full), "stream"])
 def test_real_workers_visit_each_sample_once_and_go_on_in_mid_epoch(
     tables: Tables, kind: str, tmp_path: Path
 ) -> None:

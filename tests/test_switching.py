@@ -56,7 +56,14 @@ def pids(trainer: DistributedSGD) -> list[int]:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize(("workers", "path"), [(1, PATH[:2]), (2, PATH), (3, PATH[:2])])
+@pytest.mark.parametrize(
+    ("workers", "path"),
+    [
+        pytest.param(1, PATH[:2], marks=pytest.mark.full),
+        (2, PATH),
+        pytest.param(3, PATH[:2], marks=pytest.mark.full),
+    ],
+)
 def test_switching_equals_not_switching(workers: int, path: list[Any]) -> None:
     """Optimizer state, running means, schedule, random state and the place in the epoch go on."""
     with DistributedSGD(TASK.creator(), num_workers=workers, strategy=path[0], seed=3) as trainer:

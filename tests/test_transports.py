@@ -221,6 +221,7 @@ def test_a_handle_carries_the_way_to_wherever_it_goes(ways: str) -> None:
         assert bool(sockets_of(pids)) == (ways != "tcp")
 
 
+@pytest.mark.full
 @pytest.mark.cluster
 def test_shared_keeps_servers_on_the_drivers_node_and_refuses_users_on_others(place: Place) -> None:  # noqa: F811
     place.python(

@@ -133,8 +133,9 @@ class Actor:
     # -- calls ---------------------------------------------------------------------------------
 
     def call(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Ref:
-        """Send a call."""
+        """Send a call; the dead, as they unwind, send none."""
         world = self._world
+        world.scheduler.check()
         world.event()
         ref = Ref(self._store, f"{name} of {self.process or 'an actor that is not up'}")
         self._pending[ref] = None

@@ -236,6 +236,10 @@ class World:
             if process.pid == pid and process.where is self.here_node():
                 if number == signal.SIGKILL:
                     self.kill(process, "The process was killed. connection error code 2.")
+                elif number == signal.SIGSTOP:
+                    self.stop(process)
+                elif number == signal.SIGCONT:
+                    self.resume(process)
                 return
         raise ProcessLookupError(pid)
 

@@ -37,6 +37,7 @@ class Simulation:
         seed: of everything that happens by chance.
         cpus: of each node; the driver is on the first one.
         seconds: of virtual time that all may take.
+        switches: from thread to thread that all may take.
 
     Attributes:
         world: the nodes and processes.
@@ -54,18 +55,27 @@ class Simulation:
     """
 
     def __init__(
-        self, seed: int = 0, cpus: tuple[int, ...] = (4, 4), seconds: float = 3600.0
+        self,
+        seed: int = 0,
+        cpus: tuple[int, ...] = (4, 4),
+        seconds: float = 3600.0,
+        switches: int = 60_000,
     ) -> None:
         self.dice = random.Random(seed)
-        self.scheduler = Scheduler(self.dice.getrandbits(32), seconds)
+        self.scheduler = Scheduler(self.dice.getrandbits(32), seconds, switches)
         self.world = World(self.scheduler, random.Random(self.dice.getrandbits(32)), cpus)
         self.ray = SimulatedRay(self.world)
         self._faults: dict[int, list[Callable[[], None]]] = {}  # by the number of an event
         self.world.on_event = self._strike
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[Simulation]:
-        """Simulate what the calling thread does in a block; afterwards all processes have ended."""
+    def running(self, *programs: types.ModuleType) -> Iterator[Simulation]:
+        """Simulate what the calling thread does in a block; afterwards all processes have ended.
+
+        Args:
+            programs: modules of the driver's own, in which clocks, threads, `os` and Ray are
+                replaced too: there `os.kill` reaches simulated processes of the driver's node.
+        """
         assert Active.scheduler is None, "another simulation runs"
         replacing = [
             *stand_ins(self.scheduler, self.dice.getrandbits(32)),
@@ -74,7 +84,7 @@ class Simulation:
             *self._private(),
         ]
         affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
-        with _replaced(replacing):
+        with _replaced(replacing, programs):
             Active.scheduler = self.scheduler
             # the baton goes faster from thread to thread on one processor
             os.sched_setaffinity(0, {sorted(affinity)[os.getpid() % len(affinity)]})
@@ -88,6 +98,7 @@ class Simulation:
 
     def _private(self) -> list[tuple[Any, Any]]:
         from steepest.cluster import ray_private
+        from steepest.tensors.allocator import keep_freed_memory
 
         return [
             (ray_private.check, lambda: None),
@@ -96,6 +107,7 @@ class Simulation:
             (ray_private.draining_nodes, dict),
             (ray_private.started_here, lambda: False),
             (ray_private.free_by_node, lambda: self.ray.places.free_by_node()),
+            (keep_freed_memory, lambda: False),
         ]
 
     # -- faults --------------------------------------------------------------------------------
@@ -147,18 +159,19 @@ def pause(seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def _replaced(replacing: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Replace things in all of steepest's modules that have them under any name."""
+def _replaced(
+    replacing: Sequence[tuple[Any, Any]], programs: Sequence[types.ModuleType]
+) -> Iterator[None]:
+    """Replace things in all of steepest's modules and in some others, under whatever name they have them."""
     by_id = {id(thing): instead for thing, instead in replacing}
     undo: list[tuple[types.ModuleType, str, Any]] = []
     modules = _modules()
     try:
         _clear_caches(modules)
-        for module in modules:
+        for module in (*modules, *programs):
+            drives = module in programs or module.__name__.startswith(_MODULES_OF_DRIVERS)
             for name, value in list(vars(module).items()):
-                if name.startswith("__") or id(value) not in by_id:
-                    continue
-                if value is os and not module.__name__.startswith(_MODULES_OF_DRIVERS):
+                if name.startswith("__") or id(value) not in by_id or (value is os and not drives):
                     continue
                 undo.append((module, name, value))
                 setattr(module, name, by_id[id(value)])

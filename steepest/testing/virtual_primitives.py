@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from steepest.testing.virtual_threads import Scheduler, VirtualThread, Waiters
@@ -268,9 +269,15 @@ class Thread:
 class Timer(Thread):
     """As `threading.Timer`."""
 
-    def __init__(self, interval: float, function: Callable[..., object]) -> None:
+    def __init__(
+        self,
+        interval: float,
+        function: Callable[..., object],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(target=self._later, name="timer")
-        self._interval, self._function = interval, function
+        self._interval, self._function = interval, partial(function, *args, **(kwargs or {}))
         self.finished = Event()
 
     def _later(self) -> None:

@@ -15,9 +15,9 @@ from steepest import DistributedSGD, FailureConfig, ParameterServerStrategy, Run
 from steepest.messages.message import server_peer, worker_peer
 from tests.pairs import mostly_full
 from tests.reference import same_bits
-from tests.test_compound_deaths_on_ray import COPIES, TASK, kill, train
+from tests.test_compound_deaths import COPIES, TASK, kill, train
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("anywhere")
 
 X, Y = torch.ones(8, 3), torch.zeros(8, 2)
 CALLS: dict[str, Callable[[DistributedSGD, Path], Any]] = {

@@ -21,7 +21,7 @@ from steepest.testing import InProcessCluster, replay
 from tests.pairs import mostly_full
 from tests.reference import Task, difference, same_bits, samples, sgd
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("anywhere")
 
 STEPS = 60
 TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(64))
@@ -42,6 +42,7 @@ class Kill(Callback):
             os.kill(self.victims.pop(), signal.SIGKILL)
 
 
+@pytest.mark.also_real
 def test_a_synchronous_run_ends_as_if_nobody_had_died(caplog: pytest.LogCaptureFixture) -> None:
     straight = InProcessCluster(TASK.creator(), num_workers=2)
     straight.step(STEPS + 10)
@@ -134,6 +135,7 @@ def test_a_wrong_number_of_failures_is_refused(wrong: Any) -> None:
         RunConfig(failure=FailureConfig(max_failures=wrong))
 
 
+@pytest.mark.also_real
 @pytest.mark.parametrize("strategy", ["ps", "async"])
 def test_who_is_silent_is_replaced_by_a_spare_process(
     strategy: str, caplog: pytest.LogCaptureFixture
@@ -163,6 +165,7 @@ def test_who_is_silent_is_replaced_by_a_spare_process(
         assert sorted(taken) == list(range(len(taken)))
 
 
+@pytest.mark.also_real
 def test_who_stands_still_for_a_moment_is_not_replaced() -> None:
     straight = InProcessCluster(TASK.creator(), num_workers=2)
     straight.step(600)

@@ -10,7 +10,7 @@ from steepest.errors import ConfigurationError
 from steepest.testing import linear_model_creator, replay
 from tests.reference import same_bits
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("anywhere")
 LOGGED = RunConfig(keep_log=True)
 CREATOR = linear_model_creator(
     samples=48, optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.5)

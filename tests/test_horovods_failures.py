@@ -30,9 +30,9 @@ from steepest.errors import StepError
 from steepest.testing import replay
 from tests.pairs import diagonal, mostly_full
 from tests.reference import Task, difference, same_bits, samples, sgd
-from tests.test_compound_deaths_on_ray import COPIES, LOGGED, TASK, check, kill, train
+from tests.test_compound_deaths import COPIES, LOGGED, TASK, check, kill, train
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("anywhere")
 
 MEMBERS = AllreduceStrategy(replication=2, chunk_bytes=64)
 

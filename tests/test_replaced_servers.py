@@ -21,9 +21,9 @@ from steepest.errors import PeerLostError
 from steepest.messages.message import server_peer
 from tests.pairs import mostly_full
 from tests.reference import Task, difference, samples, sgd
-from tests.test_worker_replacement_on_ray import Kill, pids
+from tests.test_replaced_workers import Kill, pids
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("anywhere")
 
 TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(64))
 TWICE = ParameterServerStrategy(replication=2, chunk_bytes=64)
@@ -33,6 +33,7 @@ def server_pid(trainer: DistributedSGD, index: int) -> int:
     return trainer._live().places[server_peer(index)].pid
 
 
+@pytest.mark.also_real
 @pytest.mark.parametrize("server", [0, 1])  # the coordinator lives beside the first
 def test_a_server_that_dies_is_replaced_and_nothing_is_lost(
     server: int, caplog: pytest.LogCaptureFixture

@@ -14,7 +14,7 @@ from steepest.checkpoint.files import read
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, same_bits, samples, sgd
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("anywhere")
 
 
 def wide() -> nn.Module:

@@ -18,7 +18,7 @@ from tests.reference import Task, Weights, difference, same_bits, samples, sgd
 from tests.test_smaller_jobs import Watch
 from tests.test_snapshots_of_jobs import KINDS
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("anywhere")
 
 TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(64))
 WORKERS, STEPS = 3, 60

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,10 +29,11 @@ from tests.pairs import diagonal, mostly_full
 from tests.reference import Task, same_bits, samples, sgd
 from tests.test_smaller_jobs import Watch
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("anywhere")
 
 TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(20_000), batch_size=1)
 LOGGED = RunConfig(keep_log=True)
+MEMBERS = AllreduceStrategy(replication=2, chunk_bytes=64)
 COPIES = ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=64)
 
 
@@ -79,6 +81,37 @@ def test_the_others_go_on_at_once_when_several_die_together(
         assert trainer.num_servers == 2 or strategy is not COPIES, "copies are back when it ends"
 
 
+@pytest.mark.also_real
+@pytest.mark.parametrize(
+    ("strategy", "victims"),
+    [
+        (COPIES, [[worker_peer(1)], [server_peer(1)], [worker_peer(3), server_peer(0)]]),
+        (MEMBERS, [[worker_peer(1)], [worker_peer(0)]]),
+    ],
+    ids=["ps", "allreduce"],
+)
+def test_processes_die_one_after_the_other_in_one_job(
+    strategy: Any, victims: list[list[Peer]]
+) -> None:
+    """A worker, a server, a worker with the coordinator: each time the others go on, and it is whole again."""
+    with DistributedSGD(
+        TASK.creator(), num_workers=4, strategy=strategy, run_config=LOGGED
+    ) as trainer:
+        watch = Watch()
+        whole = trainer.num_workers, trainer.num_servers
+        for peers in victims:
+            seen = len(trainer.stats().events)
+            watch.functions[trainer.stats().step + 10] = partial(kill, trainer, *peers)
+            for _ in range(200):
+                trainer.fit(steps=20, callbacks=[watch], progress=False)
+                again = (trainer.num_workers, trainer.num_servers) == whole
+                if again and len(trainer.stats().events) > seen:
+                    break
+            assert again
+        check(trainer, watch, trainer.stats().step)
+        assert "no update and no sample is lost" in trainer.stats().events[0].line
+
+
 @pytest.mark.parametrize("seed", mostly_full(range(8), 0, 2))  # two of the pairs
 def test_pairs_of_deaths_soon_after_each_other(seed: int) -> None:
     """With copies no two deaths end a job, unless they are of both holders before the copies are back."""
@@ -96,9 +129,9 @@ def test_pairs_of_deaths_soon_after_each_other(seed: int) -> None:
             later.start()
             os.kill(pids[first], signal.SIGKILL)
 
-        watch = train(trainer, 1500, (20, strike))
+        watch = train(trainer, 500, (20, strike))
         later.join()
-        check(trainer, watch, 1500)
+        check(trainer, watch, 500)
 
 
 @diagonal(moment=["_take_up", "_connect_driver", "settle"], victim=[worker_peer(0), server_peer(0)])
@@ -172,6 +205,7 @@ def large_creator(worker: int, device: int) -> TorchModel:
     )
 
 
+@pytest.mark.real
 def test_a_process_that_computes_with_pythons_lock_held_is_not_given_up() -> None:
     run_config = RunConfig(failure=FailureConfig(heartbeat=0.5))
     with DistributedSGD(large_creator, num_workers=2, run_config=run_config) as trainer:
