@@ -23,7 +23,7 @@ from steepest.models.tensorflow import TensorFlowModel
 from steepest.testing import InProcessCluster
 
 PAGE = Path(__file__).parent.parent / "docs" / "from_tensorflow.md"
-COMMON, MIRRORED, MULTI_WORKER, SERVERS = re.findall(
+COMMON, MIRRORED, MULTI_WORKER, SERVERS, _ = re.findall(
     r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL
 )
 SAVE = (
