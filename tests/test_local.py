@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -9,15 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+from steepest import DistributedSGD, FailureConfig
 from steepest.config.strategies import LocalStrategy, ParameterServerStrategy
 from steepest.data.sampler import SamplePlan
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Failure, Result
 from steepest.testing import InProcessCluster, replay
+from steepest.testing.simulation import Simulation, run_config
 from tests.drawn import seeds
 from tests.pairs import grid
 from tests.reference import OptimizerFactory, Task, Weights, difference, same_bits, samples, sgd
+from tests.simulated_programs import quiet
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": sgd(),
@@ -257,3 +261,26 @@ def test_less_is_sent() -> None:
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         LocalStrategy(**settings)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_after_a_workers_death_bits_are_the_same_unless_its_optimizer_has_a_state(
+    momentum: float,
+) -> None:
+    simulated = Simulation(1)
+    task = Task(optimizer=sgd(0.05, momentum=momentum), data=samples(97), batch_size=2)
+    config = run_config(failure=FailureConfig(patience=math.inf))
+
+    def trained(dies: bool) -> Weights:
+        strategy = LocalStrategy(sync_every=3, num_servers=2)
+        with DistributedSGD(task.creator(), 3, strategy=strategy, run_config=config) as trainer:
+            trainer.fit(steps=4, progress=False)
+            if dies:
+                process = next(each for each in simulated.living() if "worker 1" in str(each))
+                simulated.world.kill(process, "it was killed. connection error code 2.")
+            trainer.fit(steps=4, progress=False)
+            assert len(trainer.stats().events) == dies
+            return trainer.weights()
+
+    with quiet(), simulated.running():
+        assert same_bits(trained(dies=False), trained(dies=True)) == (not momentum)

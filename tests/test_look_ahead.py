@@ -5,21 +5,25 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import steepest
 from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy
+from steepest.engine.delayed_rows import divided
 from steepest.engine.table_chunk import TableChunk
 from steepest.engine.table_counts import table_counts
-from steepest.errors import ConfigurationError
+from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.driver import Failure
 from steepest.messages.message import Kind
 from steepest.models.embedding import EmbeddingBag
+from steepest.tables.gradients import RowGradients
 from steepest.tables.initial import Constant
 from steepest.tables.row_optimizers import SGD
 from steepest.tables.table import Table
@@ -173,6 +177,34 @@ def test_a_worker_that_dies_takes_only_its_own_delayed_gradient_along(
     cluster.step(6)
     assert not cluster.unmet
     assert row_of(cluster) == -6  # the mean over those that have one
+
+
+def test_gradients_of_rows_that_are_handed_on_are_checked() -> None:
+    """As those of a damaged checkpoint are."""
+    cluster, _ = falling(2)
+    assert cluster.job.tables is not None
+    tables = cluster.job.tables
+    rows = RowGradients(
+        np.zeros(2, np.int32), np.arange(2), np.full((2, 1), 3.0, "f4"), np.ones(2, np.int32)
+    )
+    weights = torch.tensor([2.0, 4.0], dtype=torch.float64)
+    good = {"weights": weights, "0": torch.from_numpy(rows.pack())}
+    first, second = divided(tables, [good, good, {}], 2)
+    assert first["weights"].tolist() == second["weights"].tolist() == [2.0, 4.0]
+    (only,) = divided(tables, [good, good], 1)
+    found = RowGradients.unpack(only["0"].numpy(), 1, "float32")
+    assert (only["weights"].tolist(), found.gradients.tolist()) == ([2.0, 8.0], [[6.0], [6.0]])
+    for name, value in (
+        ("weights", weights[:1]),
+        ("weights", -weights),
+        ("weights", weights * torch.inf),
+        ("1", good["0"]),
+        ("t", good["0"]),
+        ("0", good["0"][1:]),
+        ("0", torch.from_numpy(replace(rows, ids=np.zeros(2, np.int64)).pack())),
+    ):
+        with pytest.raises(CheckpointError, match="gradients of rows .* make no sense"):
+            divided(tables, [good | {name: value}], 2)
 
 
 def test_single_steps_push_their_own_gradients() -> None:

@@ -9,21 +9,29 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from steepest import (
     AllreduceStrategy,
+    Callback,
     DistributedSGD,
     FailureConfig,
     ParameterServerStrategy,
+    StepResult,
 )
 from steepest.checkpoint import files
-from steepest.testing.simulation import Simulation, run_config
+from steepest.models.embedding import Embedding
+from steepest.tables.initial import Zeros
+from steepest.tables.row_optimizers import SGD
+from steepest.testing.replay import replay_state
+from steepest.testing.simulation import Simulation, pause, run_config
 from tests.pairs import grid
-from tests.reference import Task, Weights, difference, same_bits
+from tests.reference import Task, Weights, difference, same_bits, sgd
 from tests.simulated_programs import quiet
 from tests.table_tasks import (
     OPTIMIZERS,
     clicks,
+    described,
     in_one_process,
     mostly_long,
     rows_in,
@@ -56,7 +64,7 @@ def alike(state: State, other: State) -> bool:
 
 def trainer_of(workers: int, strategy: Any, task: Task = TASK, **settings: Any) -> DistributedSGD:
     failure = FailureConfig(snapshot_every=settings.pop("snapshot_every", None), patience=math.inf)
-    config = run_config(failure=failure)
+    config = run_config(failure=failure, keep_log=settings.pop("keep_log", False))
     return DistributedSGD(task.creator(), workers, strategy=strategy, run_config=config, **settings)
 
 
@@ -191,3 +199,119 @@ def test_rows_stay_when_dense_weights_are_set(strategy: Any, tmp_path: Path) -> 
         trainer.fit(steps=3, progress=False)
         state = state_of(trainer, tmp_path / "end")
     assert alike(state, undisturbed(7, tmp_path / "other"))
+
+
+# -- gradients of rows that are pushed a step late ---------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Each update adds one to the sum of all rows, and to the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        zeros = described("rows", 1, optimizer=SGD(lr=1.0), initial=Zeros())
+        self.rows = Embedding(zeros)
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return (B,)."""
+        return self.rows(ids).squeeze(1) + self.weight
+
+
+def timed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Minus the mean, which takes some virtual time."""
+    pause(0.01)
+    return -output.mean()
+
+
+HYBRID = PS(num_servers=2, replication=2, table_staleness=2)
+COUNTED = Task(Counting, sgd(1.0), (torch.arange(96) % 17, torch.zeros(96)), timed)
+Change = Callable[[DistributedSGD, Simulation], object]
+
+
+def kill(role: str, simulation: Simulation) -> None:
+    process = next(each for each in simulation.living() if role in str(each))
+    simulation.world.kill(process, "it was killed. connection error code 2.")
+
+
+def counts(trainer: DistributedSGD) -> tuple[float, float]:
+    """The sum of all rows, and the weight."""
+    rows = trainer.export_table("rows").values.sum()
+    return float(rows), float(trainer.weights()["weight"])
+
+
+class InStep(Callback):
+    """Does something once, when step 5 is told, while workers train on."""
+
+    def __init__(self, change: Callable[[], object]) -> None:
+        self.change = change
+        self.done = False
+
+    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+        if result.step == 5 and not self.done:
+            self.done = True
+            self.change()
+
+
+CHANGES: dict[str, tuple[Any, Change]] = {
+    "a server dies": (HYBRID, lambda sgd, sim: kill("server 1", sim)),
+    "fewer workers": (HYBRID, lambda sgd, sim: sgd.resize(num_workers=2)),
+    "set back to a snapshot": (
+        AllreduceStrategy(table_staleness=2),
+        lambda sgd, sim: kill("worker 1", sim),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_no_gradient_of_rows_is_lost_while_a_job_changes(name: str) -> None:
+    strategy, change = CHANGES[name]
+    simulation = Simulation(1)
+    with (
+        simulation.running(),
+        trainer_of(3, strategy, COUNTED, snapshot_every=2, keep_log=True) as trainer,
+    ):
+        in_step = InStep(lambda: change(trainer, simulation))
+        trainer.fit(steps=12, callbacks=[in_step], progress=False)
+        assert counts(trainer) == pytest.approx((12.0, 12.0))
+        events = [event.line for event in trainer.stats().events]
+        assert len(events) == 1
+        assert "except" not in events[0]
+        if "snapshot" not in name:  # after which a log begins anew
+            state = replay_state(trainer.log(), COUNTED.creator())
+            rows = [value for key, value in state.items() if key.endswith("/values")]
+            assert sum(float(value.sum()) for value in rows) == pytest.approx(12.0)
+
+
+def test_what_is_not_pushed_when_a_fit_is_interrupted_is_pushed_later(tmp_path: Path) -> None:
+    """From a checkpoint, by fewer workers, and under another strategy; once."""
+
+    def interrupt() -> None:
+        raise InterruptedError
+
+    with Simulation(1).running(), trainer_of(3, HYBRID, COUNTED) as trainer:
+        with pytest.raises(InterruptedError):
+            trainer.fit(steps=12, callbacks=[InStep(interrupt)], progress=False)
+        rows, weight = counts(trainer)
+        assert rows == pytest.approx(weight - 1)
+        trainer.save(tmp_path / "saved")
+        for strategy in (HYBRID, PS(mode="async", num_servers=1), AllreduceStrategy()):
+            trainer.restore(tmp_path / "saved")
+            trainer.set_strategy(strategy)
+            trainer.fit(steps=2, progress=False)
+            rows, weight = counts(trainer)
+            assert rows == pytest.approx(weight)
+            trainer.resize(num_workers=2)
+
+
+def test_of_a_dead_workers_gradients_of_rows_it_is_said_that_they_are_lost() -> None:
+    simulation = Simulation(1)
+    with simulation.running(), trainer_of(3, HYBRID, COUNTED) as trainer:
+        in_step = InStep(lambda: kill("worker 1", simulation))
+        trainer.fit(steps=12, callbacks=[in_step], progress=False)
+        assert counts(trainer) == pytest.approx((12.0, 12.0))  # the mean over those that have one
+        (event,) = trainer.stats().events
+    assert event.line.endswith(
+        "no update and no sample is lost, except the gradients of rows of at most one step, which "
+        "worker 1 had not pushed"
+    )

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from steepest.cluster.stock import Copy, Stock
 from steepest.config.strategies import LocalStrategy, StrategyConfig
 from steepest.data.sampler import Remaining, epoch_ends
 from steepest.engine.client import Snapshot, read_log
-from steepest.engine.commit_log import Commit, CommitLog
+from steepest.engine.commit_log import Commit, CommitLog, UnpushedRows
 from steepest.engine.replica_states import all_states, mean_states
 from steepest.engine.strategy import make_strategy
 from steepest.engine.survivors import RecoveredState
@@ -49,6 +50,7 @@ class JobState:
         # of what the job was before; None for a part that is lost
         self._logs: list[CommitLog | None] = []
         self._start = 0  # the version with which the log begins
+        self._unpushed: UnpushedRows = {}  # gradients of rows that workers had then
         self._told_of_schedule = False
         self._change = 0  # the number of the last change of the job's processes
         #: The state with which to continue when a change failed in the middle.
@@ -182,6 +184,7 @@ class JobState:
             (job.shares, job.parts),
             (workers, servers),
             self._cluster.rates.changes,
+            self._unpushed,
         )
 
     def _close_log(self, copy: Copy, version: int) -> None:
@@ -213,6 +216,7 @@ class JobState:
         records: list[files.Record] | None,
         state: dict[str, Any] | None = None,
         schedule: ScheduleState | None = None,
+        unpushed: UnpushedRows = MappingProxyType({}),
     ) -> None:
         """Set the servers' weights and the coordinator's state, see `Client.install`.
 
@@ -222,9 +226,10 @@ class JobState:
             records: optimizer state; None to keep it, and the order of samples.
             state: of the coordinator; None if the weights do not follow from the log so far.
             schedule: where the schedule stands, if `state` does not hold it.
+            unpushed: the gradients of rows that workers were given to push, if `state` is None.
         """
         if state is None:  # what came before does not explain it
-            self._logs, self._start = [], version
+            self._logs, self._start, self._unpushed = [], version, unpushed
         everything = dict(state or {})
         if schedule is not None:
             everything["schedule"] = schedule
@@ -358,7 +363,13 @@ class JobState:
         )
         version = cluster.job.version_of(about["step"])
         try:
-            self.install(version, weights, records, schedule=about.get("schedule"))
+            self.install(
+                version,
+                weights,
+                records,
+                schedule=about.get("schedule"),
+                unpushed=state.rows_for(cluster.job),
+            )
         except ConfigurationError as error:
             raise CheckpointError(f"the checkpoint at {where} is damaged: {error}") from error
         cluster.rates.restore(about["step"], about.get("rates"), about.get("schedule"))
@@ -487,6 +498,7 @@ class JobState:
         cluster.use_plan(plan, copy.seed)
         self._continue(stock, wanted)
         self._close_log(copy, version)
+        self._unpushed = optimizer.rows_for(cluster.job)
         if wanted.unfrozen != copy.job.unfrozen:
             self._logs = [None]  # a replay does not unfreeze
 
@@ -538,6 +550,7 @@ class JobState:
         self.install(found.version, found.weights, found.records, found.state, schedule)
         self._continue(stock, wanted)
         self._close_log(stock.copy, found.version)
+        self._unpushed = stock.optimizer.rows_for(cluster.job)
 
     def stopped(self, config: StrategyConfig) -> RecoveredState:
         """Stop the workers, and return the job's state.

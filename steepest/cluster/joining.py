@@ -13,6 +13,7 @@ from steepest.cluster.launch import Cluster
 from steepest.cluster.locations import Place
 from steepest.cluster.observation import Observation
 from steepest.cluster.starting import Start
+from steepest.cluster.telling import nothing_lost
 from steepest.data.streams import StreamPlace
 from steepest.elastic.decision import Transition
 from steepest.engine.job import check_agreement
@@ -108,7 +109,7 @@ class Joining:
             "replaced",
             f"{peer} on {old.host} (pid {old.pid}) died in step {step}: {start.cause}; "
             f"pid {cluster.places[peer].pid} has taken its place after {took:.1f} s; {repeated}, "
-            "no update and no sample is lost",
+            f"{nothing_lost(cluster.job, [peer])}",
         )
 
     def _join(self, peer: Peer, start: Start, missing: Collection[Peer]) -> None:

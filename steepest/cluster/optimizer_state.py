@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,11 +21,14 @@ from steepest.engine.replica_states import mean_states
 from steepest.engine.survivors import RecoveredState
 from steepest.optim.portable import is_text
 from steepest.optim.spec import ScheduleState
+from steepest.tensors.dtypes import Tensors
 
 #: Calls a function with these arguments, and the replicas of some workers before them; returns what
 #: each returned.
 Call = Callable[..., list[Any]]
-_OWN, _OUTER, _LEFT_OUT = "local:", "outer:", "compression:"
+#: State by worker, each by name.
+Own = Mapping[int, Mapping[str, torch.Tensor]]
+_OWN, _OUTER, _LEFT_OUT, _ROWS = "local:", "outer:", "compression:", "rows:"
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class OptimizerState:
         plain: names of those that stand for other values, see `steepest.optim.portable`.
         apart: with local SGD each worker's own state, as "local:WORKER/parameter/key", and the
             outer optimizer's, as "outer:parameter/key". With compression what each worker has
-            left out, as "compression:WORKER/left/parameter", see `GradientCompressor.state`.
+            left out, as "compression:WORKER/left/parameter", see `GradientCompressor.state`. The
+            gradients of rows that each worker has not pushed, as "rows:WORKER/group", see
+            `DelayedRows.state`.
         schedule: where the learning-rate schedule stands, or stood some steps before; None if
             its state cannot be told.
     """
@@ -63,23 +69,28 @@ class OptimizerState:
             numbers: the workers' indices, in the order in which `call` asks them.
             step: committed steps.
             call: runs a function on the workers' replicas; returns a result for each worker. It is
-                used with local SGD and with compression.
+                used with local SGD, with compression, and with embedding tables.
         """
-        left_out: Mapping[int, Mapping[str, torch.Tensor]] = {}
+        left_out: Own = {}
         inner: Mapping[int, InnerOptimizerState] = {}
+        rows: Own = {}
+        numbers = list(numbers)
+        if cluster.job.tables is not None:
+            rows = dict(zip(numbers, call(remote_functions.unpushed_rows, step), strict=True))
         if isinstance(cluster.job.config, LocalStrategy):
             inner = dict(zip(numbers, call(remote_functions.inner_state, step), strict=True))
         elif cluster.job.compresses:
             left_out = dict(zip(numbers, call(remote_functions.left_out), strict=True))
-        return cls.of(cluster.job, held, left_out, inner)
+        return cls.of(cluster.job, held, left_out, inner, rows)
 
     @classmethod
     def of(
         cls,
         job: Job,
         held: Snapshot | RecoveredState,
-        left_out: Mapping[int, Mapping[str, torch.Tensor]],
+        left_out: Own,
         inner: Mapping[int, InnerOptimizerState],
+        rows: Own,
     ) -> OptimizerState:
         """Return the optimizer's state of a job of which all parts are known.
 
@@ -88,16 +99,19 @@ class OptimizerState:
             held: what servers and the coordinator hold.
             left_out: by worker, what compression has left out of its gradients.
             inner: by worker, with local SGD, the state of its own optimizer.
+            rows: by worker, the gradients of rows that it has not pushed.
         """
+        parts = ((_LEFT_OUT, left_out), (_ROWS, rows))
+        apart = {
+            f"{prefix}{worker}/{name}": value
+            for prefix, own in parts
+            for worker, state in own.items()
+            for name, value in state.items()
+        }
         on_servers, plain = files.assemble(job.description.layout, held.records)
         if not isinstance(job.config, LocalStrategy):
-            apart = {
-                f"{_LEFT_OUT}{w}/{name}": v
-                for w, state in left_out.items()
-                for name, v in state.items()
-            }
             return cls(on_servers, plain, apart, held.state.get("schedule"))
-        apart = {_OUTER + name: value for name, value in on_servers.items()}
+        apart |= {_OUTER + name: value for name, value in on_servers.items()}
         for worker, (state, _, _) in inner.items():
             apart |= {f"{_OWN}{worker}/{name}": value for name, value in state.items()}
         mean, plain, schedule = mean_inner(list(inner.values()))
@@ -105,6 +119,8 @@ class OptimizerState:
 
     def renumbered(self, numbers: Mapping[int, int]) -> OptimizerState:
         """Return the same state with other numbers of workers, without those that have none.
+
+        The gradients of rows that these have not pushed are left to be pushed by any worker.
 
         Args:
             numbers: maps each worker's number to its new one.
@@ -115,6 +131,10 @@ class OptimizerState:
                 if worker in numbers:
                     new = f"{prefix}{numbers[worker]}/"
                     apart |= {new + name: value for name, value in state.items()}
+        others = itertools.count(max(numbers.values(), default=-1) + 1)
+        for worker, state in self._by_worker(_ROWS).items():
+            number = numbers[worker] if worker in numbers else next(others)
+            apart |= {f"{_ROWS}{number}/{name}": value for name, value in state.items()}
         return replace(self, apart=apart)
 
     def place(self, cluster: Cluster, *, same: bool = False) -> list[files.Record]:
@@ -129,6 +149,8 @@ class OptimizerState:
             CheckpointError: there is state of an unknown or frozen parameter.
         """
         layout, workers = cluster.job.description.layout, range(cluster.job.num_workers)
+        if cluster.job.tables is not None:
+            cluster.workers.call(remote_functions.push_rows_later, self.rows_for(cluster.job))
         if not isinstance(cluster.job.config, LocalStrategy):
             records = files.disassemble(layout, self.state, self.plain)
             if cluster.job.compresses:
@@ -155,6 +177,23 @@ class OptimizerState:
         }
         return files.disassemble(layout, outer, [])
 
+    def rows_for(self, job: Job) -> dict[int, Tensors]:
+        """Return by worker of a job the gradients of rows that it is to push.
+
+        Where each push is an update by itself, worker 0 pushes all of them.
+
+        Raises:
+            CheckpointError: they are not of the job's tables.
+        """
+        found = self._by_worker(_ROWS)
+        if not found or job.tables is None:
+            return {}
+        from steepest.engine.delayed_rows import divided  # needs what only tables need
+
+        pushers = job.num_workers if job.strategy.rule.together else 1
+        states = [found[worker] for worker in sorted(found)]
+        return dict(enumerate(divided(job.tables, states, pushers)))
+
     def _by_worker(self, prefix: str) -> dict[int, dict[str, torch.Tensor]]:
         found: dict[int, dict[str, torch.Tensor]] = {}
         for key, value in self.apart.items():
@@ -171,7 +210,7 @@ class OptimizerState:
         apart = {
             key: value
             for key, value in replicas.items()
-            if key.startswith((_OWN, _OUTER, _LEFT_OUT))
+            if key.startswith((_OWN, _OUTER, _LEFT_OUT, _ROWS))
         }
         return apart, {key: value for key, value in replicas.items() if key not in apart}
 
@@ -204,10 +243,7 @@ def _can_be_averaged(values: Sequence[torch.Tensor]) -> bool:
     return alike and not (is_text(first) and any(not torch.equal(first, v) for v in values))
 
 
-Own = dict[int, dict[str, torch.Tensor]]
-
-
-def _own_or_mean(own: Own, workers: int) -> tuple[Own, dict[str, torch.Tensor]]:
+def _own_or_mean(own: Own, workers: int) -> tuple[Own, Mapping[str, torch.Tensor]]:
     """Return what compression has left out of each worker's gradients, or a mean for all.
 
     The mean is used when there are other workers than those that left it; the sum of all parts

@@ -155,6 +155,22 @@ def load_left_out(
         replicas.compressor.load_state(own.get(replicas.worker, mean))
 
 
+def unpushed_rows(replicas: Replicas, step: int) -> Tensors:
+    """Return the gradients of rows that a worker has not pushed, see `RowCollector.unpushed`."""
+    return Tensors() if replicas.rows is None else replicas.rows.unpushed(step)
+
+
+def push_rows_later(replicas: Replicas, own: Mapping[int, Tensors]) -> None:
+    """Have a worker push gradients of rows with its next step, see `RowCollector.push_later`.
+
+    Args:
+        replicas: of the worker.
+        own: by worker; nothing for a worker that is lacking.
+    """
+    if replicas.rows is not None:
+        replicas.rows.push_later(own.get(replicas.worker, Tensors()))
+
+
 def use_plan(replicas: Replicas, plan: SamplePlan | None, seed: int) -> None:
     """Set which samples belong to which worker from now on."""
     replicas.use_plan(plan, seed)

@@ -93,7 +93,8 @@ class Stock:
         inner = {
             index: each.inner for index, each in enumerate(copy.workers) if each.inner is not None
         }
-        optimizer = OptimizerState.of(copy.job, copy.found, left_out, inner)
+        rows = {index: each.rows for index, each in enumerate(copy.workers)}
+        optimizer = OptimizerState.of(copy.job, copy.found, left_out, inner, rows)
         return cls(copy, optimizer, copy.job.num_workers, copied=True)
 
     def renumbered(self, numbers: Mapping[int, int]) -> Stock:

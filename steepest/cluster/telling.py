@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from steepest.cluster.applying import Applied
 from steepest.cluster.launch import Cluster
 from steepest.engine.job import Job
-from steepest.messages.message import worker_peer
+from steepest.messages.message import Peer, worker_peer
 
 
 def tell(
@@ -55,6 +55,22 @@ def tell(
         )
 
 
+def nothing_lost(job: Job, dead: Collection[Peer]) -> str:
+    """Return in words that deaths have cost no update, with what they have cost all the same.
+
+    Args:
+        job: as it was.
+        dead: its dead processes.
+    """
+    workers = [str(peer) for peer in sorted(dead) if peer.role == "worker"]
+    if not workers or not job.delays_rows:
+        return "no update and no sample is lost"
+    return (
+        "no update and no sample is lost, except the gradients of rows of at most one step, which "
+        f"{' and '.join(workers)} had not pushed"
+    )
+
+
 def _of_deaths(
     cluster: Cluster,
     applied: Applied,
@@ -69,7 +85,7 @@ def _of_deaths(
     what = (
         f"{lost} updates since the last copy are lost, and made again"
         if lost
-        else "no update and no sample is lost"
+        else nothing_lost(before, applied.dead)
     )
     who = f"{', '.join(said)} died"
     if transition.replaced:

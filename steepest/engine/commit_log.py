@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import torch
 
 from steepest.config.strategies import StrategyConfig
 from steepest.data.sampler import SamplePlan
 from steepest.engine.topology import HostMap
 from steepest.messages.fields import RateChanges
+
+#: By worker, gradients of rows, see `steepest.engine.delayed_rows.DelayedRows.state`.
+UnpushedRows = Mapping[int, Mapping[str, torch.Tensor]]
 
 
 class LoggedPush(NamedTuple):
@@ -85,6 +90,7 @@ class CommitLog:
         cuts: the number of shares of each step, and of its micro-batches.
         threads: torch threads of each worker, and of each server; None where they are not known.
         rates: learning rates that were set instead of the schedule's.
+        unpushed: by worker, the gradients of rows that it had not pushed when this log begins.
         earlier: the logs of the job before it was put together again, oldest first, each without
             earlier ones.
     """
@@ -101,6 +107,7 @@ class CommitLog:
     cuts: tuple[int, int] = (0, 0)
     threads: tuple[int, int] | None = None
     rates: RateChanges = ()
+    unpushed: UnpushedRows = field(default_factory=dict, repr=False)
     earlier: tuple[CommitLog, ...] = ()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,10 @@ import torch
 from steepest.compression.codecs import sum_of_squares
 from steepest.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.engine.row_collector import RowCollector
+from steepest.errors import CheckpointError, ConfigurationError
+from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added
+from steepest.tensors.dtypes import Tensors
 
 #: The gradient of each group of tables, in units of some weight; None where there is none.
 Gradients = Sequence[RowGradients | None]
@@ -32,28 +35,36 @@ class _Kept(NamedTuple):
 
 
 class DelayedRows:
-    """The gradients of rows of one worker, each of which is pushed with the next step's.
+    """The gradients of rows of one worker, each of which may be pushed with the next step's.
 
-    It is pushed as that step begins, so that its bytes travel while the step computes. The last
-    step that is granted pushes its own as well, so that nothing is kept between calls of a user.
-    Where an update is left out because of NaN or infinity, its step's rows are left out with it, and
-    those of the step before are pushed again with the next step. What is kept when its worker dies,
-    or gets another role, is lost.
+    If gradients are delayed, each is pushed as the next step begins, so that its bytes travel while
+    that step computes. The last step that is granted pushes its own as well, so that nothing is kept
+    between calls of a user. Where an update is left out because of NaN or infinity, its step's rows
+    are left out with it, and those of the step before are pushed again with the next step. What is
+    kept when a worker's process gets another role is given to the new one as `state`; what is kept
+    when the process dies is lost.
 
     Args:
         rows: packs what is pushed.
 
     Attributes:
+        delays: whether gradients are delayed; otherwise each step pushes its own, with what is kept.
         is_last: whether no step is granted after the present one.
     """
 
     def __init__(self, rows: RowCollector) -> None:
+        self.delays = False
         self.is_last = True
         self._rows = rows
         self._kept: _Kept | None = None  # of the step before the present one
         self._next: _Kept | None = None  # of the present one
         self._version = -1  # of the present step
         self._sent = False  # whether `_kept` is part of its push
+
+    @property
+    def _pushes_own(self) -> bool:
+        """Whether the present step pushes its own gradient."""
+        return self.is_last or not self.delays
 
     def begin(self, version: int) -> None:
         """Begin a step from a version, which may be the same again."""
@@ -74,10 +85,23 @@ class DelayedRows:
         if self._kept is not None and not _is_finite(self._kept):
             self._kept = None
 
-    def forget(self) -> None:
-        """Forget what has not been pushed: the state that it belongs to is given up."""
-        self._kept = self._next = None
-        self._sent = False
+    def state(self, version: int) -> Tensors:
+        """Return the gradient that no update has, once a version is committed.
+
+        Args:
+            version: the last that is committed.
+
+        Returns:
+            For each group of tables with gradients its number, with them as flat bytes; and "weights":
+            (2,) float64, that of one unit, and that of the samples. Empty if there is no gradient.
+        """
+        kept = self._next if self._sent and self._version < version else self._kept
+        return Tensors() if kept is None else _packed(kept)
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Keep a gradient as `state` returned it, in place of what is kept; none if it is empty."""
+        self._kept = _unpacked(self._rows.dealing, state) if state else None
+        self._next, self._sent, self._version = None, False, -1
 
     def begin_share(self, ready: ChunkReady) -> None:
         """Push the gradient of the step before, unless this step pushes its own too.
@@ -85,7 +109,7 @@ class DelayedRows:
         Called where the step's gradient is computed, rather than pushed again as it is.
         """
         self._next = None
-        if not self.is_last:
+        if not self._pushes_own:
             self._push(self._kept, ready)
 
     def end_share(self, gradients: Gradients, unit: float, total: float, ready: ChunkReady) -> None:
@@ -98,7 +122,7 @@ class DelayedRows:
             ready: see `ChunkReady`.
         """
         own = _Kept(gradients, unit, total)
-        if self.is_last:
+        if self._pushes_own:
             self._push(self._with_kept(own), ready)
         else:
             self._next = own
@@ -129,6 +153,74 @@ class DelayedRows:
         for chunk in self._rows.dealing.chunks:
             ready(chunk, packed.get(chunk, NOTHING), unit, total, frozenset())
         self._sent = True
+
+
+def _packed(kept: _Kept) -> Tensors:
+    """Return a gradient as a state."""
+    if not kept.total:
+        return Tensors()
+    weights = torch.tensor([kept.unit, kept.total], dtype=torch.float64)
+    groups = ((str(n), part) for n, part in enumerate(kept.gradients) if part is not None)
+    return Tensors({"weights": weights} | {n: torch.from_numpy(p.pack()) for n, p in groups})
+
+
+def _unpacked(dealing: Dealing, state: Mapping[str, torch.Tensor]) -> _Kept:
+    """Return the gradient of a state that is not empty.
+
+    Raises:
+        CheckpointError: it is no gradient of such tables.
+    """
+    gradients: list[RowGradients | None] = [None] * len(dealing.groups)
+    try:
+        unit, total = state["weights"].tolist()
+        if not (unit > 0 and total > 0 and math.isfinite(unit + total)):
+            raise ConfigurationError(f"their weights are {unit} and {total}")
+        for name in state.keys() - {"weights"}:
+            group = dealing.groups[int(name)]
+            packed = state[name].clone().numpy()  # at a multiple of its numbers' size
+            found = RowGradients.unpack(packed, group[0].dim, group[0].dtype)
+            found.require([table.name for table in group], 0, 1)
+            gradients[int(name)] = found
+    except (ConfigurationError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the gradients of rows that a worker had not pushed make no sense: {error}"
+        ) from error
+    return _Kept(gradients, unit, total)
+
+
+def divided(
+    dealing: Dealing, states: Sequence[Mapping[str, torch.Tensor]], workers: int
+) -> list[Tensors]:
+    """Return what each of some workers is to push of gradients that others have not pushed.
+
+    All push the same weight of samples, so that the mean over their pushes is that over `states`,
+    also where they push it together with gradients of their own.
+
+    Args:
+        dealing: of tables into chunks.
+        states: each as `DelayedRows.state` returned it.
+        workers: their number.
+
+    Returns:
+        By worker, as `DelayedRows.load_state` takes it.
+
+    Raises:
+        CheckpointError: a state is no gradient of such tables.
+    """
+    found = [_unpacked(dealing, state) for state in states if state]
+    total = math.fsum(kept.total for kept in found) / workers
+    return [_added(found[worker::workers], total, len(dealing.groups)) for worker in range(workers)]
+
+
+def _added(found: Sequence[_Kept], total: float, groups: int) -> Tensors:
+    """Return the sum of some gradients, with another weight of the samples, as a state."""
+    unit = found[0].unit if found else 1.0
+    together: list[RowGradients | None] = []
+    for group in range(groups):
+        parts = [(kept.gradients[group], kept.unit / unit) for kept in found]
+        scaled = [part.times(factor) for part, factor in parts if part is not None]
+        together.append(added(scaled) if scaled else None)
+    return _packed(_Kept(together, unit, total))
 
 
 def _is_finite(kept: _Kept) -> bool:

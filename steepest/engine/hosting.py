@@ -242,11 +242,10 @@ def _look_ahead(job: Job, replicas: Replicas, rows: RowExchange | None) -> LookA
     shares = job.strategy.table_staleness
     if rows is None or shares is None:
         return None
-    from steepest.engine.delayed_rows import DelayedRows
     from steepest.engine.look_ahead import LookAhead
 
-    if shares > 1:  # one of the steps goes to the way back
-        rows.delayed, shares = DelayedRows(rows), shares - 1
+    if job.delays_rows:  # one of the steps goes to the way back
+        rows.delayed.delays, shares = True, shares - 1
     return LookAhead(rows, shares, replicas.load, replicas.places, job.shares)
 
 

@@ -283,7 +283,12 @@ class Job:
     def workers_have_state(self) -> bool:
         """Whether workers may have state that no server holds, see `WorkerState`."""
         local = isinstance(self.config, LocalStrategy)
-        return self.description.changing or self.compresses or local
+        return self.description.changing or self.compresses or local or self.delays_rows
+
+    @property
+    def delays_rows(self) -> bool:
+        """Whether workers push the gradients of rows a step late, see `DelayedRows`."""
+        return self.tables is not None and (self.strategy.table_staleness or 0) > 1
 
     @property
     def global_batch(self) -> int:

@@ -152,7 +152,7 @@ class PushPull:
         """Note that the last push was left out of the servers' weights: it changes nothing here."""
         if self.compressor is not None:
             self.compressor.begin()
-        if self.rows is not None and self.rows.delayed is not None:
+        if self.rows is not None:
             self.rows.delayed.left_out()
         self._undo()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from steepest.compression.codecs import sum_of_squares
-from steepest.engine.chunk_ready import NOTHING, ChunkReady
+from steepest.engine.chunk_ready import ChunkReady
 from steepest.engine.row_memory import ROW_MEMORY
 from steepest.models.embedding import RowSource
 from steepest.tables.dealing import Dealing
@@ -18,6 +18,7 @@ from steepest.tables.gradients import RowGradients, added
 from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.table import Table
+from steepest.tensors.dtypes import Tensors
 
 #: By batch, its weight, and the gradients of each group of tables.
 _Batches = list[tuple[float, list[list[RowGradients]]]]
@@ -90,6 +91,7 @@ class RowCollector(RowSource, ABC):
             self._batches.append((weight, self._batch))
         self._batch = [[] for _ in self.dealing.groups]
 
+    @abstractmethod
     def begin_share(self, ready: ChunkReady) -> None:
         """Begin a worker's gradient.
 
@@ -97,6 +99,7 @@ class RowCollector(RowSource, ABC):
             ready: called with the gradient of each shard that can be pushed already.
         """
 
+    @abstractmethod
     def end_share(self, ready: ChunkReady, updates: int = 1) -> None:
         """End a worker's gradient, of which all batches are computed.
 
@@ -105,10 +108,17 @@ class RowCollector(RowSource, ABC):
             updates: of its own weights that the worker has made meanwhile, each with the mean over
                 some of the batches; rows get the sum of these means.
         """
-        unit, total = self.weights(updates)
-        packed = self.packed(self.gradients())
-        for chunk in self.dealing.chunks:
-            ready(chunk, packed.get(chunk, NOTHING), unit, total, frozenset())
+
+    @abstractmethod
+    def unpushed(self, step: int) -> Tensors:
+        """Return the gradient that no update has, once so many steps are committed.
+
+        See `steepest.engine.delayed_rows.DelayedRows.state`.
+        """
+
+    @abstractmethod
+    def push_later(self, gradient: Mapping[str, torch.Tensor]) -> None:
+        """Push what `unpushed` returned with the next step, and nothing kept before."""
 
     def weights(self, updates: int = 1) -> tuple[float, float]:
         """Return the weight of one unit of `gradients`, and of all samples, divided by `updates`."""

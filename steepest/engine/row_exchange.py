@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import pack_keys
 from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
+from steepest.tensors.dtypes import Tensors
 
 #: Receives messages until a condition holds; raises where it cannot come to hold any more.
 WaitUntil = Callable[[Callable[[], bool]], None]
@@ -80,7 +81,7 @@ class RowExchange(RowCollector):
         position: generation and version of the weights with which models compute.
         bytes_pulled: so far.
         lookups: of the last batch, each of one group of tables.
-        delayed: the gradients that are pushed a step late; None where each step pushes its own.
+        delayed: the gradients that are kept for the next step.
         versions: of the answers that the present gradient is computed with, in their order.
     """
 
@@ -97,7 +98,7 @@ class RowExchange(RowCollector):
         self._awaited: dict[int, int] = {}  # by request, the server
         self._answers: dict[int, Rows] = {}
         self.lookups = self._done = 0
-        self.delayed: DelayedRows | None = None
+        self.delayed = DelayedRows(self)
         self.versions: list[int] = []
         self._looking: list[_Asked] | None = None  # the look-ups of a pass that only asks
         self._later = 0  # versions after the present one, of which its rows are to be
@@ -192,27 +193,30 @@ class RowExchange(RowCollector):
         self.clear()
         self.versions = []
         self.position = (generation, version)
-        if self.delayed is not None:
-            self.delayed.begin(version)
+        self.delayed.begin(version)
 
     def begin_share(self, ready: ChunkReady) -> None:
         """Push the gradients of the step before, where they are delayed."""
-        if self.delayed is not None:
-            self.delayed.begin_share(ready)
+        self.delayed.begin_share(ready)
 
     def end_share(self, ready: ChunkReady, updates: int = 1) -> None:
         """Push the gradients of all batches, or keep them for the next step."""
-        if self.delayed is None:
-            super().end_share(ready, updates)
-        else:
-            self.delayed.end_share(self.gradients(), *self.weights(updates), ready)
+        self.delayed.end_share(self.gradients(), *self.weights(updates), ready)
+
+    def unpushed(self, step: int) -> Tensors:
+        """Return the gradient that no update has; a step is a version where gradients are delayed."""
+        return self.delayed.state(step)
+
+    def push_later(self, gradient: Mapping[str, torch.Tensor]) -> None:
+        """Push what `unpushed` returned with the next step, and nothing kept before."""
+        self.delayed.load_state(gradient)
 
     def reported(self) -> dict[str, Any]:
         """Return the "row_versions" and "own_rows" of the report of the present gradient."""
         runs: list[tuple[int, int]] = []
         if any(version != self.position[1] for version in self.versions):
             runs = [(len(list(same)), version) for version, same in groupby(self.versions)]
-        own = self.delayed is not None and self.delayed.is_last
+        own = self.delayed.delays and self.delayed.is_last
         return {"row_versions": runs, "own_rows": own}
 
     def look(self, place: Place, forward: Callable[[], None], *, later: bool) -> None:

@@ -258,8 +258,6 @@ class Worker:
         self._lease = None
         if self._exchange.rows is not None:
             self._exchange.rows.forget_looked_at()
-            if begun.install and self._exchange.rows.delayed is not None:
-                self._exchange.rows.delayed.forget()
         if not begun.again:  # weights may be others, or what the models do
             self._computed = None
         if begun.reload:
@@ -444,7 +442,7 @@ class Worker:
         """Compute and push the gradient of a share, then send REPORT, or FAILED with the error."""
         self._pushed = (self.generation, version)
         self._exchange.begin(self.generation, version, self._incarnation)
-        if (rows := self._exchange.rows) is not None and rows.delayed is not None:
+        if (rows := self._exchange.rows) is not None:
             rows.delayed.is_last = version + 1 >= self._limit
         self._between.finish()
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +22,7 @@ class WorkerState:
         buffers: of each replica, with frozen parameters that it has changed, see `Replicas.states`.
         left_out: what compression has left out of its gradients, see `GradientCompressor.state`.
         inner: of its own optimizer under local SGD; None under other strategies.
+        rows: gradients of rows that it has not pushed, see `DelayedRows.state`.
         seconds: that copying took, during which the worker computed nothing.
     """
 
@@ -29,6 +30,7 @@ class WorkerState:
     left_out: Tensors
     inner: InnerOptimizerState | None
     seconds: float
+    rows: Tensors = field(default_factory=Tensors)
 
 
 def worker_state(replicas: Replicas, step: int) -> WorkerState:
@@ -46,7 +48,8 @@ def worker_state(replicas: Replicas, step: int) -> WorkerState:
     if isinstance(replicas, LocalReplicas):
         state, plain, schedule = replicas.inner_state(step)
         inner = Tensors(state), plain, schedule
-    return WorkerState(buffers, left_out, inner, time.perf_counter() - began)
+    rows = Tensors() if replicas.rows is None else replicas.rows.unpushed(step)
+    return WorkerState(buffers, left_out, inner, time.perf_counter() - began, rows)
 
 
 def buffers_of(

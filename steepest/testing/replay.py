@@ -13,7 +13,7 @@ import torch
 from steepest.checkpoint import files
 from steepest.checkpoint.files import assemble, disassemble
 from steepest.config.strategies import LocalStrategy
-from steepest.engine.commit_log import Commit, CommitLog, LoggedPush
+from steepest.engine.commit_log import Commit, CommitLog, LoggedPush, UnpushedRows
 from steepest.engine.host_aggregator import HostAggregator
 from steepest.engine.hosting import build_replicas
 from steepest.engine.job import Job, ModelCreator, build_models
@@ -202,7 +202,7 @@ class _Run:
             own = Tensors((n, value) for n, value in carried.own.items() if n not in trained)
             self._workers[0].begin_with(own)
         self._rows = self._rows_of_versions()
-        self._senders = _Senders(self._job, self._server, self._rows)
+        self._senders = _Senders(self._job, self._server, self._rows, log.unpushed)
         self._threads = log.threads or [torch.get_num_threads()] * 2  # of workers, of servers
         self._last_use = {
             push.pulled: commit.version for commit in log.commits for push in commit.pushes
@@ -375,12 +375,22 @@ def _all(states: list[list[Tensors]], workers: list[Replicas]) -> list[Tensors]:
 
 
 class _Senders:
-    """The workers' ends of pushes, which reach the one server in the form of the run."""
+    """The workers' ends of pushes, which reach the one server in the form of the run.
 
-    def __init__(self, job: Job, server: Server, rows: RowsOfVersions | None) -> None:
+    Args:
+        job: of the log.
+        server: that holds all chunks.
+        rows: answers pulls of rows; None without tables.
+        unpushed: by worker, the gradients of rows with which it begins.
+    """
+
+    def __init__(
+        self, job: Job, server: Server, rows: RowsOfVersions | None, unpushed: UnpushedRows
+    ) -> None:
         self._job = job
         self._server = server
         self._rows = rows
+        self._unpushed = dict(unpushed)
         self._exchanges: dict[int, tuple[int, PushPull]] = {}  # by worker: incarnation, end
         self._aggregators = {
             index: HostAggregator(
@@ -408,6 +418,8 @@ class _Senders:
             memory = self._job.description.layout.allocate()
             send = partial(self._arrive, worker_peer(worker))
             exchange = PushPull(worker, self._job.topology, memory, send)
+            if exchange.rows is not None:
+                exchange.rows.push_later(self._unpushed.pop(worker, {}))
             self._exchanges[worker] = incarnation, exchange
         return exchange
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from steepest.engine.commit_log import Commit, LoggedPush
-from steepest.engine.delayed_rows import DelayedRows
 from steepest.engine.row_exchange import RowExchange
 from steepest.engine.row_pulls import RowPulls
 from steepest.engine.server import Server
@@ -64,9 +63,8 @@ class RowsOfVersions:
         self._versions = (version for count, version in runs for _ in range(count))
         if rows.wait_until is None:
             rows.begin_life(push.incarnation, lambda has_come: None)  # answers come at once
-            rows.delayed = DelayedRows(rows) if self._delays else None
-        if rows.delayed is not None:
-            rows.delayed.is_last = push.own_rows
+            rows.delayed.delays = self._delays
+        rows.delayed.is_last = push.own_rows
 
     def end(self) -> None:
         """End a worker's gradient.
