@@ -461,6 +461,15 @@ def test_a_range_takes_no_out() -> None:
 # -- optimizers --------------------------------------------------------------------------------------
 
 
+def stepped(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer that has taken a step."""
+    (parameter,) = parameters
+    parameter.grad = torch.ones_like(parameter)
+    adam = torch.optim.Adam(parameters)
+    adam.step()
+    return adam
+
+
 @pytest.mark.parametrize(
     ("initial", "optimizer", "says"),
     [
@@ -472,6 +481,7 @@ def test_a_range_takes_no_out() -> None:
         (np.zeros(3), lambda p: None, "returned NoneType"),
         (np.zeros(3), lambda p: torch.optim.LBFGS(p), "LBFGS"),
         ({"v": np.zeros(3), "w": np.zeros(3)}, lambda p: torch.optim.SGD(p[:1]), "leaves out 'w'"),
+        (np.zeros(3), stepped, "Adam arrives with state"),
         (
             np.zeros(3),
             lambda p: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]),

@@ -494,7 +494,7 @@ class Cluster(JobContext):
         """Connect the driver's end of the job to its processes; return when workers have joined.
 
         Args:
-            initial: a call that returns weights and buffers to begin with; None for none.
+            initial: a call that returns what to begin with, see `Process.initial`; None for none.
             held: see `_take_up`.
         """
         index = secrets.randbelow(1 << 31)
@@ -519,11 +519,12 @@ class Cluster(JobContext):
 
     def _host_in_driver(self, initial: Any) -> None:
         """Host the coordinator and the only server in this process, see `SimpleStrategy`."""
-        flat = self.job.description.layout.allocate()
+        flat, arriving = self.job.description.layout.allocate(), None
         if initial is not None:
-            flat.numpy()[:] = self.get([initial], "send its weights")[0][0]
+            (begun,) = self.get([initial], "send its weights")
+            flat.numpy()[:], arriving = begun[0], begun[2]
         host_coordinator(self.router, self.job)
-        host_server(self.router, self.job, 0, flat)
+        host_server(self.router, self.job, 0, flat, arriving=arriving)
 
     # -- running -------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
@@ -51,6 +51,7 @@ from steepest.messages.message import (
     worker_peer,
 )
 from steepest.models.protocol import Model
+from steepest.optim.arriving import ArrivingState
 from steepest.optim.spec import OptimizerSpec
 from steepest.tensors.allocator import keep_freed_memory, start_thread
 from steepest.tensors.dtypes import Tensors
@@ -67,6 +68,8 @@ from steepest.transport.tls import Identity
 ProcessType = TypeVar("ProcessType", bound="Process")
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+#: What a job begins with: the flat weights, buffers, and the state with which the optimizer arrives.
+Initial = tuple[Bytes, Tensors, ArrivingState | None]
 _RESULT_SECONDS = 0.02  # the driver hears of short steps together
 _NO_COLLECTIVE = (
     'the workers of this job talk by actor calls, which carry no collectives: give DistributedSGD strategy="ps" or '
@@ -273,18 +276,22 @@ class Process:
             return None
         return self._models[0].layout, self._models[0].optimizer_spec
 
-    def initial(self) -> tuple[Bytes, Tensors]:
-        """Return the flat weights, and the first replica's buffers, as they were made."""
+    def initial(self) -> Initial:
+        """Return the flat weights, the first replica's buffers, its optimizer's state, as made."""
         assert self._replicas is not None
         replicas = self._replicas
-        return replicas.weights.numpy(), Tensors(replicas.models[0].state())
+        model = replicas.models[0]
+        arriving: ArrivingState | None = getattr(model, "optimizer_state", None)
+        if arriving is not None:
+            arriving = replace(arriving, state=Tensors(arriving.state))
+        return replicas.weights.numpy(), Tensors(model.state()), arriving
 
     @on_router
     def open(
         self,
         job: Job,
         servers: Sequence[int],
-        initial: tuple[Bytes, Tensors] | None,
+        initial: Initial | None,
         incarnation: int = 0,
     ) -> Address:
         """Host servers (the coordinator beside the first) and this process' worker.
@@ -292,7 +299,7 @@ class Process:
         Args:
             job: the facts of the job.
             servers: their indices.
-            initial: weights and buffers to begin with; None to keep what is there.
+            initial: what to begin with; None to keep what is there.
             incarnation: which life of the worker this is.
 
         Returns:
@@ -318,7 +325,7 @@ class Process:
             )
         )
         if servers:
-            self._host_servers(job, servers, aggregators, None if initial is None else initial[0])
+            self._host_servers(job, servers, aggregators, initial)
         if self._replicas is not None:
             self.router.call(give_way)
             self._worker = host_worker(
@@ -326,12 +333,15 @@ class Process:
             )
             if initial is not None:
                 self._replicas.begin_with(initial[1])
+        for model in self._models:
+            if getattr(model, "optimizer_state", None) is not None:
+                setattr(model, "optimizer_state", None)  # noqa: B010 - no part of the protocol
         if isinstance(self._transport, WireTransport):
             return self._transport.listen(self._place.host)
         return Address(self._place.node, "", 0, "", peers)
 
     def _host_servers(
-        self, job: Job, servers: Sequence[int], aggregators: Sequence[int], initial: Bytes | None
+        self, job: Job, servers: Sequence[int], aggregators: Sequence[int], initial: Initial | None
     ) -> None:
         # A worker that hosts servers shares its weights with them: one copy, updated in place.
         own = self._replicas if job.strategy.in_place else None
@@ -341,12 +351,15 @@ class Process:
         if initial is not None:
             for chunk in job.description.layout.chunks:
                 if not set(servers).isdisjoint(job.holders[chunk.index]):
-                    weights.numpy()[chunk.start : chunk.stop] = initial[chunk.start : chunk.stop]
+                    weights.numpy()[chunk.start : chunk.stop] = initial[0][chunk.start : chunk.stop]
         if 0 in servers:
             host_coordinator(self.router, job, _RESULT_SECONDS)
         for index in servers:
             in_place = own is not None or index in aggregators
-            self._servers.append(host_server(self.router, job, index, weights, shared=in_place))
+            arriving = None if initial is None else initial[2]
+            self._servers.append(
+                host_server(self.router, job, index, weights, shared=in_place, arriving=arriving)
+            )
         for index in aggregators:
             shown = segment_of(weights) is not None  # else descriptors or memory had run out
             host_aggregator(self.router, job, index, weights, shown=shown)

@@ -23,7 +23,7 @@ def connect_processes(
 
     Args:
         context: the job, with its processes, their models bound.
-        initial: a call that returns weights and buffers to begin with; None to keep what
+        initial: a call that returns what to begin with, see `Process.initial`; None to keep what
             processes have.
 
     Returns:

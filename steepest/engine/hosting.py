@@ -21,6 +21,7 @@ from steepest.engine.worker import Worker
 from steepest.messages.message import COORDINATOR, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.messages.permissions import TRAINING, Admission
 from steepest.models.protocol import Model
+from steepest.optim.arriving import ArrivingState
 from steepest.optim.spec import Schedule
 from steepest.protocol.closed_job import ClosedJob
 from steepest.protocol.commit_state import CommitState
@@ -125,7 +126,13 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
 
 
 def host_server(
-    router: Router, job: Job, index: int, weights: torch.Tensor, *, shared: bool = False
+    router: Router,
+    job: Job,
+    index: int,
+    weights: torch.Tensor,
+    *,
+    shared: bool = False,
+    arriving: ArrivingState | None = None,
 ) -> Server:
     """Host a server in this process.
 
@@ -136,6 +143,8 @@ def host_server(
         weights: the flat vector (uint8, of the layout's size) with the initial values.
         shared: whether workers compute with the weights in that very vector, so that the server
             must update them there.
+        arriving: the state with which the model's optimizer arrives; under local SGD it is for
+            workers alone.
     """
     peer = server_peer(index)
     _prepare(job)
@@ -154,6 +163,8 @@ def host_server(
         ),
     )
     server.flush = router.pump
+    if job.strategy.outer is None:
+        server.begin_with(arriving)
     _host(router, job, peer, server)
     return server
 

@@ -75,6 +75,8 @@ class LocalReplicas(Replicas):
             )
             for chunk in chunks
         }
+        if (arriving := getattr(models[0], "optimizer_state", None)) is not None:
+            self._load(disassemble(self.layout, arriving.state, arriving.plain))
         self._number = -1  # of the last share
         self._before: list[Record] = []  # the inner optimizer's state before that share
         self._schedule_before: ScheduleState | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from steepest.checkpoint.files import disassemble
 from steepest.engine.early_pushes import EarlyPushes
 from steepest.engine.incoming_weights import Key, where_lent
 from steepest.engine.optimizer_records import checked_state_size
@@ -36,6 +37,7 @@ from steepest.messages.message import COORDINATOR, Kind, Message, Peer, PushId, 
 from steepest.messages.rows import PullRows
 from steepest.messages.snapshots import InstallPut, ReadOn, Snapshot
 from steepest.messages.users import UserLeft
+from steepest.optim.arriving import ArrivingState
 from steepest.optim.spec import OptimizerSpec
 from steepest.protocol.decision_log import DecisionLog
 from steepest.protocol.push_tracking import MOST_PUSHES, ClosedPushes
@@ -158,6 +160,22 @@ class Server:
         )  # workers of whose pushes the last committed one was left out
         self._ended: dict[int, int] = {}  # by worker, the incarnation of its last life that is over
         self._pulls = RowPulls(index, topology.tables, self.chunks, send)
+
+    def begin_with(self, arriving: ArrivingState | None) -> None:
+        """Set the optimizer's state to that with which it arrives, before the first step.
+
+        Args:
+            arriving: of all parameters, and of tables; None for none.
+        """
+        if arriving is None:
+            return
+        begun = set()
+        for index, about, value in disassemble(self._layout, arriving.state, arriving.plain):
+            if index in self.chunks:
+                self.chunks[index].load_state(about, value)
+                begun.add(index)
+        for index in begun:
+            self.chunks[index].end_state()
 
     @property
     def vector(self) -> torch.Tensor:

@@ -142,6 +142,9 @@ class Model(Protocol):
     layout (``ParameterLayout.plan(table_shards=...)``), and a method `use_rows(source)`, after which
     its modules pull rows from a `steepest.models.embedding.RowSource` and push gradients to it.
 
+    One whose optimizer has state before the first step has it as `optimizer_state`, a
+    `steepest.optim.arriving.ArrivingState`, which is set to None when servers have it.
+
     A model is made by the user's `model_creator(worker_index, device_index)`; the library then
     binds it to flat vectors and calls it from one thread.
     """

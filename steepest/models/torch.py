@@ -27,6 +27,8 @@ from steepest.models.prefetch import Gates
 from steepest.models.protocol import Arrive, Computed, Ready, all_here, checked_metrics
 from steepest.models.rows import ScaledRows, anchor, count_shards, tables_in
 from steepest.models.write_check import WriteCheck, holders_of
+from steepest.optim.arriving import arriving_state
+from steepest.optim.several import as_one
 from steepest.optim.spec import OptimizerSpec
 from steepest.optim.torch_without_compiler import without_compiler
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
@@ -71,7 +73,8 @@ class TorchModel:
             an iterable of batches.
         batch_size: samples per replica and step.
         optimizer: receives the module, returns a torch.optim optimizer, or a list of several over
-            disjoint parameters, all of which step.
+            disjoint parameters, all of which step. State that it has by then, as of
+            `load_state_dict`, is taken over.
         metrics: functions of (output, target), each a mean over the batch, by name. The target of a
             batch that is a dict is its "labels".
         lr_scheduler: receives the optimizer (of several, one with all their groups), returns a
@@ -89,6 +92,7 @@ class TorchModel:
 
     Attributes:
         tables: of the module's embedding modules, see `steepest.models.embedding`.
+        optimizer_state: with which the optimizer arrived, until servers have it; None for none.
 
     Raises:
         ModelError: a lazy parameter, a name used twice, nothing to train, a trained embedding with
@@ -140,17 +144,11 @@ class TorchModel:
         self._holders = plainly(holders_of(module, dict(module.named_parameters())))
         self._aliases = _aliases(module)
         self._recipe = optimizer, lr_scheduler, learning_rate
-        self.optimizer_spec = self._read_optimizer()
-        updated = self.optimizer_spec.trainable()
-        wants = {name for name, p in self._parameters.items() if p.requires_grad}
-        self._trainable = wants & updated
-        self._untrained = wants - updated  # the optimizer leaves them out on purpose
-        if not self._trainable:
-            raise ModelError(
-                "nothing to train (every parameter is frozen or unknown to the optimizer)"
-                + (": build the optimizer over module.parameters()" if self.tables else "")
-            )
-        check_not_sparse(module, {id(self._parameters[name]) for name in self._trainable})
+        chosen, self.optimizer_spec = self._read_optimizer()
+        self._choose_trained()
+        trained = {id(self._parameters[name]): name for name in self._trainable}
+        self.optimizer_state = arriving_state(chosen, trained, self.optimizer_spec)
+        check_not_sparse(module, set(trained))
         self.layout = self._plan(ChunkSpec())
         self._device = torch.device("cpu")
         self._vector: torch.Tensor | None = None  # the flat weights, after `bind`
@@ -162,12 +160,28 @@ class TorchModel:
         self._writes = WriteCheck()
         self._weight = 0.0
 
-    def _read_optimizer(self) -> OptimizerSpec:
+    def _choose_trained(self) -> None:
+        """Note which parameters are trained, and which the optimizer leaves out.
+
+        Raises:
+            ModelError: none is trained.
+        """
+        updated = self.optimizer_spec.trainable()
+        wants = {name for name, p in self._parameters.items() if p.requires_grad}
+        self._trainable = wants & updated
+        self._untrained = wants - updated  # the optimizer leaves them out on purpose
+        if not self._trainable:
+            raise ModelError(
+                "nothing to train (every parameter is frozen or unknown to the optimizer)"
+                + (": build the optimizer over module.parameters()" if self.tables else "")
+            )
+
+    def _read_optimizer(self) -> tuple[torch.optim.Optimizer, OptimizerSpec]:
         optimizer, lr_scheduler, learning_rate = self._recipe
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         with without_compiler():
-            chosen = optimizer(self.module)
-        return OptimizerSpec.read(
+            chosen = as_one(optimizer(self.module))
+        return chosen, OptimizerSpec.read(
             chosen, names, lr_scheduler=lr_scheduler, learning_rate=learning_rate
         )
 
@@ -253,7 +267,7 @@ class TorchModel:
             self._parameters[name] = self._now(name)
             self._parameters[name].requires_grad_(True)
         if set(names) - self.optimizer_spec.trainable():
-            self.optimizer_spec = self._read_optimizer()
+            _, self.optimizer_spec = self._read_optimizer()
         if unknown := set(names) - self.optimizer_spec.trainable():
             self._untrained |= unknown
             raise ModelError(

@@ -77,7 +77,13 @@ class SeveralOptimizers(torch.optim.Optimizer):
                     )
                 groups.append({**group, WHICH: index})
             seen |= {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return cls(groups, makers)
+        one = cls(groups, makers)
+        for index, part in one.parts.items():
+            one.state.update(optimizers[index].state)
+            known = vars(part).keys() & vars(optimizers[index]).keys()
+            own = {name: vars(optimizers[index])[name] for name in known - vars(one).keys()}
+            vars(part).update(own)
+        return one
 
     def __getitem__(self, index: Any) -> Any:
         """Refuse to be one of several optimizers.
@@ -103,3 +109,13 @@ class SeveralOptimizers(torch.optim.Optimizer):
         for optimizer in self.parts.values():
             take_step(optimizer)
         return None
+
+
+def as_one(optimizer: Any) -> Any:
+    """Return several optimizers as one; anything else as it is.
+
+    Raises:
+        ConfigurationError: see `SeveralOptimizers.of`.
+    """
+    several = isinstance(optimizer, (list, tuple)) and optimizer
+    return SeveralOptimizers.of(optimizer) if several else optimizer

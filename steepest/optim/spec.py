@@ -22,7 +22,7 @@ from steepest.optim.detached_schedule import check_scheduler
 from steepest.optim.json_values import from_json, to_json
 from steepest.optim.own_values import group_key, is_own
 from steepest.optim.probe import Findings, try_optimizer
-from steepest.optim.several import SeveralOptimizers
+from steepest.optim.several import as_one
 from steepest.optim.torch_without_compiler import without_compiler
 
 log = logging.getLogger(__name__)
@@ -91,8 +91,7 @@ class OptimizerSpec:
             ConfigurationError: `optimizer` is not an optimizer, holds a parameter that is not the
                 module's, cannot be rebuilt or needs a closure, or its schedule cannot run.
         """
-        if isinstance(optimizer, (list, tuple)) and optimizer:
-            optimizer = SeveralOptimizers.of(optimizer)
+        optimizer = as_one(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(
                 f"the optimizer factory returned {type(optimizer).__name__}: return a "

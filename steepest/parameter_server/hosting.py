@@ -11,6 +11,8 @@ from steepest.engine.server import Server, ServerMode
 from steepest.engine.topology import HostMap, Topology
 from steepest.errors import ConfigurationError
 from steepest.messages.message import COORDINATOR, server_peer
+from steepest.optim.arriving import arriving_state
+from steepest.optim.several import as_one
 from steepest.optim.spec import OptimizerSpec
 from steepest.parameter_server.arrays import ArrayTree, called, element_type, named_arrays
 from steepest.parameter_server.group import ServerGroup
@@ -51,9 +53,15 @@ def read_optimizer(optimizer: OptimizerFactory, initial: ArrayTree) -> Optimizer
         name: torch.nn.Parameter(torch.zeros(tuple(value.shape), dtype=elements[name].dtype))
         for name, value in named.items()
     }
-    spec = OptimizerSpec.read(
-        optimizer(list(parameters.values())), {id(p): n for n, p in parameters.items()}
-    )
+    chosen = as_one(optimizer(list(parameters.values())))
+    names = {id(p): n for n, p in parameters.items()}
+    spec = OptimizerSpec.read(chosen, names)
+    if arriving_state(chosen, names, spec) is not None:
+        raise ConfigurationError(
+            f"{spec.name} arrives with state, of which a parameter server begins without any: give "
+            "one that has taken no step, and what state_dict() of such servers returned to their "
+            "load_state_dict()"
+        )
     missing = parameters.keys() - spec.trainable()
     if missing:
         raise ConfigurationError(

@@ -127,7 +127,12 @@ class InProcessCluster:
             weights = replicas[index].weights if in_place else replicas[0].weights.clone()
             self.servers.append(
                 host_server(
-                    router, self.job, index, weights, shared=in_place or index in aggregators
+                    router,
+                    self.job,
+                    index,
+                    weights,
+                    shared=in_place or index in aggregators,
+                    arriving=getattr(built[0][0][0], "optimizer_state", None),
                 )
             )
             if index in aggregators:

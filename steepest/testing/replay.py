@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from steepest.checkpoint import files
-from steepest.checkpoint.files import assemble, disassemble
+from steepest.checkpoint.files import assemble
 from steepest.config.strategies import LocalStrategy
 from steepest.engine.commit_log import Commit, CommitLog, LoggedPush, UnpushedRows
 from steepest.engine.host_aggregator import HostAggregator
@@ -26,6 +26,7 @@ from steepest.errors import ConfigurationError
 from steepest.messages import gradients
 from steepest.messages.message import Kind, Message, Peer, PushId, aggregator_peer, worker_peer
 from steepest.models.protocol import Model
+from steepest.optim.arriving import ArrivingState
 from steepest.tensors.dtypes import Tensors, same_bits
 from steepest.tensors.half_precision import narrow_size, rounded
 
@@ -147,6 +148,14 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
     return run.carried()
 
 
+def _optimizer_state(job: Job, model: Model, carried: _Carried | None) -> ArrivingState | None:
+    """Return the state of the servers' optimizer with which a part of a log begins, if any."""
+    if carried is not None:
+        return ArrivingState(dict(carried.state), tuple(carried.plain))
+    found: ArrivingState | None = getattr(model, "optimizer_state", None)
+    return found if job.strategy.outer is None else None
+
+
 class _Run:
     """The replay of one part of a log in one process.
 
@@ -192,11 +201,8 @@ class _Run:
             of_layout = carried.weights.keys() & self._layout.index.keys()
             self._layout.write(self._weights, {name: carried.weights[name] for name in of_layout})
         self._server = _server(self._job, self._weights, log.start)
+        self._server.begin_with(_optimizer_state(self._job, models[0], carried))
         if carried is not None:
-            for chunk, about, value in disassemble(self._layout, carried.state, carried.plain):
-                self._server.chunks[chunk].load_state(about, value.clone())
-            for held in self._server.chunks.values():
-                held.end_state()
             _refuse_if(carried.differing, log)
             trained = {entry.name for entry in self._layout.entries if entry.trainable}
             own = Tensors((n, value) for n, value in carried.own.items() if n not in trained)
