@@ -19,7 +19,7 @@ import logging
 import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ import torch
 
 from steepest.checkpoint import rows
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
+from steepest.data.fingerprint import Fingerprint, differences
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
 from steepest.optim.portable import unpack
 from steepest.storage.blocks import Progress, no_progress
@@ -73,6 +74,10 @@ class Checkpoints:
             ``fit(validation=)`` is written at once, and stays beside the newest ones, see
             `DistributedSGD.best_checkpoint`. None for no such checkpoint.
         mode: "min" if less is better, "max" if more is.
+        data: "new" to go on with data that differ from those of the newest checkpoint, in their
+            number of samples or by their fingerprint: weights, optimizer state and step stay, and
+            epochs begin anew; data that do not differ are continued. "continue" to refuse another
+            number of samples.
 
     Raises:
         ConfigurationError: a value out of range.
@@ -85,6 +90,7 @@ class Checkpoints:
     increments: int = 0
     best: str | None = None
     mode: str = "min"
+    data: str = "continue"
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, Path)) or not str(self.path) or "\0" in str(self.path):
@@ -97,6 +103,7 @@ class Checkpoints:
         require_seconds("write_timeout", self.write_timeout)
         require_count("increments", self.increments, 0)
         require_choice("mode", self.mode, ("min", "max"))
+        require_choice("data", self.data, ("continue", "new"))
         if self.best is not None:
             require_instance("best", self.best, str)
 
@@ -127,7 +134,8 @@ class Checkpoint:
             of each weight by the model's optimizer, which its schedule counts), schedule (see
             `Schedule.state`; or None), ends (the first steps after epoch 0, 1, ...), unfrozen (see
             `Job.unfrozen`), rates (that were set instead of the schedule's, by parameter group; or
-            None), tables (the name, dimension, dtype, optimizer and group of each embedding table),
+            None), data (the fingerprint of the training data), batch (samples of a batch, and of a
+            step), tables (the name, dimension, dtype, optimizer and group of each embedding table),
             evaluations, and of an increment base (see `Link`).
         rows: those that are not in `optimizer` yet, and are written beside it; None for none.
     """
@@ -150,6 +158,8 @@ class JobSignature:
         samples: of its data set.
         buffers: by name.
         tables: of embedding tables, what a checkpoint's must be like, see `Checkpoint.about`.
+        data: the fingerprint of its data, which may differ.
+        batch: samples of a batch, and of a step, which may differ.
     """
 
     layout: ParameterLayout
@@ -158,9 +168,15 @@ class JobSignature:
     samples: int | None
     buffers: Mapping[str, torch.Tensor]
     tables: Sequence[Sequence[Any]] = ()
+    data: Fingerprint = field(default_factory=dict)
+    batch: tuple[int, int] = (0, 0)
 
-    def check(self, saved: Checkpoint) -> None:
+    def check(self, saved: Checkpoint, data: str = "continue") -> None:
         """Check that a checkpoint fits to this job; nothing is changed.
+
+        Args:
+            saved: the checkpoint.
+            data: "new" if the number of samples may differ.
 
         Raises:
             CheckpointError: it does not; the message says in which property.
@@ -168,10 +184,19 @@ class JobSignature:
         for what, mine in (
             ("optimizer", self.optimizer),
             ("flags", dict(self.flags)),
-            ("samples", self.samples),
         ):
             if saved.about[what] != mine:
-                raise CheckpointError(f"it has {what} {saved.about[what]}, this job has {mine}")
+                raise CheckpointError(
+                    f"it has {what} {saved.about[what]}, this job has {mine}: build the optimizer as "
+                    "it was, or give the checkpoint's weights alone to set_weights()"
+                )
+        if data != "new" and (theirs := saved.about["samples"]) != self.samples:
+            raise CheckpointError(
+                f"it has samples {theirs}, this job has {self.samples}: give the data with which it "
+                "was written, or go on with others by restore(path, data='new') or "
+                "Checkpoints(data='new'), with which weights, optimizer state and step stay and "
+                "epochs begin anew"
+            )
         theirs_of_rows = [list(each) for each in saved.about.get("tables", ())]
         if theirs_of_rows != [list(each) for each in self.tables]:
             raise CheckpointError(
@@ -193,7 +218,27 @@ class JobSignature:
                 ("shape", "dtype"), found[name], wanted[name], strict=True
             ):
                 if theirs != ours:
-                    raise CheckpointError(f"{name!r} has {what} {theirs}, the model's has {ours}")
+                    raise CheckpointError(
+                        f"{name!r} has {what} {theirs}, the model's has {ours}: build the model as it "
+                        "was, with the batch size that it had where a shape follows from it"
+                    )
+
+    def other_data(self, saved: Checkpoint) -> list[str]:
+        """Return in words how the data differ from those of a checkpoint, as far as that is known."""
+        found = differences(saved.about.get("data", {}), self.data)
+        if (theirs := saved.about["samples"]) != self.samples:
+            found.insert(0, f"{self.samples} samples instead of {theirs}")
+        return found
+
+    def other_batches(self, saved: Checkpoint) -> list[str]:
+        """Return in words how batches and steps differ from those of a checkpoint; none for one size."""
+        before, now = tuple(saved.about.get("batch", self.batch)), self.batch
+        if before[0] == now[0] or before[1] == now[1]:
+            return []
+        return [
+            f"batches have {now[0]} samples instead of {before[0]}",
+            f"steps {now[1]} instead of {before[1]}",
+        ]
 
 
 def gather(
@@ -219,6 +264,8 @@ def gather(
     about = {
         **place,
         "samples": owner.samples,
+        "data": {name: list(about) for name, about in owner.data.items()},
+        "batch": list(owner.batch),
         "optimizer": owner.optimizer,
         "flags": dict(owner.flags),
         "plain": plain,

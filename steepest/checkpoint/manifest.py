@@ -126,6 +126,12 @@ def _is_base(value: Any) -> bool:
     )
 
 
+def _is_array(value: Any) -> bool:
+    """Return whether a value is (dtype, shape, hash) of an array, see `steepest.data.fingerprint`."""
+    fits = isinstance(value, list) and len(value) == 3
+    return fits and _is_name(value[0]) and _is_list(value[1], _is_count) and _is_name(value[2])
+
+
 def _is_begun(value: Any) -> bool:
     if not isinstance(value, list) or len(value) != 2 or not _is_count(value[0]):
         return False
@@ -149,6 +155,8 @@ _ABOUT: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "ends": (lambda value: _is_list(value, _is_count), False),
     "base": (_is_base, False),
     "tables": (lambda value: _is_list(value, _is_table), False),
+    "data": (lambda value: _is_mapping(value, _is_array), False),
+    "batch": (lambda value: _is_list(value, _is_count) and len(value) == 2, False),
     "unfrozen": (lambda value: _is_list(value, _is_name), False),
     "rates": (_is_rates, False),
     "evaluations": (lambda value: _is_list(value, lambda row: isinstance(row, dict)), False),

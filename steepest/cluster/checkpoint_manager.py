@@ -143,7 +143,11 @@ class CheckpointManager:
             self._resume_history(0, {})
             return
         path, saved = found
-        self._state.place(saved, path)
+        assert self._policy is not None
+        signature = self._state.signature()
+        differs = bool(signature.other_data(saved))
+        data = "new" if differs and self._policy.data == "new" else "continue"
+        self._state.place(saved, path, data)
         self._ahead, self._written = self._training.step, self._place
         if (result := saved.about.get("result")) is not None:
             rows = {key: tuple(result.get(key, ())) for key in ("staleness", "learning_rate")}
@@ -151,6 +155,7 @@ class CheckpointManager:
         self.evaluations = _evaluations(saved)
         self._resume_history(self._ahead, saved.about.get("runs") or {})
         log.warning("going on from step %d, the checkpoint at %s", self._ahead, path)
+        _tell_of(signature, saved, path, data)
 
     def _resume_history(self, step: int, runs: Mapping[str, str]) -> None:
         assert self._file is not None
@@ -312,19 +317,27 @@ class CheckpointManager:
         if due and self._written != self._place:
             self._keep()
 
-    def restore(self, path: str | Path, replacing: Callable[[Callable[[], None]], object]) -> None:
+    def restore(
+        self,
+        path: str | Path,
+        replacing: Callable[[Callable[[], None]], object],
+        data: str = "continue",
+    ) -> None:
         """Continue from a checkpoint that the user chose: later steps are to be done again.
 
         Args:
             path: its path or URL.
             replacing: calls a function that replaces the job's state, once more when a process dies.
+            data: "new" to begin with epoch 0.
 
         Raises:
             CheckpointError: it is missing, damaged or of another job; nothing has changed.
             ConfigurationError: the path is a URL of a kind that is not known.
         """
         saved = files.read(place_of(path))
-        replacing(lambda: self._state.place(saved, path))
+        signature = self._state.signature()
+        replacing(lambda: self._state.place(saved, path, data))
+        _tell_of(signature, saved, path, data)
         self._training.lost_before()  # of another past
         self._ahead = 0
         self.evaluations = _evaluations(saved)
@@ -538,6 +551,28 @@ class CheckpointManager:
 
 def _evaluations(saved: files.Checkpoint) -> list[EvaluationResult]:
     return [EvaluationResult(**row) for row in saved.about.get("evaluations", ())]
+
+
+def _tell_of(
+    signature: files.JobSignature, saved: files.Checkpoint, path: object, data: str
+) -> None:
+    """Log in what data and batches differ from those of a checkpoint that was restored."""
+    if differences := signature.other_data(saved):
+        what = (
+            "epochs begin anew"
+            if data == "new"
+            else "they are continued at the checkpoint's position; data='new' begins epochs anew"
+        )
+        log.warning(
+            "the training data are not those of the checkpoint at %s: %s: %s",
+            path, "; ".join(differences[:8]), what,
+        )  # fmt: skip
+    if differences := signature.other_batches(saved):
+        log.warning(
+            "the batch size is not that of the checkpoint at %s: %s: the epoch goes on after its last "
+            "sample, schedules count steps; global_batch_size=%d keeps the steps as they were",
+            path, ", ".join(differences), saved.about["batch"][1],
+        )  # fmt: skip
 
 
 def _is_doubtful(error: BaseException | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from steepest.cluster.steering import Steering
+from steepest.validation import require_choice
 
 
 class Checkpointing(Steering):
@@ -36,19 +37,27 @@ class Checkpointing(Steering):
         with self._idle():
             self._keeping.save(path)
 
-    def restore(self, path: str | Path) -> None:
+    def restore(self, path: str | Path, data: str = "continue") -> None:
         """Continue from a checkpoint, at any number of workers and servers, under any strategy.
 
         Training continues at exactly the sample after the last one. With the same global batch it
         takes the same steps, to rounding, at any number of workers.
 
+        Data of as many samples whose fingerprint is another one are taken for the same data; a
+        warning says in what they differ.
+
         Args:
             path: a directory, or a URL such as ``s3://bucket/best``.
+            data: "continue" for the position that the checkpoint has in its data; "new" to go on
+                with other data: they are begun with epoch 0, of which the samples that the
+                checkpoint has not visited are no part. Weights, optimizer state, rows of tables,
+                buffers, learning-rate schedules and the number of steps go on.
 
         Raises:
-            CheckpointError: it is missing, damaged, or of another model, optimizer or data set;
-                nothing has changed.
-            ConfigurationError: a URL of a kind that is not known.
+            CheckpointError: it is missing, damaged, or of another model or optimizer, or of another
+                number of samples and `data` is not "new"; nothing has changed.
+            ConfigurationError: a URL of a kind that is not known; `data` is something else.
         """
+        require_choice("data", data, ("continue", "new"))
         with self._idle():
-            self._keeping.restore(path, self._supervisor.replacing)
+            self._keeping.restore(path, self._supervisor.replacing, data)

@@ -329,12 +329,17 @@ class JobState:
             owner, snapshot.weights, (found.state, found.plain), states, about, found.apart
         )
 
-    def place(self, saved: files.Checkpoint, where: object) -> None:
+    def signature(self) -> files.JobSignature:
+        """Return what a checkpoint is compared with, without buffers."""
+        return self._owner({})
+
+    def place(self, saved: files.Checkpoint, where: object, data: str = "continue") -> None:
         """Continue from a checkpoint.
 
         Args:
             saved: the checkpoint.
             where: it was read, for the error.
+            data: "new" to begin with epoch 0, whatever samples were left over.
 
         Raises:
             CheckpointError: it is of another model, optimizer or data set, or holds what no job
@@ -343,7 +348,7 @@ class JobState:
         cluster, about = self._cluster, saved.about
         layout = cluster.job.description.layout
         try:
-            self._owner(self.buffers()[0]).check(saved)
+            self._owner(self.buffers()[0]).check(saved, data)
             optimizer = rows.dealt(saved.optimizer, cluster.job.tables)
             self._unfreeze(about)
             layout = cluster.job.description.layout
@@ -373,7 +378,7 @@ class JobState:
         except ConfigurationError as error:
             raise CheckpointError(f"the checkpoint at {where} is damaged: {error}") from error
         cluster.rates.restore(about["step"], about.get("rates"), about.get("schedule"))
-        rest = _remaining(about)
+        rest = Remaining() if data == "new" else _remaining(about)
         plan, seed = cluster.job.plan(about["step"], rest, about["seed"]), about["seed"]
         for epoch, blocks in () if plan is None else plan.begun:
             log.warning(
@@ -387,7 +392,7 @@ class JobState:
             if before is None
             else [min(before.end_of(e), about["step"]) for e in range(rest.epoch)]
         )
-        self._ends = list(about.get("ends", guessed))
+        self._ends = [] if data == "new" else list(about.get("ends", guessed))
         cluster.use_plan(plan, seed)
         own = remote_functions.by_replica(replicas)
         cluster.workers.call(
@@ -591,7 +596,8 @@ class JobState:
         spec = described.optimizer_spec
         own = spec.name, spec.state_flags(), described.samples, buffers
         about = () if tables is None else tables.description()
-        return files.JobSignature(described.layout, *own, about)
+        batch = described.batch_size, self._cluster.job.global_batch
+        return files.JobSignature(described.layout, *own, about, described.fingerprint, batch)
 
 
 def _remaining(about: Mapping[str, Any]) -> Remaining:

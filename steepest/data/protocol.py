@@ -25,7 +25,8 @@ class Source(Protocol):
     is opened again when its division changes, unless its attribute `divides` is False. One that can
     begin a pass in its middle has attributes `begin` and `passes`, see
     `steepest.data.streams.StreamSource`. One of which users should know something has it as
-    `notice`, logged once by the driver.
+    `notice`, logged once by the driver. One with `contents`, arrays or a data set, is told from
+    others by them, see `steepest.data.fingerprint`.
     """
 
     @property

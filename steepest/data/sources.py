@@ -47,7 +47,7 @@ class ArraySource:
             raise ConfigurationError(
                 f"data arrays have lengths {lengths}: give one or more of one length above 0"
             )
-        self._arrays = tuple(arrays)
+        self.contents = self._arrays = tuple(arrays)
         self.size: int | None = lengths[0]
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
@@ -80,7 +80,7 @@ class DatasetSource:
         if not self.size:
             raise ConfigurationError("the dataset is empty: give at least one sample")
         self.drop_last = loader is not None and loader.drop_last
-        self._dataset = dataset
+        self.contents = self._dataset = dataset
         self._loader = loader
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import torch
 
 from steepest.compression.codecs import Codec
 from steepest.config.strategies import LocalStrategy, SimpleStrategy, StrategyConfig
+from steepest.data.fingerprint import Fingerprint, fingerprint
 from steepest.data.protocol import Blocks
 from steepest.data.sampler import Remaining, SamplePlan
 from steepest.engine.generators import seed_everything
@@ -48,6 +49,7 @@ class Description:
         drop_last: of the data, see `SamplePlan`.
         notice: what users should know of the data, which the driver logs.
         tables: the embedding tables of which the models use rows.
+        fingerprint: of the data; that of worker 0 counts.
         threads: torch's in the process that described the models.
         changing: whether replicas have values of their own beside trained parameters: buffers, or
             frozen parameters, which a model may change itself.
@@ -66,6 +68,7 @@ class Description:
     drop_last: bool = False
     notice: str = ""
     tables: tuple[Table, ...] = ()
+    fingerprint: Fingerprint = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -392,6 +395,7 @@ def build_models(
             bool(getattr(m.data, "drop_last", False)),
             getattr(m.data, "notice", ""),
             tuple(getattr(m, "tables", ())),
+            fingerprint(m.data) if worker == 0 and m is models[0] else {},
         )
         for m in models
     ]
@@ -421,7 +425,7 @@ def _difference_of_tables(first: Sequence[Table], other: Sequence[Table]) -> str
     if ours != theirs:
         return f"the embedding tables {ours}, the other has {theirs}"
     for a, b in zip(first, other, strict=True):
-        for name in (field.name for field in fields(a)):
+        for name in (each.name for each in fields(a)):
             if getattr(a, name) != getattr(b, name):
                 own, others = getattr(a, name), getattr(b, name)
                 return f"table {a.name!r} with {name}={own!r}, the other has {others!r}"

@@ -586,7 +586,7 @@ class Replicas:
                 raise ConfigurationError(
                     f"the function {function} has set a model's data to a {type(other).__name__}, "
                     "but the job has divided the samples of those that model_creator gave: save, and "
-                    "restore with a trainer whose model_creator gives the others"
+                    "restore(path, data='new') with a trainer whose model_creator gives the others"
                 )
 
     def warmup(self) -> None:

@@ -305,6 +305,7 @@ class _Packed:
     def __init__(self, source: Source, places: Any) -> None:
         self.size = source.size
         self._source, self._places = source, places
+        self.contents = getattr(source, "contents", None)
 
     def open(self, shares: Iterable[Any], prefetch: bool = True) -> Iterator[Any]:
         for batch in self._source.open(shares, prefetch):
