@@ -1,4 +1,7 @@
-"""What tests of Spark run, in a process of its own; each line that begins with FOUND is a finding."""
+"""What tests of Spark run, in a process of its own; each line that begins with FOUND is a finding.
+
+With "command" and arguments it is the `steepest` command.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 from pyspark.sql import SparkSession
+from ray.util.spark import cluster_init
 from torch import nn
 
 from steepest import (
@@ -28,6 +33,7 @@ from steepest import (
     StepResult,
     TorchModel,
 )
+from steepest.cli.main import main
 from steepest.data.spark import ParquetRows, from_dataframe
 from steepest.launch.spark import cluster
 
@@ -43,6 +49,18 @@ def found(name: str, value: Any) -> None:
     sys.stdout.write(f"FOUND {json.dumps([name, value])}\n")
     sys.stdout.flush()
     sys.stderr.write(f"{time.monotonic() - BEGAN:6.1f} s  {name}\n")
+
+
+def wait_no_longer_than_needed() -> None:
+    """Have Ray on Spark look whether its nodes have started; it would sleep for 23 s."""
+    for name, value in {
+        # asked once, after the sleep, whether the head node has started
+        "is_port_in_use": lambda host, port: cluster_init._wait_service_up(host, port, 60),
+        "_RAY_HEAD_STARTUP_TIMEOUT": 0,
+        "_RAY_CLUSTER_STARTUP_PROGRESS_CHECKING_INTERVAL": 0.5,
+    }.items():
+        assert hasattr(cluster_init, name)
+        setattr(cluster_init, name, value)
 
 
 def new_session(master: str) -> SparkSession:
@@ -146,8 +164,8 @@ def worker_pids() -> Iterator[int]:
 # -- what is run ------------------------------------------------------------------------------------------
 
 
-def train_on_a_frame(session: SparkSession, folder: Path) -> None:
-    """An epoch with one worker, then one with two."""
+def write_a_frame(session: SparkSession, folder: Path) -> ParquetRows:
+    """Write a frame's rows to files, and read them here."""
     frame = session.range(ROWS).selectExpr("id", "array(id, -id) as pair", "id * 2 as y")
     shuffled = frame.repartition(5).orderBy("pair").repartition(3)
     settings: dict[str, Any] = {"features": ["id", "pair"], "target": "y"}
@@ -157,10 +175,29 @@ def train_on_a_frame(session: SparkSession, folder: Path) -> None:
     (x, y) = next(data.open([torch.arange(ROWS).numpy()]))
     expected = sorted([i, i, -i, 2 * i] for i in range(ROWS))
     found("rows", sorted([*a, b] for a, b in zip(x.tolist(), y.tolist(), strict=True)) == expected)
+    return data
+
+
+def visits(sgd: DistributedSGD) -> list[float]:
+    """The numbers of commits that a row has."""
+    counted: list[float] = sgd.weights()["visits"].round().unique().tolist()
+    return counted
+
+
+def train_on_rows(data: ParquetRows) -> None:
+    """An epoch with one worker, then one with two."""
     for workers in (1, 2):
         with DistributedSGD(counting(data, workers), num_workers=workers) as sgd:
             sgd.fit(epochs=1, progress=False)
-            found(f"visits with {workers}", sgd.weights()["visits"].round().unique().tolist())
+            found(f"visits with {workers}", visits(sgd))
+
+
+SURVIVING: dict[str, Any] = {
+    "num_workers": (1, 2),
+    "strategy": ParameterServerStrategy(replication=2),
+    "run_config": RunConfig(failure=FailureConfig(max_failures=8)),
+    "global_batch_size": 8,
+}
 
 
 class Kill(Callback):
@@ -174,35 +211,28 @@ class Kill(Callback):
             os.kill(executor_of(next(worker_pids())), signal.SIGKILL)
 
 
-def survive_an_executor(folder: Path) -> None:
-    """Two epochs; in the first, an executor is killed in which a worker computes; then the rest, resumed."""
-    data = ParquetRows(folder / "rows", features=["id"], target="y")
+def survive_an_executor(data: ParquetRows) -> None:
+    """An epoch, in which an executor is killed in which a worker computes."""
     kill = Kill()
-    config = RunConfig(failure=FailureConfig(max_failures=8))
-    strategy = ParameterServerStrategy(replication=2)
-    place = folder / "checkpoints"
-    settings: dict[str, Any] = {
-        "num_workers": (1, 2),
-        "strategy": strategy,
-        "run_config": config,
-        "global_batch_size": 8,
-    }
-    with DistributedSGD(counting(data, 2), **settings) as sgd:
+    with DistributedSGD(counting(data, 2), **SURVIVING) as sgd:
         sgd.fit(epochs=1, progress=False, callbacks=[kill])
         found("killed", kill.done)
-        found("visits after a death", sgd.weights()["visits"].round().unique().tolist())
+        found("visits after a death", visits(sgd))
+
+
+def resume(data: ParquetRows, place: Path) -> None:
+    """An epoch, of which another trainer makes the rest."""
+    with DistributedSGD(counting(data, 2), **SURVIVING) as sgd:
         sgd.fit(steps=5, progress=False)
         sgd.save(place)
-    with DistributedSGD(
-        counting(ParquetRows(folder / "rows", features=["id"], target="y"), 2), **settings
-    ) as sgd:
+    with DistributedSGD(counting(data, 2), **SURVIVING) as sgd:
         sgd.restore(place)
         sgd.fit(steps=ROWS // 8 - 5, progress=False)
-        found("visits after a resume", sgd.weights()["visits"].round().unique().tolist())
+        found("visits after a resume", visits(sgd))
 
 
-def on_executors(directory: str) -> None:
-    """All that needs executors, on three of them, of which two have Ray nodes."""
+def on_executors(directory: str, *, all_of_it: bool = False) -> None:
+    """What needs executors, on three of them, of which two have Ray nodes."""
     session = new_session("local-cluster[3,1,1024]")
     token = os.environ["RAY_AUTH_TOKEN"] = os.environ.pop("TESTS_TOKEN")  # after Spark has begun
     folder = Path(tempfile.mkdtemp(dir=directory))
@@ -212,9 +242,12 @@ def on_executors(directory: str) -> None:
             (root,) = Path(directory).glob("s-*")
             cpus = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
             found("cpus", sorted(cpus))
-            train_on_a_frame(session, folder)
+            data = write_a_frame(session, folder)
+            if all_of_it:
+                train_on_rows(data)
+                resume(data, folder / "checkpoints")
+            survive_an_executor(data)
             found("shown", shown(token, root))
-            survive_an_executor(folder)
             os.kill(os.getpid(), signal.SIGTERM)
             signal.pause()
     except SystemExit as terminated:
@@ -226,16 +259,27 @@ def on_executors(directory: str) -> None:
 
 
 def interrupted(directory: str) -> None:
-    """Gets Ctrl-C while Ray starts; the session goes on after it."""
+    """Gets Ctrl-C while Ray starts; the session goes on after it, and Ray starts again."""
     session = new_session("local[1]")
+    settings: dict[str, Any] = {"memory_per_worker": 500 << 20, "directory": directory}
     try:
-        with cluster(session, workers=1, memory_per_worker=500 << 20, directory=directory):
+        with cluster(session, workers=1, **settings):
             found("started", True)
     except KeyboardInterrupt:
         found("left", [path.name for path in Path(directory).glob("s-*")])
         found("still computes", session.range(10).count())
-        session.stop()
+    with cluster(session, workers=1, **settings):
+        found("cpus", sorted(n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]))
+    session.stop()
 
 
 if __name__ == "__main__":
-    {"on_executors": on_executors, "interrupted": interrupted}[sys.argv[1]](sys.argv[2])
+    wait_no_longer_than_needed()
+    if sys.argv[1] == "command":
+        sys.exit(main(sys.argv[2:]))
+    run = {
+        "on_executors": on_executors,
+        "all_on_executors": partial(on_executors, all_of_it=True),
+        "interrupted": interrupted,
+    }
+    run[sys.argv[1]](sys.argv[2])

@@ -73,8 +73,8 @@ def left(directory: str) -> list[str]:
 
 
 @needs_spark
-def test_ctrl_c_leaves_nothing_behind(directory: str) -> None:
-    """When Ray's head node has just started."""
+def test_ctrl_c_leaves_nothing_behind_and_ray_starts_again(directory: str) -> None:
+    """It comes when Ray's head node has just started."""
     program = subprocess.Popen(
         [sys.executable, PROGRAM, "interrupted", directory],
         env=environment(RAY_AUTH_TOKEN=TOKEN),
@@ -91,16 +91,17 @@ def test_ctrl_c_leaves_nothing_behind(directory: str) -> None:
         program.kill()
         program.wait()
     assert program.returncode == 0
-    assert found(output) == {"left": [], "still computes": 10}
+    assert found(output) == {"left": [], "still computes": 10, "cpus": [0, 1]}
     assert left(directory) == []
 
 
 @needs_spark
+@pytest.mark.full  # test_spark_standalone.py has the command; the test above, nodes on local[n]
 def test_the_command_runs_a_program(directory: str) -> None:
     command = "launch spark examples/sharded_parameter_server.py --master local[2] --workers 1"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "steepest.cli.main", *command.split()),
+            *(sys.executable, PROGRAM, "command", *command.split()),
             *("--cpus-per-worker", "2", "--memory", "600m", "--directory", directory),
             *("--conf", "spark.driver.memory=512m", "--conf", "spark.ui.enabled=false"),
             "--arguments=--megabytes 1 --workers 2 --rounds 1 --servers 1",

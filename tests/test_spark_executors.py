@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,20 @@ def _deadline() -> None:
 
 
 @needs_spark
-def test_training_on_executors(directory: str) -> None:
+@pytest.mark.parametrize(
+    ("program", "more"),
+    [
+        ("on_executors", {}),
+        pytest.param(  # tests/test_parquet_rows.py has these in one process
+            "all_on_executors",
+            {"visits with 1": [1.0], "visits with 2": [1.0], "visits after a resume": [1.0]},
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_training_on_executors(program: str, more: dict[str, Any], directory: str) -> None:
     done = subprocess.run(
-        [sys.executable, PROGRAM, "on_executors", directory],
+        [sys.executable, PROGRAM, program, directory],
         env=environment(TESTS_TOKEN=TOKEN),
         capture_output=True,
         text=True,
@@ -37,17 +49,19 @@ def test_training_on_executors(directory: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    seen = found(done.stdout)
-    assert seen["cpus"] == [0, 1, 1]
-    (blocks, again) = seen["blocks"]
-    assert (sum(blocks), max(blocks), blocks) == (96, 10, again)
-    assert seen["rows"]
-    assert (seen["visits with 1"], seen["visits with 2"]) == ([1.0], [1.0])
-    assert seen["shown"] == []
     assert TOKEN not in done.stdout + done.stderr
-    assert seen["killed"] == 1
-    assert (seen["visits after a death"], seen["visits after a resume"]) == ([1.0], [2.0])
-    assert seen["ended with"] == 143
-    assert seen["after"] == [False, None, []]
-    assert seen["still computes"] == 10
+    seen = found(done.stdout)
+    (blocks, again) = seen.pop("blocks")
+    assert (sum(blocks), max(blocks), blocks) == (96, 10, again)
+    assert seen == {
+        "cpus": [0, 1, 1],
+        "rows": True,
+        "killed": 1,
+        "visits after a death": [1.0],
+        "shown": [],
+        "ended with": 143,
+        "after": [False, None, []],
+        "still computes": 10,
+        **more,
+    }
     assert left(directory) == []

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_nodes import until
+from tests.test_spark import PROGRAM as COMMAND
 from tests.test_spark import ROOT, SECONDS, directory, environment, found, left, needs_spark
 
 __all__ = ["directory"]
@@ -88,7 +89,7 @@ def test_three_workers_by_the_command_equal_one_process(
 ) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "steepest.cli.main", "launch", "spark", PROGRAM),
+            *(sys.executable, COMMAND, "command", "launch", "spark", PROGRAM),
             *("--master", cluster.address, "--workers", "3", "--memory", "700m"),
             *("--directory", directory, f"--arguments={directory}"),
         ],
