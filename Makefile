@@ -24,32 +24,37 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
-# Environments of their own, and the extras that each has: trackers and adapters want other versions of what torch and
-# Ray want; the others bring tens of packages, up to a gigabyte, that nothing else needs. Spark needs Java 17 or 21.
-# All but Spark's, where Ray looks for its own script, find the packages of the tests' own environment after theirs, so that
-# nothing is installed twice.
+# Environments of their own, and the extras that each has: they bring tens of packages, up to a gigabyte, that nothing
+# else needs, and trackers want other versions of what torch and Ray want. Lightning, Hugging Face, SageMaker's toolkit
+# and the server that speaks S3 agree and share one; Spark needs Java 17 or 21, and brings grpcio, with which Ray starts a
+# server that the others do not want.
+# All find the packages of the tests' own environment after theirs, so that nothing is installed twice; Ray on Spark looks
+# for Ray's script beside Python. Modules are compiled when they are imported: most of them never are.
 EXTRAS-loggers := loggers
-EXTRAS-adapters := lightning,transformers
+EXTRAS-shared := lightning,transformers,sagemaker,storage-tests
+EXTRAS-spark := spark
 EXTRAS-jax := jax
 EXTRAS-tensorflow := tensorflow
-EXTRAS-spark := spark
-EXTRAS-sagemaker := sagemaker
-EXTRAS-storage := storage-tests
+SHARED := $(VENV)-shared/bin/python
+# of tests: make test-full has these targets run what only it runs, too
+CHOICE :=
 
 PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 
 $(VENV)-%/.installed: $(STAMP)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	test $* = spark || echo "import site; site.addsitedir('$$($(BIN)/python -c "$(PACKAGES)")')" \
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$(PACKAGES)")')" \
 	  > "$$($(@D)/bin/python -c "$(PACKAGES)")/of_the_tests.pth"
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,$(EXTRAS-$*)]"
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
+	  -e ".[dev,$(EXTRAS-$*)]"
+	test -e $(@D)/bin/ray || ln -s "$(abspath $(BIN)/ray)" $(@D)/bin/ray
 	touch $@
 
 test-loggers: $(VENV)-loggers/.installed
 	$(VENV)-loggers/bin/python -m pytest -m "cluster or not cluster" tests/test_real_loggers.py tests/test_loggers.py
 
-test-adapters: $(VENV)-adapters/.installed
-	$(VENV)-adapters/bin/python -m pytest tests/test_lightning.py tests/test_hugging_face.py
+test-adapters: $(VENV)-shared/.installed
+	$(SHARED) -m pytest $(CHOICE) tests/test_lightning.py tests/test_hugging_face.py
 
 # compiled once for all tests and their processes, and for those of the next time
 test-jax: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV)-jax/compiled)
@@ -59,18 +64,18 @@ test-jax: $(VENV)-jax/.installed
 	$(VENV)-jax/bin/python -m pytest -k "jax or flax or optax" tests/test_jax_*.py \
 	  tests/test_models.py tests/test_docs.py tests/test_imports.py
 
-test-storage: $(VENV)-storage/.installed
-	$(VENV)-storage/bin/python -m pytest tests/test_s3_storage.py
+test-storage: $(VENV)-shared/.installed
+	$(SHARED) -m pytest $(CHOICE) tests/test_s3_storage.py
 
 test-tensorflow: $(VENV)-tensorflow/.installed
 	$(VENV)-tensorflow/bin/python -m pytest -m "not ray" --numprocesses=2 tests/test_keras_*.py
 	$(VENV)-tensorflow/bin/python -m pytest -m ray tests/test_keras_*.py
 
-test-sagemaker: $(VENV)-sagemaker/.installed
-	$(VENV)-sagemaker/bin/python -m pytest -m "cluster or not cluster" tests/test_sagemaker_toolkit.py
+test-sagemaker: $(VENV)-shared/.installed
+	$(SHARED) -m pytest $(CHOICE) tests/test_sagemaker_toolkit.py
 
 test-spark: $(VENV)-spark/.installed
-	$(VENV)-spark/bin/python -m pytest --numprocesses=2 --dist=loadfile tests/test_spark*.py tests/test_parquet_rows.py
+	$(VENV)-spark/bin/python -m pytest $(CHOICE) --numprocesses=2 --dist=loadfile tests/test_spark*.py tests/test_parquet_rows.py
 
 demo: $(STAMP)
 	$(BIN)/steepest demo
@@ -90,6 +95,7 @@ test-full: $(STAMP)
 	$(PYTEST) --hypothesis-profile=full -m "(full or not full) and not ray and not cluster" --numprocesses=2
 	$(PYTEST) --hypothesis-profile=full -m "(full or not full) and (ray or cluster)"
 	$(PYTEST) benchmarks/tests
+	$(MAKE) test-adapters test-spark test-sagemaker test-storage CHOICE='-m "full or not full"'
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py --count 100 --seed 14 --results mutants.json
@@ -110,6 +116,5 @@ soak: $(STAMP)
 	$(BIN)/python -m benchmarks.soak --minutes 10
 
 clean:
-	rm -rf $(VENV) $(VENV)-loggers $(VENV)-adapters $(VENV)-jax $(VENV)-tensorflow $(VENV)-spark $(VENV)-sagemaker \
-	  $(VENV)-storage build dist *.egg-info \
+	rm -rf $(VENV) $(VENV)-loggers $(VENV)-jax $(VENV)-tensorflow $(VENV)-shared $(VENV)-spark build dist *.egg-info \
 	  .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,6 +17,7 @@ from steepest.optim.spec import Schedule
 from steepest.testing.simulation import Simulation, run_config
 from tests.reference import difference, same_bits, samples, snapshot
 from tests.test_docs import blocks_of, run_block
+from tests.test_pages import said_by
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -274,8 +275,15 @@ def test_a_step_may_return_a_dict_and_take_no_index_and_data_may_be_the_modules_
         model.evaluate((X, Y))
 
 
+PAGE_SAYS = "equal to rounding: True ['train_accuracy', 'train_loss'] ['val_accuracy', 'val_loss']"
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`", "ignore:.*num_workers")
+def test_the_page_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said_by("from_lightning.md", monkeypatch).splitlines()[-1] == PAGE_SAYS
+
+
+@pytest.mark.full
 def test_the_page_runs_as_it_stands_on_a_ray_of_its_own(tmp_path: Path) -> None:
     (block,) = blocks_of("docs/from_lightning.md")
-    assert run_block(block, tmp_path).splitlines()[-1] == (
-        "equal to rounding: True ['train_accuracy', 'train_loss'] ['val_accuracy', 'val_loss']"
-    )
+    assert run_block(block, tmp_path).splitlines()[-1] == PAGE_SAYS

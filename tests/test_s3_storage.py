@@ -255,9 +255,14 @@ def test_without_credentials_the_error_says_where_they_are_found(
 
 
 PROGRAM = """
-    import json, sys
+    import contextlib, json, sys
     from steepest import Callback, Checkpoints, DistributedSGD
+    from steepest.testing.simulation import Simulation, run_config
     from tests.test_checkpoint_manager import TASK
+
+    simulated = sys.argv[3] == "simulated"
+    where = Simulation(1).running() if simulated else contextlib.nullcontext()
+    settings = {"run_config": run_config()} if simulated else {}
 
     class Halt(Callback):
         def on_step(self, sgd, result):
@@ -266,7 +271,7 @@ PROGRAM = """
                 sys.stdin.read()
 
     kept = Checkpoints(sys.argv[1], every=5, keep=2)
-    with DistributedSGD(TASK.creator(), checkpoints=kept) as sgd:
+    with where, DistributedSGD(TASK.creator(), checkpoints=kept, **settings) as sgd:
         begun = sgd.stats().step
         sgd.fit(steps=23, callbacks=[Halt()], progress=False)
         weights = {name: value.tolist() for name, value in sgd.weights().items()}
@@ -274,15 +279,20 @@ PROGRAM = """
 """
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_job_that_is_killed_continues_from_its_url(url: ObjectUrl, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["simulated", pytest.param("ray", marks=pytest.mark.full)])
+def test_a_job_that_is_killed_continues_from_its_url(
+    url: ObjectUrl, tmp_path: Path, where: str, request: pytest.FixtureRequest
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
-    own = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    own = {"PYTHONPATH": str(ROOT)}
+    if where == "ray":
+        request.getfixturevalue("ray_cluster")
+        own["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
 
     def start(halt: int) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, str(program), str(url), str(halt)], env=os.environ | own, text=True,
+            [sys.executable, str(program), str(url), str(halt), where], env=os.environ | own, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 

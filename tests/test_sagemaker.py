@@ -404,6 +404,22 @@ def test_a_programs_errors_pass_through_and_the_last_ones_are_kept(
     assert capfd.readouterr().err == "x" * 9000 + "last"
 
 
+def test_a_program_that_fails_is_told_with_its_status_and_last_words(
+    base: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (base / "train.py").write_text("import sys; sys.exit(f'so it is: {sys.argv[1:]}')")
+    here = argparse.Namespace(
+        options=options(str(base / "train.py"), arguments=["--lr", "1"]),
+        signals=argparse.Namespace(received=0),
+        job=argparse.Namespace(arguments=lambda: ["--epochs", "2"]),
+        environment=lambda welcome: {},
+    )
+    told = sagemaker._run_program(here, Node(False), None)  # type: ignore[arg-type]
+    words = "so it is: ['--lr', '1', '--epochs', '2']"
+    assert told == (1, f"train.py ended with exit status 1\n{words}")
+    assert words in capfd.readouterr().err
+
+
 def test_a_failure_is_written_once_and_short(tmp_path: Path) -> None:
     path = tmp_path / "output" / "failure"
     reason = f"train.py ended with exit status 1\n{'frames ' * 1000}ValueError: so"

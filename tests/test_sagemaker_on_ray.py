@@ -71,10 +71,10 @@ class Host:
         """Runs the program by the entry point alone, as PID 1 would."""
         return self.start(*DIRECT, *options, str(self.base / "code" / "train.py"))
 
-    def toolkit(self) -> subprocess.Popen[str]:
+    def toolkit(self, *command: str) -> subprocess.Popen[str]:
         """Runs it as SageMaker's toolkit does, which starts a script of the folder of the code."""
         script = self.base / "code" / "start.sh"
-        script.write_text(f'#!/bin/sh\nexec {" ".join(DIRECT)} train.py "$@"\n')
+        script.write_text(f'#!/bin/sh\nexec {" ".join(command or DIRECT)} train.py "$@"\n')
         script.chmod(0o755)
         self.place.environment["SAGEMAKER_PROGRAM"] = script.name
         return self.start(

@@ -13,7 +13,7 @@ import pytest
 
 from steepest.launch.sagemaker_job import read_job
 from tests.test_ray_places import ROOT
-from tests.test_sagemaker_on_ray import Host, ended, job_of
+from tests.test_sagemaker_on_ray import DIRECT, Host, ended, job_of
 
 pytest.importorskip("sagemaker_training", reason="needs SageMaker's toolkit: make test-sagemaker")
 
@@ -79,9 +79,20 @@ def test_the_program_of_the_page_trains_under_the_toolkit() -> None:
         assert hosts[0].failure() == ""
 
 
-def test_the_toolkit_passes_the_status_on_and_leaves_the_reason() -> None:
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((*DIRECT, "--join-timeout", "0"), "--join-timeout 0.0: give seconds above 0"),
+        pytest.param(  # tests/test_sagemaker.py has the program's reason and status
+            DIRECT, "train.py ended with exit status 1\nso it is", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_the_toolkit_passes_the_status_on_and_leaves_the_reason(
+    options: tuple[str, ...], says: str
+) -> None:
     with job_of(1) as hosts:
         tell(hosts[0], 'raise SystemExit("so it is")')
-        ended(hosts[0].toolkit(), 1)
-        assert hosts[0].failure() == "train.py ended with exit status 1\nso it is"
+        ended(hosts[0].toolkit(*options), 1)
+        assert says in hosts[0].failure()
         assert not (hosts[0].base / "output" / "success").exists()
