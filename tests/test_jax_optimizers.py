@@ -66,6 +66,11 @@ ALLOWED: dict[str, tuple[Any, bool]] = {
     "every-two": (optax.MultiSteps(optax.adam(0.1), 2), True),
     "injected": (optax.inject_hyperparams(optax.adam)(learning_rate=0.1), True),
     "schedule-free": (optax.contrib.schedule_free_sgd(0.1), True),
+    "lookahead": (optax.lookahead(optax.sgd(0.1, momentum=0.9), 2, 0.5), True),
+    "lookahead-resets": (
+        optax.chain(optax.clip(0.5), optax.lookahead(optax.adam(0.1), 3, 0.3, reset_state=True)),
+        True,
+    ),
     "lamb": (optax.lamb(0.1), False),
     "adafactor": (optax.adafactor(0.1), False),
     "muon": (optax.contrib.muon(0.1), False),
@@ -92,7 +97,9 @@ def test_slices_are_updated_as_by_optax(name: str) -> None:
     # in chunks as servers have them: several parameters in one, one parameter in several
     halves = [spec.build(pairs[0::2])[0], spec.build(pairs[1::2])[0]]
     with jax.enable_x64(True):
-        params = jax.tree.map(jnp.asarray, drawn(0))
+        params: Any = jax.tree.map(jnp.asarray, drawn(0))
+        if name.startswith("lookahead"):
+            params = optax.LookaheadParams.init_synced(params)
         state = transformation.init(params)
         update = jax.jit(transformation.update)
         for step in range(1, 5):
@@ -104,7 +111,7 @@ def test_slices_are_updated_as_by_optax(name: str) -> None:
                 optimizer.step()
             updates, state = update(gradients, state, params)
             params = optax.apply_updates(params, updates)
-    for n, value in by_name(params).items():
+    for n, value in by_name(getattr(params, "fast", params)).items():
         np.testing.assert_allclose(tensors[n].numpy(), np.asarray(value), rtol=1e-12, atol=1e-13)
 
 
@@ -125,6 +132,13 @@ def test_slices_are_updated_as_by_optax(name: str) -> None:
 def test_what_servers_cannot_run_is_refused(transformation: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         spec_of(transformation)
+
+
+def test_a_rate_beside_lookahead_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="inside of lookahead the rate"):
+        spec_of(optax.lookahead(optax.sgd(1.0), 2, 0.5), learning_rate=lambda step: 0.1)
+    spec = spec_of(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+    assert "lr" not in spec.groups[0][1]  # so that none can be set
 
 
 def test_the_name_tells_transformations_apart() -> None:

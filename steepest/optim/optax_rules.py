@@ -15,6 +15,7 @@ import torch
 from steepest.errors import ConfigurationError
 from steepest.optim.jax_arrays import on_cpu, path_name, to_numpy, to_torch, torch_dtype
 from steepest.optim.optax_flow import is_elementwise
+from steepest.optim.optax_lookahead import Synced, looks_ahead
 from steepest.optim.spec import OptimizerSpec, Schedule
 
 #: dtypes of state that can be sent
@@ -262,7 +263,7 @@ def optax_spec(
     Raises:
         ConfigurationError: it is none, needs all parameters at once, more than gradients and
             parameters, or random numbers; or it keeps state that cannot be sent; or the learning
-            rate cannot be computed.
+            rate cannot be computed, or is given beside `optax.lookahead`.
     """
     if not all(callable(getattr(transformation, name, None)) for name in ("init", "update")):
         raise ConfigurationError(
@@ -273,6 +274,10 @@ def optax_spec(
     with on_cpu(x64):
         shapes = {n: jax.ShapeDtypeStruct(tuple(p.shape), p.dtype) for n, p in params.items()}
         abstract = rule.tree(shapes)
+        synced = looks_ahead(transformation, abstract)
+        if synced:
+            transformation = Synced(transformation)
+            rule = OptaxRule(transformation, skeleton, x64)
         elementwise = is_elementwise(transformation, abstract, list(shapes))
         for leaf in jax.tree.leaves(jax.eval_shape(transformation.init, abstract)):
             if torch_dtype(leaf.dtype) is None or str(leaf.dtype) not in _SENT:
@@ -282,7 +287,12 @@ def optax_spec(
                 )
     lr = 1.0 if callable(learning_rate) else learning_rate
     schedule = learning_rate if callable(learning_rate) else None
-    groups = ((tuple(shapes), {"lr": lr}),)
+    if synced and learning_rate != 1.0:
+        raise ConfigurationError(
+            "learning_rate= with optax.lookahead, whose slow parameters it would leave behind: give the "
+            "transformation inside of lookahead the rate, or its schedule"
+        )
+    groups = ((tuple(shapes), {} if synced else {"lr": lr}),)
     spec = OptimizerSpec(
         OptaxOptimizer, {"rule": rule}, groups, elementwise, learning_rate=schedule
     )
