@@ -35,6 +35,7 @@ from tests.unusual_optimizers import (
     DAdaptSGD,
     LargeOnly,
     Lars,
+    LateClipped,
     Preconditioned,
     Prodigy,
     Unusual,
@@ -130,6 +131,12 @@ def test_a_rule_of_large_matrices_is_found() -> None:
     for module, split in ((small, True), (large, True), (wide, False)):
         names = {id(p): name for name, p in module.named_parameters()}
         assert OptimizerSpec.read(LargeOnly(module.parameters()), names).elementwise is split
+
+
+def test_a_rule_that_sets_in_late_is_found() -> None:
+    assert read(of(LateClipped)).coupled
+    with pytest.raises(ConfigurationError, match="Hoarding keeps 'found' of type set"):
+        read(lambda m: Hoarding(m.parameters(), since=100))
 
 
 def trainer_of(task: Task, workers: int, strategy: Any) -> DistributedSGD:

@@ -197,3 +197,18 @@ class Writing(Unusual):
             g.mul_(2)
             p.sub_(g, alpha=group["lr"])
             g.zero_()
+
+
+class LateClipped(Unusual):
+    """Clips the norm of all gradients after its warm-up."""
+
+    def __init__(self, params: Any, lr: float = 0.5, warm_up: int = 100) -> None:
+        super().__init__(params, {"lr": lr, "warm_up": warm_up, "k": 0})
+
+    def update(self) -> None:
+        first = self.param_groups[0]
+        first["k"] += 1
+        if first["k"] > first["warm_up"]:
+            torch.nn.utils.clip_grad_norm_([p for _, p, _ in self.gradients()], 0.5)
+        for group, p, g in self.gradients():
+            p.sub_(g, alpha=group["lr"])

@@ -24,10 +24,11 @@ Build = Callable[[list[tuple[int, torch.nn.Parameter]]], torch.optim.Optimizer]
 
 # Sizes of gradients: norms may be clipped at any, and what is estimated grows from small values.
 _SIZES = (1.0, 1.0, 1.0, 1e3, 1e-3, 1e6, 1e-6, 1.0, 10.0, 0.1, 1.0, 1.0)
-_TORCHS_STEPS = 3
-# A rule may be another one for large dimensions, such as of 128; torch's own have none like that.
-_LARGEST, _TORCHS_LARGEST = 160, 6
-_MOST_ELEMENTS = 1 << 18
+# A rule may be another one for large dimensions, such as of 128, or after many steps, such as 100 of
+# warm-up: each of these trials is one of (largest dimension, sizes of gradients).
+_TRIALS = ((160, _SIZES), (4, (1.0, 0.1, 10.0, 1.0) * 32))
+_SHORT_TRIALS = ((6, _SIZES[:3]),)  # of optimizers that are known to have no such rules
+_MOST_ELEMENTS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class _Trial:
 
 
 def try_optimizer(
-    name: str, groups: Sequence[Sequence[Shape]], build: Build, *, is_torchs: bool
+    name: str, groups: Sequence[Sequence[Shape]], build: Build, *, is_known: bool
 ) -> Findings:
     """Find out what an optimizer's updates depend on.
 
@@ -179,26 +180,46 @@ def try_optimizer(
         name: of the optimizer, for errors.
         groups: the shapes of the parameters of each group.
         build: makes the optimizer over parameters of these groups.
-        is_torchs: whether its class is one of torch's own.
+        is_known: whether it is known to couple no parameters, to have one rule for tensors of all
+            sizes and for all steps, and to keep nothing but tensors and numbers.
 
     Raises:
         ConfigurationError: it cannot be made or stepped, or keeps what cannot be carried.
     """
-    largest, copies = (_TORCHS_LARGEST, 1) if is_torchs else (_LARGEST, 2)
+    elementwise, coupled, own = True, False, frozenset[str]()
+    for largest, sizes in _SHORT_TRIALS if is_known else _TRIALS:
+        shapes = [_examples(each, largest) for each in groups]
+        if not is_known:  # each group has two, which may depend on each other
+            shapes = [each * (2 if len(each) == 1 else 1) for each in shapes]
+        trial, changed = _tried(name, shapes, build, sizes)
+        coupled |= trial.coupled or not trial.counts_alike(changed)
+        elementwise &= trial.elementwise
+        own |= changed
+    return Findings(elementwise and not coupled, coupled, own)
+
+
+def _tried(
+    name: str, groups: Sequence[Sequence[Shape]], build: Build, sizes: Sequence[float]
+) -> tuple[_Trial, frozenset[str]]:
+    """Return a trial after some steps, and the keys of what they changed.
+
+    Args:
+        name, groups, build: see `try_optimizer`.
+        sizes: of the gradients of each step.
+
+    Raises:
+        ConfigurationError: see `try_optimizer`.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def random(shape: Sequence[int]) -> torch.Tensor:
         return torch.randn(list(shape), generator=generator, dtype=torch.float64)
 
-    values = [
-        (group, random(shape))
-        for group, shapes in enumerate(groups)
-        for shape in _examples(shapes, largest) * copies
-    ]
+    values = [(group, random(shape)) for group, shapes in enumerate(groups) for shape in shapes]
     with torch.random.fork_rng(devices=[]):
         try:
             trial = _Trial(build, values)
-            for size in _SIZES[: _TORCHS_STEPS if is_torchs else None]:
+            for size in sizes:
                 trial.step([random(value.shape) * size for _, value in values])
         except Exception as error:
             raise ConfigurationError(
@@ -207,14 +228,12 @@ def try_optimizer(
                 "constructor takes its defaults"
             ) from error
     try:
-        own = trial.changed()
+        return trial, trial.changed()
     except TypeError as error:
         raise ConfigurationError(
             f"{name} keeps {error}: it would be lost in checkpoints and where servers change; keep "
             "tensors, numbers, texts, None, and lists and dicts of these"
         ) from error
-    coupled = trial.coupled or not trial.counts_alike(own)
-    return Findings(trial.elementwise and not coupled, coupled, own)
 
 
 def _examples(shapes: Sequence[Shape], largest: int) -> list[Shape]:

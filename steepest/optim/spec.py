@@ -35,6 +35,9 @@ MOST_BYTES = 1 << 20
 _MANY_GROUPS = 2500  # the hyperparameters of fewer groups are smaller than that in any case
 _CATCH_UP = 400_000  # calls of a scheduler, times groups, in one turn: a fraction of a second
 _TRIED_STEPS = 4
+# what was found of optimizers with the same hyperparameters and shapes, such as those of replicas
+_FOUND: dict[Any, Findings] = {}
+_MOST_FOUND = 32
 _STATELESS_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "nesterov")
 
 
@@ -168,6 +171,12 @@ class OptimizerSpec:
                 "the optimizer has no parameters: build it over module.parameters()"
             )
 
+        shapes_of_kinds = [found for _, found in tried]
+        texts = tuple(_in_text(hyper) for hyper in (self.defaults, *(h for h, _ in tried)))
+        key = self.cls, texts, tuple(map(tuple, shapes_of_kinds))
+        if key in _FOUND:
+            return _FOUND[key]
+
         def build(slots: list[tuple[int, torch.nn.Parameter]]) -> torch.optim.Optimizer:
             named = [(f"{group}.{at}", group, p) for at, (group, p) in enumerate(slots)]
             groups = tuple(
@@ -177,8 +186,12 @@ class OptimizerSpec:
             toy = replace(self, groups=groups)
             return toy.build([(name, p) for name, _, p in named])[0]
 
-        own = self.cls.__module__.startswith("torch.optim.")
-        return try_optimizer(self.name, [found for _, found in tried], build, is_torchs=own)
+        known = self.cls.__module__.startswith(("torch.optim.", "steepest.optim.keras_"))
+        findings = try_optimizer(self.name, shapes_of_kinds, build, is_known=known)
+        if len(_FOUND) >= _MOST_FOUND:
+            del _FOUND[next(iter(_FOUND))]
+        _FOUND[key] = findings
+        return findings
 
     def state_flags(self) -> dict[str, bool]:
         """Return the switches that change what state the optimizer keeps (amsgrad, centered).
@@ -502,8 +515,14 @@ def _lively(hyper: Hyperparameters) -> Hyperparameters:
 
 def _in_text(hyper: Hyperparameters) -> Any:
     """Return what is equal for hyperparameters that are equal; something of its own, where need be."""
+    classes: list[type] = []
+
+    def number(value: Any) -> int | None:
+        classes.extend([value] if isinstance(value, type) else [])
+        return len(classes) if isinstance(value, type) else None
+
     try:
-        return json.dumps(to_json(hyper))
+        return json.dumps(to_json(hyper, number)), tuple(classes)
     except TypeError:
         return object()
 
