@@ -63,8 +63,8 @@ class DistributedSGD(Checkpointing):
     checkpoint.
 
     `step`, `fit`, `evaluate` and the other methods that need idle workers run one at a time;
-    another thread waits. Only `weights`, `stats`, `log`, `resize` and `stop` may be called while
-    workers train, from any thread or callback.
+    another thread waits. Only `weights`, `stats`, `log`, `export_table`, `set_learning_rate`,
+    `resize` and `stop` may be called while workers train, from any thread or callback.
 
     Args:
         model_creator: called as ``model_creator(worker_index, device_index)`` for each replica, in
@@ -234,7 +234,7 @@ class DistributedSGD(Checkpointing):
             ShutdownError: the trainer is shut down.
         """
         require_choice("fetch_stats", fetch_stats, (False, True))
-        with self._idle():
+        with self._idle("step"):
             results: list[StepResult] = []
             end = self._training.step + self._training.lost_before() + 1
             self._train(lambda: end, fetch_stats, results.append)
@@ -260,7 +260,7 @@ class DistributedSGD(Checkpointing):
             steps, epochs: how many; give exactly one of the two. An epoch ends when each sample has
                 been seen once; the first one may have begun before.
             callbacks: called for each step and event, and between epochs if they override
-                `on_epoch_end`.
+                `on_epoch_end`, or between steps if they override `after_step`.
             progress: what to show on standard error: "bar" (a live line), "lines" (a line every ten
                 seconds); True for the one that suits it, False for nothing.
             validation: data that `evaluate` takes, evaluated while training pauses; results go to
@@ -277,7 +277,7 @@ class DistributedSGD(Checkpointing):
             CheckpointError: a checkpoint could not be written; raised when the next one is due, or
                 at the end.
         """
-        with self._idle(), self._training.stoppable():
+        with self._idle("fit"), self._training.stoppable():
             asked = Asked(steps, epochs, callbacks, progress, validation, evaluate_every)
             return fit(self, self._keeping, self._events, self._train, self._evaluate, asked)
 
@@ -305,7 +305,7 @@ class DistributedSGD(Checkpointing):
             ModelRaisedError: the model or the data raised; the traceback is the cause.
             DeadlineError: no answer came within `run_config.deadlines.call` seconds.
         """
-        with self._idle():
+        with self._idle("evaluate"):
             found = self._evaluate(data, batch_size)
             self.history.evaluated(found.step, found)
             return found
@@ -330,14 +330,18 @@ class DistributedSGD(Checkpointing):
     def weights(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters by name, at one version.
 
-        It may be called at any time, from any thread.
+        It may be called at any time, from any thread. While workers train it is the version of the
+        moment: in `Callback.on_step` that of a later step than the callback is called with, of
+        which the log has a warning once. Workers wait in `Callback.after_step`.
 
         Frozen parameters that the model itself changes (a momentum encoder's, say) are averaged
         over replicas, as buffers are. During training each replica sends its own between two of its
         steps, which may take as long as a step.
         """
         self._live()
-        return self._supervisor.reading(self._state.weights)
+        weights, step = self._supervisor.reading(self._state.weights)
+        self._training.compare(step)
+        return weights
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters, under each of their names, and of buffers.
@@ -346,7 +350,7 @@ class DistributedSGD(Checkpointing):
 
         The plain module takes it: ``module.load_state_dict(sgd.state_dict())``.
         """
-        with self._idle():
+        with self._idle("state_dict"):
             return self._supervisor.surviving(self._state.state_dict)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -362,7 +366,7 @@ class DistributedSGD(Checkpointing):
             ConfigurationError: `state` is no dict of tensors by name, a name is missing or unknown,
                 or a tensor has another shape; nothing has changed.
         """
-        with self._idle():
+        with self._idle("load_state_dict"):
             self._supervisor.replacing(
                 lambda: self._state.load_state_dict(state, self._training.version)
             )
@@ -377,7 +381,7 @@ class DistributedSGD(Checkpointing):
             ConfigurationError: `weights` is no dict of tensors by name, a name is unknown, or a
                 tensor has another shape, or holds NaN or infinity; nothing has changed.
         """
-        with self._idle():
+        with self._idle("set_weights"):
             self._supervisor.replacing(
                 lambda: self._state.set_weights(weights, self._training.version)
             )
@@ -392,7 +396,7 @@ class DistributedSGD(Checkpointing):
                 a model's `batch_size` or `data`, which is undone.
             DeadlineError: no result came within `run_config.deadlines.call` seconds.
         """
-        with self._idle():
+        with self._idle("foreach_worker"):
             return self._on_workers(fn, view=True, what=f"run the function {name_of(fn)}")
 
     def foreach_model(self, fn: Callable[[Any], T]) -> list[T]:
@@ -403,7 +407,7 @@ class DistributedSGD(Checkpointing):
         Args:
             fn: takes a model that `model_creator` has made.
         """
-        with self._idle():
+        with self._idle("foreach_model"):
             parts = self._on_workers(
                 remote_functions.on_models, fn, what=f"run the function {name_of(fn)}"
             )
@@ -417,7 +421,7 @@ class DistributedSGD(Checkpointing):
         Args:
             fn: takes the model that `model_creator` has made.
         """
-        with self._idle():
+        with self._idle("for_model"):
             what = f"run the function {name_of(fn)}"
             result: T
             (result,) = self._on_workers(
@@ -427,7 +431,7 @@ class DistributedSGD(Checkpointing):
 
     def warmup(self) -> None:
         """Compute a gradient on every replica and discard it, so that the first step is fast."""
-        with self._idle():
+        with self._idle("warmup"):
             workers = self._live().workers
             self._supervisor.surviving(
                 lambda: workers.call(Replicas.warmup, what="compute a gradient")
@@ -481,7 +485,7 @@ class DistributedSGD(Checkpointing):
             ConfigurationError: there is no such strategy, its processes could not talk here, or it
                 has no embedding tables, and the model has; nothing has changed.
         """
-        with self._idle():
+        with self._idle("set_strategy"):
             config = self._live().chosen.strategy_for(strategy, self.num_workers)
             self._supervisor.want(config)
             self._supervisor.settle(asked=True)
@@ -545,13 +549,15 @@ class DistributedSGD(Checkpointing):
     # -- inside --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _idle(self) -> Iterator[None]:
+    def _idle(self, method: str) -> Iterator[None]:
+        """Hold the trainer, with idle workers, for a block of one of its methods."""
         with self._lock:
             if self._training.running:
                 raise ConfigurationError(
-                    "on_step is called while workers train: it may call weights(), stats(), resize() "
-                    "and stop(); everything else belongs into on_epoch_end, or between steps of a "
-                    "loop of your own"
+                    f"{method}() was called by a callback while workers train, as in on_step: there "
+                    "weights(), stats(), log(), export_table(), set_learning_rate(), resize() and "
+                    f"stop() may be called; call {method}() in after_step, on_evaluation or "
+                    "on_epoch_end, for which workers pause, or between steps of a loop of your own"
                 )
             self._live()
             yield

@@ -114,7 +114,7 @@ def test_the_examples_of_training_data_run_as_they_stand(
 @pytest.mark.ray
 def test_the_example_of_early_stopping_runs_as_it_stands(tmp_path: Path, address: str) -> None:
     pytest.importorskip("sklearn")
-    (block,) = blocks_of("docs/control.md")
+    block, *_ = blocks_of("docs/control.md")
     assert "best: True" in run_block(block, tmp_path, address)
 
 

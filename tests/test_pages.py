@@ -74,5 +74,9 @@ def test_a_language_model_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said_by("hugging_face.md", monkeypatch) == "learned: True\n"
 
 
+def test_an_average_is_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said_by("control.md", monkeypatch, 1) == "after step 20 ['bias', 'weight']\n"
+
+
 def test_training_goes_on_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said_by("ending.md", monkeypatch) == "committed: True one more: 1\n"

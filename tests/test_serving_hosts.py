@@ -132,7 +132,7 @@ def test_a_server_that_died_is_replaced_on_its_host() -> None:
 
 
 def test_further_workers_leave_the_hosts_out() -> None:
-    simulation = Simulation(5, cpus=(1, 2, 2))
+    simulation = Simulation(5, cpus=(2, 2, 1))
     with (
         simulation.running(),
         DistributedSGD(TASK.creator(), (1, 8), run_config=serving(1)) as sgd,
@@ -158,7 +158,7 @@ def test_there_must_be_such_hosts() -> None:
 
 
 def test_it_is_said_at_once_where_no_host_can_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steepest.cluster.placement.may_grow", lambda: False)
+    monkeypatch.setattr("steepest.cluster.room.may_grow", lambda: False)
     with Simulation(7, cpus=(2,)).running():
         wanted = "serving_hosts=1: this Ray has 0 nodes without workers, and no node will join it"
         with pytest.raises(ResourcesError, match=wanted):

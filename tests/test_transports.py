@@ -13,7 +13,8 @@ import ray
 import torch
 
 from steepest import DistributedSGD, ParameterServer, ParameterServerStrategy, TorchModel
-from steepest.cluster import launch, placement
+from steepest.cluster import launch
+from steepest.cluster.room import Seat
 from steepest.errors import ConfigurationError
 from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.tensors import shared_memory
@@ -174,7 +175,7 @@ def test_workers_on_other_nodes_are_refused_before_anything_is_started(
         raise AssertionError("a process is started")
 
     here = ray.get_runtime_context().get_node_id()
-    monkeypatch.setattr(placement, "nodes_of", lambda room: ("f" * 56,) * len(room.bundles))
+    monkeypatch.setattr(Seat, "node", "f" * 56)
     monkeypatch.setattr(launch.Cluster, "start_process", refuse)
     strategy = ParameterServerStrategy(transport="shared")
     with pytest.raises(

@@ -226,7 +226,7 @@ class Applying:
         if leaving.nodes:
             if not dead:
                 for seat in seats.values():
-                    cluster.placement.retire(seat)
+                    cluster.placement.leave(seat)
                 self._observation.reserve.leave(leaving.nodes)
             leaving.end()
         starting.give_up(list(starting.instead.values()))

@@ -34,7 +34,7 @@ class Checkpointing(Steering):
             CheckpointError: it cannot be written.
             ConfigurationError: a URL of a kind that is not known.
         """
-        with self._idle():
+        with self._idle("save"):
             self._keeping.save(path)
 
     def restore(self, path: str | Path, data: str = "continue") -> None:
@@ -59,5 +59,5 @@ class Checkpointing(Steering):
             ConfigurationError: a URL of a kind that is not known; `data` is something else.
         """
         require_choice("data", data, ("continue", "new"))
-        with self._idle():
+        with self._idle("restore"):
             self._keeping.restore(path, self._supervisor.replacing, data)

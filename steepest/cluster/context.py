@@ -14,7 +14,7 @@ import ray
 
 from steepest.cluster.diagnostics import drop_calls, raise_remote, who_raised
 from steepest.cluster.locations import Place
-from steepest.cluster.placement import Placement
+from steepest.cluster.seats import Placement
 from steepest.config.run import RunConfig
 from steepest.data.sampler import SamplePlan
 from steepest.engine.client import Client

@@ -211,6 +211,12 @@ def check_callbacks(callbacks: object) -> None:
             )
 
 
+def _overriding(callbacks: Sequence[Callback], method: str) -> list[Callback]:
+    """Return the callbacks that override a method, for which workers pause then."""
+    inherited = getattr(Callback, method)
+    return [c for c in callbacks if getattr(type(c), method, inherited) is not inherited]
+
+
 def _take(
     sgd: Any,
     keeping: CheckpointManager,
@@ -236,20 +242,24 @@ def _take(
         for callback in callbacks:
             callback.on_step(sgd, result)
 
-    pausing = [
-        c for c in callbacks if getattr(type(c), "on_epoch_end", None) is not Callback.on_epoch_end
-    ]
+    pausing = _overriding(callbacks, "on_epoch_end")
+    each_step = _overriding(callbacks, "after_step")
     evaluating.evaluate_if_due()  # where the program was interrupted before it could
     while keeping.step < end() and not keeping.stopping:
-        pauses = keeping.next_due(), evaluating.next_due()
+        next_step = keeping.step + 1 if each_step else None
+        pauses = keeping.next_due(), evaluating.next_due(), next_step
         epoch = keeping.epoch if pausing or evaluating.by_epoch else None
 
         def until(pauses: tuple[int | None, ...] = pauses, epoch: int | None = epoch) -> int:
             ends = [end(), *pauses, None if epoch is None else keeping.end_of(epoch)]
             return min(at for at in ends if at is not None)
 
+        before = keeping.step
         train(until, True, on_step)
         tell()
+        if keeping.step > before:  # not after `stop`, or a death that has set it back
+            for callback in each_step:
+                callback.after_step(sgd, keeping.result())
         evaluating.evaluate_if_due()
         if epoch is not None and keeping.step >= keeping.end_of(epoch):
             for callback in pausing:

@@ -10,49 +10,15 @@ import ray
 
 from steepest.cluster.launch import Cluster
 from steepest.cluster.locations import by_calls
-from steepest.cluster.placement import ask_for_room, check_possible, fitting, may_grow
+from steepest.cluster.placement import check_possible, fitting, may_grow
+from steepest.cluster.ray_private import draining_nodes
+from steepest.cluster.room import Room
 from steepest.cluster.starting import Starting
 from steepest.config.strategies import StrategyConfig
 from steepest.errors import ResourcesError
 
 _LOOK_SECONDS = 1.0
 _LONGEST_PAUSE = 60.0
-
-
-class Room:
-    """Room for workers that was asked for.
-
-    Args:
-        cluster: the job's processes.
-        workers: how many.
-        without: ids of nodes that are not to be used.
-
-    Raises:
-        ResourcesError: the job runs in a placement group of somebody else's, which has no more
-            places; or the cluster can never have that room.
-    """
-
-    def __init__(self, cluster: Cluster, workers: int, without: Collection[str]) -> None:
-        self.began = time.monotonic()
-        self._cluster = cluster
-        self._reservation = ask_for_room(workers, cluster.bundle, without)
-        self._placed = self._reservation.group.ready()  # once: each call asks anew
-
-    @property
-    def is_there(self) -> bool:
-        """Whether Ray has placed it."""
-        return bool(ray.wait([self._placed], timeout=0)[0])
-
-    def take(self) -> list[int]:
-        """Add the room to the job's; return the new seats."""
-        placement = self._cluster.placement
-        before = len(placement.order)
-        placement.add(self._reservation)
-        return placement.order[before:]
-
-    def release(self) -> None:
-        """Give the room back."""
-        self._reservation.release()
 
 
 @dataclass(frozen=True)
@@ -125,13 +91,14 @@ class Growth:
             self.absent.clear()
 
     def _free_seats(self) -> list[int]:
-        """Return the seats that nobody takes and that have a node; Ray finds others for a dead one's."""
+        """Return the seats that no process has, on nodes that live and stay; Ray moves those of dead ones."""
         placement, taken = self._cluster.placement, {start.seat for start in self._starting}
         free = [s for s in placement.order[self._cluster.job.num_workers :] if s not in taken]
         if not free:
             return []
         placement.look()
         living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        living -= draining_nodes().keys()
         return [seat for seat in free if placement.nodes([seat])[0] in living]
 
     def _start_workers(self, missing: int) -> None:
@@ -150,10 +117,11 @@ class Growth:
         if (further := missing - len(free)) > 0:
             workers = cluster.job.num_workers + missing
             check_possible(workers, cluster.bundle, ray.nodes(), may_grow())
+            going = {*draining_nodes()}
             # what is free may be in pieces, or another's by then: so it asks more rarely until it
             # has got some
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            self._room = Room(cluster, further, placement.failing | serving)
+            self._room = Room(further, cluster.bundle, placement.failing | serving | going)
             return
         self._begin(free[:missing])
 
@@ -168,7 +136,7 @@ class Growth:
         assert self._room is not None
         limit = self._cluster.run_config.deadlines.start
         if self._room.is_there:
-            self._room.take()
+            self._cluster.placement.add(self._room.seats)
             self._room, self._pause = None, _LOOK_SECONDS
             self._begin(self._free_seats())
         elif time.monotonic() - self._room.began >= limit:
@@ -201,6 +169,18 @@ class Growth:
     def awaits_successors(self) -> bool:
         """Whether successors of dead workers are on their way."""
         return bool(self.absent) or any(start.cause for start in self._starting.workers)
+
+    def surplus(self, most: int) -> list[int]:
+        """Return the seats that no worker has or will get; processes of other kinds may have them.
+
+        Args:
+            most: the number of workers wanted.
+        """
+        if self._room is not None or self._starting.workers:
+            return []
+        coming = {each.seat for each in (*self._starting, *self.absent)}
+        workers = max(most, self._cluster.job.num_workers)
+        return [s for s in self._cluster.placement.surplus(workers) if s not in coming]
 
     def cancel(self) -> None:
         """Give up room that was asked for, and the processes that start."""

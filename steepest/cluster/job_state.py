@@ -68,18 +68,19 @@ class JobState:
         found: Snapshot = self._cluster.wait(future, "a snapshot of the weights")
         return found
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return parameters by name, as CPU copies; may be called on any thread, amid training.
+    def weights(self) -> tuple[dict[str, torch.Tensor], int]:
+        """Return parameters by name, as CPU copies, and after how many steps they are these.
 
-        Frozen parameters are averaged over replicas.
+        It may be called on any thread, amid training. Frozen parameters are averaged over replicas.
         """
-        layout = self._cluster.job.description.layout
-        found = layout.named(self.snapshot("weights").weights)
+        job = self._cluster.job
+        layout, snapshot = job.description.layout, self.snapshot("weights")
+        found = layout.named(snapshot.weights)
         if not all(entry.trainable for entry in layout.entries):
             states = all_states(self._cluster.workers.ask)
             mean = mean_states(states, [1.0] * len(states)) if states else {}
             found |= {name: value for name, value in mean.items() if name in found}
-        return found
+        return found, job.step_of(snapshot.version)
 
     def set_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Set parameters by name, see `DistributedSGD.set_weights`; they are version `version`."""

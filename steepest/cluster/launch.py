@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
@@ -27,15 +27,11 @@ from steepest.cluster.learning_rates import LearningRates
 from steepest.cluster.lease import DriverLease
 from steepest.cluster.locations import Place, by_calls, hosts_of, make_transport, ways_of
 from steepest.cluster.membership import Membership
-from steepest.cluster.placement import (
-    fitting,
-    reserve,
-    reserve_for_servers,
-    spread,
-    worker_bundle,
-)
+from steepest.cluster.placement import fitting, worker_bundle
 from steepest.cluster.process import Process
 from steepest.cluster.ray_private import check as check_ray
+from steepest.cluster.room import reserve, reserve_for_servers
+from steepest.cluster.seats import spread
 from steepest.cluster.termination import end_on_sigterm
 from steepest.cluster.wiring import connect_processes
 from steepest.cluster.worker_calls import WorkerCalls
@@ -113,6 +109,7 @@ class Cluster(JobContext):
         self.lease = DriverLease(run_config.deadlines.driver)
         # processes without a role, which hold chunks until `settle`, and the calls that watch them
         self._leaving: dict[Any, tuple[Place, Any]] = {}
+        self._seats: dict[Any, int] = {}  # in which processes run, or beside whose
         self._schedule_offset = 0
         self.rates = LearningRates(self)
         self.deaths = Deaths(self)
@@ -447,6 +444,17 @@ class Cluster(JobContext):
         }
         return leaving | members
 
+    def unused(self, seats: Collection[int], others: Collection[Any]) -> set[int]:
+        """Return those of some seats that no process has; servers run in workers' seats too.
+
+        Args:
+            seats: that no worker is to get.
+            others: processes that will be part of the job.
+        """
+        here = {*self.actors.values(), *self._leaving, *others}
+        self._seats = {actor: seat for actor, seat in self._seats.items() if actor in here}
+        return {*seats} - {*self._seats.values()}
+
     def holdings(self) -> Holdings:
         """Return the processes that hold each chunk."""
         return holdings(self.job, lambda server: self.actors[self.process_of(server)])
@@ -488,6 +496,7 @@ class Cluster(JobContext):
             f"steepest {name}", self.token, threads, keep_memory, lease, self.identity
         )
         self.lease.add(actor)
+        self._seats[actor] = seat
         return actor
 
     def _connect_driver(self, initial: Any, held: Holdings | None) -> None:

@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Mapping
 
-from steepest.cluster.growth import Room
 from steepest.cluster.launch import Cluster
 from steepest.cluster.ray_private import draining_nodes
+from steepest.cluster.room import Room
 from steepest.cluster.starting import Starting
 from steepest.errors import ResourcesError
 from steepest.messages.message import Peer
@@ -63,7 +63,7 @@ class Leaving:
         if not self.nodes or self.full:
             return
         if self._room is not None and self._room.is_there:
-            self._start(self._room.take())
+            self._start(self._cluster.placement.add(self._room.seats))
             self._room = None
         elif self._room is not None and now - self._room.began > self._patience:
             self._without_room(least)
@@ -84,7 +84,8 @@ class Leaving:
         workers = sum(peer.role == "worker" for peer in self.peers)
         try:
             if workers:
-                self._room = Room(cluster, workers, {*going, *cluster.placement.failing})
+                without = {*going, *cluster.placement.failing}
+                self._room = Room(workers, cluster.bundle, without)
             else:
                 self._start([])
         except ResourcesError as error:

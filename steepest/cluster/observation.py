@@ -288,6 +288,14 @@ class Observation:
         self.leaving.look(self.wanted.least)
         if not self.leaving.nodes:
             self.growth.start_missing(self.wanted.most, self.wanted.config)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Give the seats back that nothing needs any more, after workers have left."""
+        if surplus := self.growth.surplus(self.wanted.most):
+            unused = self._cluster.unused(surplus, [start.actor for start in self.starting])
+            self.reserve.end_in(unused)
+            self._cluster.placement.give_back(unused)
 
     def _give_up_late_successors(self) -> None:
         """End the starts of dead workers' successors that do not come up; others may be started later."""

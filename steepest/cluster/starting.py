@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -221,6 +221,20 @@ class Starting:
         self.joined([start.actor for start in gone])
 
 
+class _Spare(NamedTuple):
+    """A spare process.
+
+    Attributes:
+        actor: Ray's handle.
+        placing: the call that says where it is.
+        seat: in which it runs.
+    """
+
+    actor: Any
+    placing: Any
+    seat: int
+
+
 class Reserve:
     """Spare processes, which have imported what a worker needs.
 
@@ -230,7 +244,7 @@ class Reserve:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._spares: list[tuple[Any, Any]] = []  # actors, and the call that says where they are
+        self._spares: list[_Spare] = []
 
     def fill(self, wanted: int) -> None:
         """Start spare processes until there are so many."""
@@ -238,14 +252,15 @@ class Reserve:
         for number in range(len(self._spares), wanted):
             cpus = cluster.run_config.resources.cpus_per_worker
             seats = cluster.placement.order
-            actor = cluster.start_process("spare", seats[number % len(seats)], 0, 0, 1, cpus)
+            seat = seats[number % len(seats)]
+            actor = cluster.start_process("spare", seat, 0, 0, 1, cpus)
             actor.prepare.remote(cluster.creator)
-            self._spares.append((actor, actor.place.remote()))
+            self._spares.append(_Spare(actor, actor.place.remote(), seat))
 
     def take(self, node: str) -> Any | None:
         """Return a spare process on a node, if one is up; it is a spare no more."""
         for spare in list(self._spares):
-            actor, placing = spare
+            actor, placing, _ = spare
             ready, _ = ray.wait([placing], timeout=0)
             if not ready:
                 continue
@@ -263,13 +278,19 @@ class Reserve:
     def leave(self, nodes: Collection[str]) -> None:
         """End spare processes on nodes that will go."""
         for spare in list(self._spares):
-            actor, placing = spare
-            if has_answered(placing) and ray.get(placing).node in nodes:
-                self._spares.remove(spare)
-                ray.kill(actor, no_restart=True)
+            if has_answered(spare.placing) and ray.get(spare.placing).node in nodes:
+                self._end(spare)
+
+    def end_in(self, seats: Collection[int]) -> None:
+        """End spare processes in seats that are to be given back; others are started elsewhere."""
+        for spare in [spare for spare in self._spares if spare.seat in seats]:
+            self._end(spare)
 
     def end(self) -> None:
         """End all spare processes."""
-        for actor, _ in self._spares:
-            ray.kill(actor, no_restart=True)
-        self._spares.clear()
+        for spare in list(self._spares):
+            self._end(spare)
+
+    def _end(self, spare: _Spare) -> None:
+        self._spares.remove(spare)
+        ray.kill(spare.actor, no_restart=True)

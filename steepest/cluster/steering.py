@@ -24,7 +24,7 @@ class Steering:
     def _live(self) -> Cluster:
         raise NotImplementedError
 
-    def _idle(self) -> AbstractContextManager[None]:
+    def _idle(self, method: str) -> AbstractContextManager[None]:
         raise NotImplementedError
 
     @property
@@ -114,5 +114,5 @@ class Steering:
         config = self._live().chosen.strategy_for(config, count)
         self._supervisor.want(config, None if num_workers is None else count)
         if not self._training.running:
-            with self._idle():
+            with self._idle("resize"):
                 self._supervisor.settle(asked=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -79,6 +80,9 @@ class Training:
         self._began = 0.0  # of the steps that are being taken
         self._idle = True  # whether no granted step is left
         self._silent_since = 0.0  # when the last outcome came
+        # the thread that is in `on_step`, and of which step
+        self._telling: tuple[int, int] | None = None
+        self._warned = False
         self._made_again = 0  # those of these that were, or will be, taken again
 
     @property
@@ -237,7 +241,27 @@ class Training:
         taken = self._count(outcome, plan)
         self._newest = max(self._newest, outcome.step)
         with self._supervisor.elsewhere():
-            on_step(taken)
+            self._telling = threading.get_ident(), taken.step
+            try:
+                on_step(taken)
+            finally:
+                self._telling = None
+
+    def compare(self, step: int) -> None:
+        """Warn, once, where `on_step` has read weights of another step than it is called with.
+
+        Args:
+            step: the number of steps after which the weights were these.
+        """
+        if self._telling is None or self._telling[0] != threading.get_ident() or self._warned:
+            return
+        if step != (told := self._telling[1]):
+            self._warned = True
+            log.warning(
+                "weights() in on_step of step %d are those after step %d, since workers train "
+                "meanwhile: in a callback's after_step they are those of its step",
+                told, step,
+            )  # fmt: skip
 
     def _count(self, result: Result, plan: SamplePlan | None) -> StepResult:
         """Count a committed step, and return the user's view of its result.

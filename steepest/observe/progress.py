@@ -29,7 +29,17 @@ class Callback:
     def on_step(self, sgd: Any, result: StepResult) -> None:
         """Take note of a committed step.
 
-        It is called for each step, in order, while workers compute the next ones.
+        It is called for each step, in order, while workers compute the next ones. So
+        `DistributedSGD.weights` is of a later step here; methods that need idle workers are refused.
+        """
+
+    def after_step(self, sgd: Any, result: StepResult) -> None:
+        """Take note of a committed step while workers are idle.
+
+        The trainer's weights are those of this step, and all of its methods may be called. Workers
+        pause after each step for it, but only if a callback overrides this method. It is called
+        after `on_step` and before `on_evaluation`. A step that is taken again after a death is told
+        of again.
         """
 
     def on_event(self, sgd: Any, event: Event) -> None:

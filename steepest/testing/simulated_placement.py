@@ -50,8 +50,10 @@ class Slot:
 class Group:
     """A placement group."""
 
-    def __init__(self, store: Store, slots: list[Slot], avoid: frozenset[str], apart: bool) -> None:
-        self.slots, self.avoid, self.apart = slots, avoid, apart
+    def __init__(
+        self, store: Store, slots: list[Slot], avoid: frozenset[str], apart: bool, wish: str | None
+    ) -> None:
+        self.slots, self.avoid, self.apart, self.wish = slots, avoid, apart, wish
         self.bundle_specs = [{"CPU": slot.size} for slot in slots]
         self.is_placed = Ref(store, "a placement group")
         self.removed = False
@@ -117,13 +119,14 @@ class Places:
         bundles: list[dict[str, float]],
         strategy: str = "PACK",
         bundle_label_selector: Sequence[Mapping[str, str]] = (),
-        **_: Any,
+        _soft_target_node_id: str | None = None,
     ) -> Group:
         """Reserve room for bundles, together, as soon as there is any."""
         texts = " ".join(each for selector in bundle_label_selector for each in selector.values())
         avoid = frozenset(node.id for node in self.world.nodes if node.id in texts)
         slots = [Slot(bundle["CPU"]) for bundle in bundles]
-        group = Group(self._store, slots, avoid, strategy == "STRICT_SPREAD")
+        apart = strategy == "STRICT_SPREAD"
+        group = Group(self._store, slots, avoid, apart, _soft_target_node_id)
         self._groups.append(group)
         self.world.later(0.05, self._place_groups)
         return group
@@ -167,7 +170,8 @@ class Places:
             free = {node: self._free(node) for node in allowed}
             for slot in missing:
                 best = max(allowed, key=lambda node: free[node], default=None)
-                for node in allowed:  # packed: the first with room
+                # packed: the first with room
+                for node in sorted(allowed, key=lambda node: node.id != group.wish):
                     if free[node] >= slot.size:
                         best = node
                         break
