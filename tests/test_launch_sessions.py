@@ -112,6 +112,47 @@ def test_what_ray_raises_is_told_in_words(calls: Calls, listening: str) -> None:
         pytest.fail("the block must not run")
 
 
+@pytest.mark.parametrize(
+    ("variables", "mode", "said"),
+    [
+        ({"RAY_AUTH_TOKEN_PATH": "/some/file"}, "token", "the token of RAY_AUTH_TOKEN_PATH, is it"),
+        ({"RAY_AUTH_TOKEN": "a", "RAY_AUTH_TOKEN_PATH": "b"}, "token", "the token of RAY_AUTH_TOKEN, is it"),
+        ({"RAY_AUTH_TOKEN": "a", "RAY_AUTH_MODE": "disabled"}, "disabled", "no token .*MODE is disabled"),
+        ({"RAY_AUTH_MODE": "token"}, "token", "file .ray/auth_token in the home directory, is it"),
+        ({}, None, r"no token \(RAY_AUTH_MODE is not set\): set RAY_AUTH_MODE=token, and the"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_token_that_is_given_is_sent_and_the_error_names_it_and_the_mode(
+    calls: Calls,
+    listening: str,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    mode: str | None,
+    said: str,
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # is put back afterwards
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    read: list[str | None] = []
+    monkeypatch.setattr(
+        "steepest.cluster.placement.reload_token",
+        lambda: read.append(os.environ.get("RAY_AUTH_MODE")),
+    )
+    calls.raises = ConnectionError(f"Failed to connect to Ray cluster at {listening}")
+    with (
+        pytest.raises(
+            ConfigurationError, match=f"(?s)could not connect to the Ray at {listening}: .*{said}"
+        ),
+        existing(listening),
+    ):
+        pytest.fail("the block must not run")
+    assert os.environ.get("RAY_AUTH_MODE") == mode
+    assert read == (["token"] if "RAY_AUTH_MODE" not in variables and variables else [])
+
+
 def test_an_existing_ray_is_found_by_its_address(calls: Calls, listening: str) -> None:
     with existing(listening) as address:
         assert address == "10.0.0.1:6379"
@@ -328,20 +369,25 @@ def test_an_existing_ray_outlives_the_block_and_wants_its_token(
     running: tuple[Place, str],
 ) -> None:
     site, address = running
-    output = site.python(
-        f"""
-        from steepest.launch import existing
-        for _ in range(2):
-            with existing({address!r}) as address:
-                assert address == {address!r}
-                check(train())
-            assert not ray.is_initialized()
-        print("trained")
-        """
-    )
+    del site.environment["RAY_AUTH_MODE"]  # a token that is given is sent all the same
+    try:
+        output = site.python(
+            f"""
+            from steepest.launch import existing
+            for _ in range(2):
+                with existing({address!r}) as address:
+                    assert address == {address!r}
+                    check(train())
+                assert not ray.is_initialized()
+            print("trained")
+            """
+        )
+    finally:
+        site.environment["RAY_AUTH_MODE"] = "token"
     assert "trained" in output
     token = site.environment["RAY_AUTH_TOKEN"]
     site.environment["RAY_AUTH_TOKEN"] = "f" * 32
+    del site.environment["RAY_AUTH_MODE"]
     try:
         output = site.python(
             f"""
@@ -356,8 +402,9 @@ def test_an_existing_ray_outlives_the_block_and_wants_its_token(
             """
         )
     finally:
-        site.environment["RAY_AUTH_TOKEN"] = token
+        site.environment |= {"RAY_AUTH_TOKEN": token, "RAY_AUTH_MODE": "token"}
     assert "refused: could not connect to the Ray at" in output
+    assert "the token of RAY_AUTH_TOKEN, is it the cluster's? (RAY_AUTH_MODE is token)" in output
 
 
 INTERRUPTED = ROOT / "tests" / "interrupted_program.py"

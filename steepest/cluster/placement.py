@@ -11,9 +11,18 @@ from typing import Any
 
 import ray
 
-from steepest.cluster.ray_private import draining_nodes, free_by_node, started_here
-from steepest.config.run import cluster_address
-from steepest.errors import ResourcesError
+from steepest.cluster.ray_private import (
+    draining_nodes,
+    free_by_node,
+    reload_token,
+    started_here,
+)
+from steepest.config.run import cluster_address, environment_variable
+from steepest.errors import ConfigurationError, ResourcesError
+
+#: Environment variables of Ray's: whether a token is sent, and which; the first one counts.
+_MODE = "RAY_AUTH_MODE"
+_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 def ensure_ray(num_cpus: int | None = None, *, verbose: bool = False) -> bool:
@@ -40,10 +49,34 @@ def ensure_ray(num_cpus: int | None = None, *, verbose: bool = False) -> bool:
 def connect(address: str) -> None:
     """Connect this process to a running cluster.
 
+    Ray sends no token unless RAY_AUTH_MODE says so; a token in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH
+    is to be sent, so RAY_AUTH_MODE is set to "token" then, if it is not set.
+
     Args:
         address: of the cluster's control store, as `RAY_ADDRESS` has it.
+
+    Raises:
+        ConfigurationError: the cluster does not let this process in.
     """
-    ray.init(address=address, logging_level=logging.WARNING)
+    named = [name for name in _TOKENS if environment_variable(name)]
+    mode = environment_variable(_MODE)
+    if named and not mode:
+        os.environ[_MODE] = mode = "token"
+        reload_token()
+    try:
+        ray.init(address=address, logging_level=logging.WARNING)
+    except ConnectionError as error:  # Ray says why on standard error only
+        sent = (
+            f"the token of {named[0] if named else 'the file .ray/auth_token in the home directory'}, "
+            "is it the cluster's?"
+            if mode == "token"
+            else "no token"
+        )
+        raise ConfigurationError(
+            f"could not connect to the Ray at {address}: {error}. A cluster that asks for a token lets in "
+            f"who has it; this process has sent {sent} ({_MODE} is {mode or 'not set'}): set "
+            f"{_MODE}=token, and the cluster's token as {' or '.join(_TOKENS)}"
+        ) from error
 
 
 def start_ray(num_cpus: int | None = None, *, verbose: bool = False) -> None:

@@ -59,8 +59,9 @@ def existing(address: str | None = None, *, timeout: float = 10.0) -> Iterator[s
     """Connect to a running Ray for the length of a block, and disconnect; the cluster stays.
 
     This process must run on a node of the cluster. A cluster that asks for a token wants the same
-    one here: in RAY_AUTH_TOKEN, in the file that RAY_AUTH_TOKEN_PATH names, or in ``.ray/auth_token``
-    in the home directory; RAY_AUTH_MODE must be "token" or not set.
+    one here: in RAY_AUTH_TOKEN or in the file that RAY_AUTH_TOKEN_PATH names, or, with
+    RAY_AUTH_MODE=token, in ``.ray/auth_token`` in the home directory. Where one of the first two is
+    set and RAY_AUTH_MODE is not, RAY_AUTH_MODE=token is set in this process.
 
     Args:
         address: of the cluster's control store, "host:port"; None for what RAY_ADDRESS says.
