@@ -444,16 +444,22 @@ class Cluster(JobContext):
         }
         return leaving | members
 
-    def unused(self, seats: Collection[int], others: Collection[Any]) -> set[int]:
-        """Return those of some seats that no process has; servers run in workers' seats too.
+    def unused(
+        self, seats: Collection[int], coming: Collection[Any], spare: Collection[Any]
+    ) -> set[int]:
+        """Return those of some seats that no process has, but for spare ones.
+
+        Servers run in workers' seats too, and a spare process that has become a worker stays where it is.
 
         Args:
             seats: that no worker is to get.
-            others: processes that will be part of the job.
+            coming: processes that will be part of the job.
+            spare: processes that can be ended.
         """
-        here = {*self.actors.values(), *self._leaving, *others}
-        self._seats = {actor: seat for actor, seat in self._seats.items() if actor in here}
-        return {*seats} - {*self._seats.values()}
+        here = {*self.actors.values(), *self._leaving, *coming}
+        known = here.union(spare)
+        self._seats = {actor: seat for actor, seat in self._seats.items() if actor in known}
+        return {*seats} - {seat for actor, seat in self._seats.items() if actor in here}
 
     def holdings(self) -> Holdings:
         """Return the processes that hold each chunk."""

@@ -293,7 +293,8 @@ class Observation:
     def _give_back(self) -> None:
         """Give the seats back that nothing needs any more, after workers have left."""
         if surplus := self.growth.surplus(self.wanted.most):
-            unused = self._cluster.unused(surplus, [start.actor for start in self.starting])
+            coming = [start.actor for start in self.starting]
+            unused = self._cluster.unused(surplus, coming, self.reserve.actors)
             self.reserve.end_in(unused)
             self._cluster.placement.give_back(unused)
 

@@ -281,6 +281,11 @@ class Reserve:
             if has_answered(spare.placing) and ray.get(spare.placing).node in nodes:
                 self._end(spare)
 
+    @property
+    def actors(self) -> list[Any]:
+        """The spare processes."""
+        return [spare.actor for spare in self._spares]
+
     def end_in(self, seats: Collection[int]) -> None:
         """End spare processes in seats that are to be given back; others are started elsewhere."""
         for spare in [spare for spare in self._spares if spare.seat in seats]:
