@@ -188,6 +188,10 @@ def test_within_bounds_it_uses_what_the_cluster_has(ray_cluster: None) -> None:
                 runs += [(count, sizes.count(count)) for count in (2, 3) if count in sizes]
             assert pids(trainer)[:2] == first
             assert difference(trainer.weights(), serially(task, runs)) < 1e-9
+            trainer.resize(1)  # the places of the others are given back
+            while ray.available_resources().get("CPU", 0.0) != 2.0:
+                ray.wait([taken[0].ready()], timeout=1.0)
+            assert trainer.step().samples == 1
     finally:
         for group in taken:
             ray.util.remove_placement_group(group)
