@@ -272,6 +272,7 @@ def runs_long(examples: int, survives: Any) -> None:
     property_()
 
 
+@pytest.mark.long
 @pytest.mark.few(4)
 @pytest.mark.parametrize("as_stranger", [False, True])
 @pytest.mark.parametrize("name", JOBS)

@@ -143,6 +143,7 @@ def test_a_push_is_decided_at_most_once_and_as_the_rule_says(
     assert len(staged) < 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lead", [0, 1, 3])
 @many
 @given(order=st.lists(st.integers(0, 3), max_size=80))
@@ -288,6 +289,7 @@ PUSHES = st.lists(
 )
 
 
+@pytest.mark.long
 @many
 @given(PUSHES, st.sets(st.integers(0, 2)), st.randoms(use_true_random=False))
 def test_every_push_is_complete_once_in_any_order_of_words_and_copies(

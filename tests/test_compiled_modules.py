@@ -37,6 +37,7 @@ def compiled_in_part() -> Any:
     return module
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [compiled_whole, compiled_in_part])
 def test_a_compiled_module_has_plain_names(make: Any) -> None:
     torch.manual_seed(0)

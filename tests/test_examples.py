@@ -111,6 +111,7 @@ def test_small_digits_have_mnists_form(
         assert set(y) == set(range(10))
 
 
+@pytest.mark.long
 @needs_mnist
 def test_mnist_is_downloaded_once_and_checked(
     examples: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -62,6 +62,7 @@ def test_the_optimum_of_a9a_is_the_one_that_came_with_it(examples: dict[str, Any
     assert f"f* = {data.optimum}" in (SHARED / "a9a" / "SOURCE.txt").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("simulated")
 def test_tumours_stand_in_for_a9a(
     examples: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -238,6 +238,7 @@ def test_a_result_that_comes_after_the_word_of_a_loss_is_not_that_of_the_next_st
     assert client.outcomes.empty()
 
 
+@pytest.mark.long
 @some
 @given(shuffle=SEEDS, pushes=st.integers(0, 3))
 def test_a_worker_lost_amid_its_pushes_has_pushed_nothing(shuffle: int, pushes: int) -> None:

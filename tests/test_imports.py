@@ -34,6 +34,7 @@ def test_the_package_alone_imports_neither_torch_nor_ray_nor_numpy() -> None:
     assert run(program) == "[]\n"
 
 
+@pytest.mark.long
 def test_numba_is_imported_where_tables_are_used_alone() -> None:
     program = (
         "import sys, steepest, steepest.trainer; assert 'steepest.tables' not in sys.modules\n"

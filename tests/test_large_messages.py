@@ -135,6 +135,7 @@ def report(worker: int, generation: int, sequence: int, version: int) -> Message
     )
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("rule", [CommitAll(), CommitEach()], ids=["together", "each"])
 def test_with_a_thousand_workers_and_groups_no_decision_outgrows_a_message(

@@ -97,6 +97,7 @@ def pods_of(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return spec["headGroupSpec"]["template"]["spec"], group["template"]["spec"]
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
@@ -112,6 +113,7 @@ def test_kuberay_takes_what_is_written(
     assert [each["kind"] for each in documents[:-1]] == ([] if cluster else ["ConfigMap"])
 
 
+@pytest.mark.long
 def test_the_validation_finds_what_a_cluster_would_drop(
     capsys: pytest.CaptureFixture[str], script: Path
 ) -> None:

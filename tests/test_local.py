@@ -147,6 +147,7 @@ def test_a_schedule_counts_inner_updates() -> None:
     assert difference(cluster.weights(), constant.weights()) > 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hosts", [None, HostMap((0, 0, 1), (0, 0, 1), gathers=True)])
 @seeds(1)
 def test_two_runs_and_a_replay_have_the_same_bits(hosts: HostMap | None, seed: int) -> None:

@@ -167,6 +167,7 @@ def test_a_step_that_failed_loses_no_delayed_gradient(staleness: int, worker: in
     assert row_of(cluster) == -6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["forward", "push", "report"])
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_worker_that_dies_takes_only_its_own_delayed_gradient_along(

@@ -75,6 +75,7 @@ def test_a_trainer_runs_inside_a_train_loop_of_ray_train(tmp_path: Path, address
     assert "loss: 0.0" in run_block(inside, tmp_path, address)
 
 
+@pytest.mark.long
 def test_the_program_for_those_who_come_from_horovod_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,7 @@ def test_messages_that_come_twice_count_once(size: tuple[int, int], shuffle: int
     check_ones(crowd, push_ones(crowd, 3, shuffle))
 
 
+@pytest.mark.long
 @some
 @given(size=crowds, shuffle=SEEDS)
 def test_pushes_that_are_replayed_count_once(size: tuple[int, int], shuffle: int) -> None:
@@ -127,6 +128,7 @@ def test_pushes_of_one_user_are_committed_in_its_order(shuffle: int) -> None:
 # -- what is seen ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @some
 @given(shuffle=SEEDS)
 def test_a_push_that_is_done_is_seen_by_every_later_pull_of_anybody(shuffle: int) -> None:
@@ -145,6 +147,7 @@ def test_a_push_that_is_done_is_seen_by_every_later_pull_of_anybody(shuffle: int
     assert crowd.wait(crowd.users[0].client.counters()).version == 6 + sum(f.done() for f in noise)
 
 
+@pytest.mark.long
 @some
 @given(shuffle=SEEDS, adding=st.lists(st.integers(1, 9), min_size=4, max_size=12))
 def test_push_and_pull_at_once_shows_just_the_version_of_the_push(

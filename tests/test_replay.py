@@ -63,6 +63,7 @@ def doomed(
     return cluster
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", ["sync", "async", "ssp-2"])

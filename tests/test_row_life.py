@@ -182,6 +182,7 @@ def test_rows_come_and_go_as_a_model_in_plain_python_says(
         check(shard, model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [LRU(), LFU()])
 def test_the_least_used_rows_go_in_a_long_run_too(policy: Any) -> None:
     described = table(dim=DIM, initial=Zeros(), capacity=12, eviction=policy)
@@ -196,6 +197,7 @@ def test_the_least_used_rows_go_in_a_long_run_too(policy: Any) -> None:
     assert model.full > 20
 
 
+@pytest.mark.long
 @given(TABLES, st.lists(PUSHES, max_size=20), st.integers(0, 19))
 def test_a_state_and_its_increments_are_the_whole(
     described: Table, pushes: list[dict[int, int]], cut: int
@@ -216,6 +218,7 @@ def test_a_state_and_its_increments_are_the_whole(
     )
 
 
+@pytest.mark.long
 def test_what_two_processes_decide_is_the_same() -> None:
     def run() -> TableShard:
         random = np.random.default_rng(0)
@@ -348,6 +351,7 @@ def test_a_frozen_table_stays_as_it_is() -> None:
 # -- admission by a Bloom filter and by chance ----------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("counter_type", ["uint8", "uint16", "uint32"])
 def test_a_bloom_filter_with_room_admits_as_a_counter_does(counter_type: str) -> None:
     bloom = CBFFilter(

@@ -326,6 +326,7 @@ def hold(ready: Connection, address: object) -> None:
     ready.recv()
 
 
+@pytest.mark.long
 def test_a_reader_that_is_killed_gives_everything_back(server: Node) -> None:
     """kill -9 in the middle of a loan: the memory may change again, and nothing of it is left in the system."""
     reader = Child(hold, server.address)

@@ -148,6 +148,7 @@ def go_back(cluster: InProcessCluster, copy: Copy) -> None:
         call(remote_functions.continue_from, copy.plan, copy.seed, *buffers, job.replicas)
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 @runs(4)
@@ -178,6 +179,7 @@ def test_a_job_set_back_to_a_copy_gives_the_bits_of_an_undisturbed_one(
     assert same_bits(all_bits(other), survivors)
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["buffers", "topk", "local"])
 @runs(20)

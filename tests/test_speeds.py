@@ -136,6 +136,7 @@ def pace(name: str, durations: list[int], **settings: Any) -> tuple[int, dict[in
     return counters(cluster)["committed"], dict(watch.clocks), shares(cluster.log())
 
 
+@pytest.mark.long
 def test_asynchronous_training_hardly_notices_a_slow_worker() -> None:
     healthy, *_ = pace("async", [FAST, FAST])
     alone, *_ = pace("async", [SLOW])

@@ -92,6 +92,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 def test_ten_thousand_connections_cost_no_step_little_memory_and_a_line_a_minute(
     node: Any, server: Node, family: str, clock: Clock, caplog: pytest.LogCaptureFixture

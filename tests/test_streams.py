@@ -89,6 +89,7 @@ def test_batches_that_a_data_set_yields_are_divided() -> None:
     assert one_pass(Batches(), 1, 2, None) == [[3, 4, 5], [9, 10, 11]]
 
 
+@pytest.mark.long
 @quiet_fork
 @pytest.mark.parametrize(
     ("data", "init"), [(Numbers(), None), (Aware(), None), (Numbers(), bounds)]

@@ -161,6 +161,7 @@ def test_an_export_is_a_file(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["changes", "words.safetensors"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_an_export_is_a_file_at_a_url(tmp_path: Path, scheme: str) -> None:
     url = f"memory://{tmp_path.name}" if scheme == "memory" else f"file://{tmp_path}"

@@ -28,6 +28,7 @@ def columns(keys: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([k[0] for k in keys], np.int32), np.array([k[1] for k in keys], np.int64)
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.booleans(), KEYS), max_size=20))
 def test_an_index_is_as_a_dict(turns: list[tuple[bool, list[tuple[int, int]]]]) -> None:
     index, model = Index(3, 10_000), dict[tuple[int, int], int]()

@@ -250,6 +250,7 @@ def test_row_wise_adagrad(dtype: str) -> None:
         assert np.allclose(values[at], rows, **CLOSE[dtype])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_ftrl_proximal(dtype: str) -> None:
     alpha, beta, l1, l2 = 0.1, 0.5, 0.7, 0.2

@@ -162,6 +162,7 @@ def hold(user: User, pipe: Pipe) -> None:
 # -- nobody sees a torn weight -----------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ways", ["wire", "unix", "tcp"])
 def test_whoever_pulls_while_others_push_sees_one_version_and_none_goes_back(ways: str) -> None:
@@ -207,6 +208,7 @@ def test_what_a_reader_holds_does_not_change_and_few_rooms_are_needed(crew: Crew
 # -- and nobody's death leaves memory behind ---------------------------------------------------------
 
 
+@pytest.mark.long
 def test_rooms_of_readers_that_are_killed_are_used_again(crew: Crew) -> None:
     pusher = crew.user(push_as_told)
     pusher.hear()
@@ -230,6 +232,7 @@ def test_rooms_of_readers_that_are_killed_are_used_again(crew: Crew) -> None:
             )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("missing", [[0], [1], [0, 1]])
 def test_what_a_pusher_left_in_part_is_dropped_everywhere(crew: Crew, missing: list[int]) -> None:
     killed, other = crew.user(push_in_part), crew.user(push_as_told)
@@ -243,6 +246,7 @@ def test_what_a_pusher_left_in_part_is_dropped_everywhere(crew: Crew, missing: l
     assert crew.user(push_once).hear() == 2
 
 
+@pytest.mark.long
 def test_a_pusher_that_is_killed_has_pushed_wholly_or_not_and_nobody_keeps_its_memory(
     crew: Crew,
 ) -> None:
@@ -261,6 +265,7 @@ def test_a_pusher_that_is_killed_has_pushed_wholly_or_not_and_nobody_keeps_its_m
     assert version >= pushes + 3 + 1, "what the dead were told of is there"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("index", [0, 1])
 def test_of_a_server_that_is_killed_nobody_keeps_memory(crew: Crew, index: int) -> None:
     users = [crew.user(work) for work in (push, push, pull_for_ever)]

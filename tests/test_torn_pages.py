@@ -43,6 +43,7 @@ def seen_elsewhere(owner: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 @pytest.mark.parametrize("kind", ["even", "whole", "kinds", "asked"])
 def test_what_is_written_to_one_chunk_hides_no_part_of_another(kind: str) -> None:

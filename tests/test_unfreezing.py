@@ -77,6 +77,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_an_unfrozen_layer_is_trained(workers: int, strategy: Any) -> None:
