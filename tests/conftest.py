@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.forked_workers import fork_workers
 ROOT = Path(__file__).resolve().parent.parent
 TEST_SECONDS = 180
 BATCH_SECONDS = 0.03  # of virtual time for a batch's gradients, where a test runs simulated
+OFTEN = 2  # times as many cases of a test in make test-cluster as in make test
 MOST_GARBAGE = 200 << 20  # bytes by which a process of tests grows before garbage is collected
 torch.set_num_threads(1)
 # a machine under load is no error; what failed is printed, so that it can be repeated
@@ -43,7 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks `long` all but as many cases of a test as its mark `few` says; those are evenly spread."""
+    """Deals the cases of tests with the mark `few`: so many to make test, the others `long` or `full`.
+
+    OFTEN times as many are long as make test has, and run by make test-cluster; all are evenly spread.
+    """
     cases: dict[tuple[object, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("full"):
@@ -52,10 +56,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = each[0].get_closest_marker("few")
         assert mark is not None
         (count,) = mark.args
-        kept = {n * len(each) // count for n in range(count)}
+        first = _spread(range(len(each)), count)
+        second = _spread([n for n in range(len(each)) if n not in first], OFTEN * count)
         for number, item in enumerate(each):
-            if number not in kept:
-                item.add_marker(pytest.mark.long)
+            if number not in first:
+                item.add_marker(pytest.mark.long if number in second else pytest.mark.full)
+
+
+def _spread(numbers: Sequence[int], count: int) -> set[int]:
+    """Return so many of the numbers, evenly spread."""
+    return {numbers[n * len(numbers) // count] for n in range(count)} if numbers else set()
 
 
 def pytest_collection_finish() -> None:

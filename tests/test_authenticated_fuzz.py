@@ -273,7 +273,7 @@ def runs_long(examples: int, survives: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("as_stranger", [False, True])
 @pytest.mark.parametrize("name", JOBS)
 def test_processes_of_a_job_go_on(

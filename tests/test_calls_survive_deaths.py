@@ -36,6 +36,7 @@ CALLS: dict[str, Callable[[DistributedSGD, Path], Any]] = {
 VICTIMS = [[server_peer(1)], [server_peer(0), worker_peer(1)]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", mostly_full([0, 1], 1))
 def test_a_call_survives_deaths_just_before_it(first: int, tmp_path: Path) -> None:
     """The driver has not noticed them when the call begins. One job for all calls, victims by turns."""

@@ -135,6 +135,7 @@ def test_shapes_are_found_and_named(
 # -- a GAN -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.usefixtures("simulated")
 def test_a_gan_finds_clusters(examples: dict[str, Any]) -> None:

@@ -57,6 +57,7 @@ def test_tables_without_numba_say_what_to_install() -> None:
     assert run(program).splitlines() == [said] * 3
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_models_of_jax_without_jax_say_what_to_install() -> None:
     program = (

@@ -32,6 +32,7 @@ def buffers(model: Any) -> Weights:
     return dict(model.state())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "victim"),
     [

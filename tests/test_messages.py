@@ -213,6 +213,7 @@ def test_all_messages_may_come_twice(name: str, seed: int) -> None:
     live(name, seed, Twice(None))
 
 
+@pytest.mark.few(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [Kind.READ, Kind.SNAPSHOT, Kind.WEIGHTS, Kind.SNAPSHOT_END])
 @pytest.mark.parametrize("name", ["sync", "async"])

@@ -14,6 +14,7 @@ from steepest.testing.simulation import Simulation, pause, run_config
 from steepest.testing.virtual_primitives import Event, Queue, Thread
 from steepest.testing.virtual_threads import HangError
 from tests.drawn import seeds
+from tests.pairs import mostly_full
 from tests.reference import same_bits
 from tests.simulated_programs import TASK, Program, Run, quiet, run, told
 
@@ -26,7 +27,7 @@ def _simulated() -> Iterator[None]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(7000, 7060, 15))
+@pytest.mark.parametrize("first", mostly_full(range(7000, 7060, 15), 7000))
 def test_processes_may_die_at_these_moments(first: int) -> None:
     """A program ends with the steps that it asked for; with an error only if a node's room is gone for good.
 
@@ -86,7 +87,7 @@ def test_what_random_programs_have_found_of_rows_stays_mended(seed: int) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(9000, 9030, 15))
+@pytest.mark.parametrize("first", mostly_full([9000, 9015], 9000))
 def test_rows_count_what_was_committed_whatever_dies(first: int) -> None:
     """Rows that count the sightings of their ids have counted each committed push once, in every mode."""
     for seed in range(first, first + 15):
@@ -94,7 +95,7 @@ def test_rows_count_what_was_committed_whatever_dies(first: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tables", [False, True])
+@pytest.mark.parametrize("tables", mostly_full([False, True], True))
 def test_a_node_may_have_servers_alone(*, tables: bool) -> None:
     for seed in range(10, 25):
         check_schedule(seed, tables=tables, serves=True)

@@ -53,6 +53,7 @@ LIVES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("life", mostly_long(LIVES, "counted, and LFU"))
 def test_the_same_ids_have_rows_at_any_number_of_servers(life: str) -> None:
@@ -137,6 +138,7 @@ def saved_by(strategy: Any, path: Path, **tables: Any) -> dict[str, torch.Tensor
     return rows_in(files.read(path))
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("life", LIVES)
 def test_what_rows_live_through_goes_on_after_moves_and_checkpoints(
