@@ -153,6 +153,19 @@ def _traceback_of(error: BaseException) -> str:
     return "".join(shown.format())
 
 
+def describe_stack(frame: FrameType) -> str:
+    """Return where a thread is, as text: the frames of user code alone, outermost first.
+
+    Args:
+        frame: the innermost of the thread.
+    """
+    walked = list(traceback.walk_stack(frame))
+    whole = reversed(traceback.StackSummary.extract(iter(walked)))
+    packages = [_package_of(each) for each, _ in reversed(walked)]
+    shown = traceback.StackSummary.from_list(itertools.compress(whole, _of_user(packages)))
+    return _shortened("".join(shown.format()), _TRACEBACK_LIMIT)
+
+
 def _package_of(frame: FrameType) -> str:
     """Return the name of the package whose code a frame runs."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]

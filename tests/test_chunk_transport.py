@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,8 @@ class Process:
 def carried(before: dict[int, list[Process]], after: dict[int, list[Process]]) -> None:
     waited: list[str] = []
 
-    def get(calls: list[Any], what: str) -> list[Any]:
+    def get(calls: list[Any], what: str, of: Collection[Process]) -> list[Any]:
+        assert len(calls) == len(of)
         waited.append(what)
         return calls
 

@@ -153,7 +153,7 @@ class Applying:
         workers = {peer: start for peer, start in starts.items() if peer.role == "worker"}
         calls = [start.building[0] for start in workers.values()]
         self._cluster.extend_deadline()
-        found = self._cluster.get(calls, "build the model again", *workers)
+        found = self._cluster.get(calls, "build the model again", workers)
         for described in found:
             check_agreement(self._cluster.job.description, described, "the job", "a successor")
         return starts

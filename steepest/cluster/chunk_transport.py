@@ -28,7 +28,7 @@ def holdings(job: Job, process_of: Callable[[Peer], Any]) -> Holdings:
     }
 
 
-def carry(before: Holdings, after: Holdings, get: Callable[[list[Any], str], list[Any]]) -> None:
+def carry(before: Holdings, after: Holdings, get: Callable[..., list[Any]]) -> None:
     """Give servers that were just made their chunks, see `RetainedChunks`.
 
     Ray carries all chunks that one process has for another as one object, which neither the
@@ -37,7 +37,7 @@ def carry(before: Holdings, after: Holdings, get: Callable[[list[Any], str], lis
     Args:
         before: the processes that held each chunk, as Ray's handles.
         after: the processes of the servers that hold it now.
-        get: waits for calls, see `Cluster.get`.
+        get: waits for calls: called with them, what they do, and as `of` the process of each.
 
     Raises:
         PeerLostError: nobody holds a chunk any more.
@@ -57,7 +57,5 @@ def carry(before: Holdings, after: Holdings, get: Callable[[list[Any], str], lis
     }
     for (giver, process), chunks in gifts.items():
         given[process].append(giver.give.remote(chunks))
-    get(
-        [process.take_over.remote(*gifts) for process, gifts in given.items()],
-        "take over what others held",
-    )
+    taking = [process.take_over.remote(*gifts) for process, gifts in given.items()]
+    get(taking, "take over what others held", of=given)

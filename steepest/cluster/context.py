@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 #: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
 _UP_FACTOR = 4.0
 LOOK_SECONDS = 0.3
+_MOST_SAMPLES = 64  # of a share, in an error
+_MOST_NAMES = 8  # of processes in an error
 
 
 class JobContext:
@@ -97,6 +99,26 @@ class JobContext:
         """Steps committed, as far as the driver has heard."""
         return self.job.step_of(self.client.position.version)
 
+    def silence_of(self, peer: Peer, seconds: float) -> str:
+        """Return in words that a process is silent; of a worker, with the samples that it may compute."""
+        why, job = f"no sign of life for {seconds:.1f} s", self.job
+        if peer.role != "worker" or not job.strategy.rule.together:  # shares are leased there
+            return why
+        samples = self.samples_of(self.step * job.shares + peer.index)
+        found = f"step {self.step + 1}, the first without a result, has for it {samples}"
+        return f"{why}; {found}" if samples else why
+
+    def samples_of(self, share: int) -> str:
+        """Return the samples of a share in words; "" where data choose their own samples."""
+        job, plan = self.job, self.plan[0]
+        if plan is None:
+            return ""
+        samples = plan.samples_of(share, job.shares, job.parts).tolist()
+        rest = len(samples) - _MOST_SAMPLES
+        more = f" and {rest} more" if rest > 0 else ""
+        shown = ", ".join(map(str, samples[:_MOST_SAMPLES])) or "none"
+        return f"samples {shown}{more} of the data set"
+
     def seat_of(self, peer: Peer) -> int:
         """Return the number under which failures of a process' place are counted."""
         return self.placement.order[peer.index] if peer.role == "worker" else -1 - peer.index
@@ -126,13 +148,19 @@ class JobContext:
         """Give processes that start from now on the full time to come up, see `get`."""
         self._deadline = time.monotonic() + self.run_config.deadlines.start * (1 + _UP_FACTOR)
 
-    def get(self, refs: list[Any], what: str, *peers: Peer) -> list[Any]:
+    def names(self, actors: Iterable[Any]) -> list[str]:
+        """Return the names of processes by Ray's handles, for errors."""
+        known = {actor: str(peer) for peer, actor in self.actors.items()}
+        return [known.get(actor, "a process that has no role any more") for actor in actors]
+
+    def get(self, refs: list[Any], what: str, names: Iterable[Peer | str]) -> list[Any]:
         """Return what calls return that end before the starting deadline, see `results_of`.
 
         The deadline is counted from the job's start, or from the last `extend_deadline`.
         """
         limit = self.run_config.deadlines.start * (1 + _UP_FACTOR)
-        return results_of(refs, what, peers, self._deadline, limit, self.meanwhile)
+        who = [str(name) for name in names]
+        return results_of(refs, what, who, self._deadline, limit, self.meanwhile)
 
     def substitute(self, peer: Peer, actor: Any, place: Place, listening: Address) -> None:
         """Note that another process is a worker now.
@@ -151,7 +179,7 @@ class JobContext:
 def results_of(
     refs: list[Any],
     what: str,
-    peers: Sequence[Peer],
+    names: Sequence[str],
     deadline: float,
     limit: float,
     meanwhile: Callable[[], None],
@@ -161,7 +189,7 @@ def results_of(
     Args:
         refs: the calls.
         what: the processes are asked to do, for errors.
-        peers: that are called, in the order of `refs`; may be empty.
+        names: of the process of each call.
         deadline: until when to wait, of `time.monotonic`.
         limit: the seconds that the deadline allowed, for errors.
         meanwhile: called now and then; what it raises ends the waiting.
@@ -176,13 +204,15 @@ def results_of(
         return _awaited(refs, deadline, meanwhile)
     except ray.exceptions.GetTimeoutError:
         _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
-        late = [str(peers[refs.index(ref)]) for ref in waiting] if peers else [str(len(waiting))]
+        late = [name for ref, name in zip(refs, names, strict=True) if ref in waiting]
+        others = [name for name in names if name not in late]
+        did = f" ({_listed(others)} did)" if others else ""
         raise DeadlineError(
-            f"{', '.join(late)} of {len(refs)} processes did not {what} within {limit:g} s: raise "
+            f"{_listed(late)} did not {what} within {limit:g} s{did}: raise "
             "DeadlineConfig(start=...)"
         ) from None
     except ray.exceptions.RayTaskError as error:
-        name = who_raised(error, dict(zip(refs, map(str, peers), strict=False)))
+        name = who_raised(error, dict(zip(refs, names, strict=True)))
         try:
             raise_remote(error, name, what)
         except ShutdownError as ended:  # its router, not this trainer
@@ -191,6 +221,13 @@ def results_of(
         raise PeerLostError(
             f"a process died before it could {what}: {' '.join(str(error).split())}"
         ) from None
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the names of processes, each once; of many the first, and how many more."""
+    each = list(dict.fromkeys(names))
+    more = [f"{len(each) - _MOST_NAMES} more"] if len(each) > _MOST_NAMES else []
+    return ", ".join([*each[:_MOST_NAMES], *more])
 
 
 def _awaited(refs: list[Any], deadline: float, meanwhile: Callable[[], None]) -> list[Any]:

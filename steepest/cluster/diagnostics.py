@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,18 +34,23 @@ _NAMED = 4  # processes that raised the same
 _ALIKE_SECONDS = 0.3  # in which the others, which began at the same time, come as far
 
 
-def raise_step_error(failure: Failure, places: Mapping[Peer, Place]) -> NoReturn:
+def raise_step_error(
+    failure: Failure, places: Mapping[Peer, Place], late: Sequence[tuple[str, str, str]] = ()
+) -> NoReturn:
     """Raise the error that a failed step stands for.
 
     Args:
         failure: of any reason but "lost", for which see `raise_lost`.
         places: where each process runs; a worker that raised is named with its host.
+        late: of workers that are waited for: the name, its samples in words, and its frames of
+            users' code.
 
     Raises:
         ModelError: the model was used in a way that steepest refuses.
         ModelRaisedError: the user's model, data or schedule raised; its traceback is the cause.
         NonFiniteError: a gradient holds NaN or infinity.
-        DeadlineError: processes did not do their part in time.
+        DeadlineError: processes did not do their part in time; users' code in which they are is
+            the cause.
     """
     step = failure.step + 1
     if failure.reason == "raised":
@@ -66,10 +71,12 @@ def raise_step_error(failure: Failure, places: Mapping[Peer, Place]) -> NoReturn
             f"step {step}: the gradient of {found} holds NaN or infinity; nothing of the step was "
             "applied: lower the learning rate, or look at the data and the loss"
         )
+    frames = "\n".join(f"{name} is in:\n{where}" for name, _, where in late if where)
     raise DeadlineError(
         f"step {step} was not committed within {failure.seconds:g} s: still waiting for "
         f"{', '.join(failure.awaited)}; nothing of it was applied"
-    )
+        + "".join(f"; {name} computes {samples}" for name, samples, _ in late if samples)
+    ) from (RemoteTraceback(frames) if frames else None)
 
 
 def _raise_of_worker(failure: Failure, places: Mapping[Peer, Place]) -> NoReturn:

@@ -123,18 +123,22 @@ class Joining:
         cluster, actor, job = self._cluster, start.actor, self._cluster.job
         cluster.extend_deadline()
         life, timeout = cluster.lives[peer.index] + 1, cluster.run_config.deadlines.start
-        described, place = cluster.get(start.building, "build the model again", peer, peer)
+        described, place = cluster.get(start.building, "build the model again", [peer, peer])
         check_agreement(job.description, described, "the job", str(peer))
         states = self._states_of_the_others(missing)
         mean = mean_states(states, [1.0] * len(states)) if states else None
         cluster.get(
-            [actor.bind.remote(cluster.stored_job, cluster.chosen.gpu)], "bind the model again"
+            [actor.bind.remote(cluster.stored_job, cluster.chosen.gpu)],
+            "bind the model again",
+            [peer],
         )
         opening = actor.open.remote(cluster.stored_job, [], None, life)
-        (address,) = cluster.get([opening], "open a worker again")
+        (address,) = cluster.get([opening], "open a worker again", [peer])
         where = self._place_of_the_others(missing)
-        cluster.get([actor.take_state.remote(*cluster.plan, mean, where)], "take the others' state")
-        cluster.get([actor.connect.remote(cluster.ends, timeout)], "connect a worker again")
+        taking = actor.take_state.remote(*cluster.plan, mean, where)
+        cluster.get([taking], "take the others' state", [peer])
+        connecting = actor.connect.remote(cluster.ends, timeout)
+        cluster.get([connecting], "connect a worker again", [peer])
         cluster.substitute(peer, actor, place, address)
         self._joined[peer] = cluster.client.position.version
         self._tell([worker for worker in self._living() if worker not in missing or worker == peer])
@@ -177,7 +181,7 @@ class Joining:
         }
         for peer, call in calls.items():
             try:
-                cluster.get([call], "join again")
+                cluster.get([call], "join again", [peer])
             except PeerLostError:
                 ray.wait([cluster.watches[peer]], timeout=_NOTICE_SECONDS)
                 if cluster.deaths.cause(peer) is None:

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
@@ -169,7 +169,7 @@ class Cluster(JobContext):
         described: list[Description] = self.get(
             [w.build.remote(creator, i, devices, seed, cut) for i, w in enumerate(workers)],
             "build the model",
-            *map(worker_peer, range(num_workers)),
+            map(worker_peer, range(num_workers)),
         )
         for i, other in enumerate(described):
             check_agreement(described[0], other, "worker 0", f"worker {i}")
@@ -283,7 +283,8 @@ class Cluster(JobContext):
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
         chosen, num_servers = self.chosen, self._num_servers(config, len(workers))
         if fresh:
-            places = self.get([actor.place.remote() for actor in self.actors.values()], "start")
+            starting = [actor.place.remote() for actor in self.actors.values()]
+            places = self.get(starting, "start", self.actors)
             self.places = dict(zip(self.actors, places, strict=True))
             self.watches = {peer: actor.watch.remote() for peer, actor in self.actors.items()}
         alike = by_calls(config) or len(workers) == 1
@@ -298,7 +299,8 @@ class Cluster(JobContext):
         self.holder.what = f'a trainer with strategy="{config.name}"'
         self.holder.workers = len(workers)
         job = self.stored_job = ray.put(self.job)
-        self.get([w.bind.remote(job, chosen.gpu) for w in workers], "bind the model")
+        binding = [worker.bind.remote(job, chosen.gpu) for worker in workers]
+        self.get(binding, "bind the model", self.names(workers))
         initial = workers[0].initial.remote() if fresh else None
         self.ends, self.listening = connect_processes(self, initial)
         self._connect_driver(initial, held)
@@ -362,7 +364,7 @@ class Cluster(JobContext):
         started = self.start_servers(config, num_workers, len(servers))
         fresh = {**added, **started}
         try:
-            found = self.get([actor.place.remote() for actor in fresh.values()], "start")
+            found = self.get([actor.place.remote() for actor in fresh.values()], "start", fresh)
         except BaseException:
             for actor in started.values():
                 ray.kill(actor, no_restart=True)
@@ -412,7 +414,8 @@ class Cluster(JobContext):
             for peer, actor in self.actors.items()
             if peer in staying or peer.role == "worker"
         }
-        found = self.get([*releases.values(), *keep_on], "let go of its roles")
+        who = [*map(str, releases), *self.names(a for a in self._leaving if a in holding)]
+        found = self.get([*releases.values(), *keep_on], "let go of its roles", who)
         layout, spec = found[list(releases).index(worker_peer(0))]
         description = replace(self.job.description, layout=layout, optimizer_spec=spec)
         self.router = Router()
@@ -527,16 +530,20 @@ class Cluster(JobContext):
             self.router.attach(connect(transport, end, self.run_config.deadlines.start))
         self.router.start("steepest driver")
         if held is not None:  # before servers send what they have to all who join
-            carry(held, self.holdings(), self.get)
+            carry(held, self.holdings(), self._results_of)
         workers = {peer: actor for peer, actor in self.actors.items() if peer.role == "worker"}
         joins = [actor.join.remote(self.stored_job, self.listening) for actor in workers.values()]
-        self.get(joins, "join", *workers)
+        self.get(joins, "join", workers)
+
+    def _results_of(self, calls: list[Any], what: str, of: Iterable[Any]) -> list[Any]:
+        """Return what calls of processes return, given by Ray's handles."""
+        return self.get(calls, what, self.names(of))
 
     def _host_in_driver(self, initial: Any) -> None:
         """Host the coordinator and the only server in this process, see `SimpleStrategy`."""
         flat, arriving = self.job.description.layout.allocate(), None
         if initial is not None:
-            (begun,) = self.get([initial], "send its weights")
+            (begun,) = self.get([initial], "send its weights", [worker_peer(0)])
             flat.numpy()[:], arriving = begun[0], begun[2]
         host_coordinator(self.router, self.job)
         host_server(self.router, self.job, 0, flat, arriving=arriving)

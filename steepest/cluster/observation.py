@@ -118,6 +118,7 @@ class Observation:
         for actor in [actor for actor in places if signs.is_silent(actor)]:
             why = f"no sign of life for {signs.silence(actor):.1f} s"
             if actor in members:
+                why = cluster.silence_of(members[actor], signs.silence(actor))
                 self._give_up(members[actor], why, changing=changing)
                 found[0].append(str(members[actor]))
                 continue
@@ -333,7 +334,8 @@ class Observation:
         if not all(start.is_up for start in joining.values()):
             return {}
         calls = [start.building[0] for start in joining.values()]
-        for number, found in zip(joining, self._cluster.get(calls, "build the model"), strict=True):
+        described = self._cluster.get(calls, "build the model", map(worker_peer, joining))
+        for number, found in zip(joining, described, strict=True):
             job = self._cluster.job
             check_agreement(job.description, found, "the job", str(worker_peer(number)))
         return joining

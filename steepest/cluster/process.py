@@ -194,6 +194,13 @@ class Process:
         """Return what a process of this node does with processors, see `processor_use`."""
         return processor_use(pid)
 
+    def where(self) -> tuple[int | None, str]:
+        """Return the number of the share that the worker computes, and where in users' code it is.
+
+        None between two steps. Also while the router is in the middle of a long step.
+        """
+        return None if self._worker is None else self._worker.computing, self.router.where()
+
     def lost_peers(self) -> list[Peer]:
         """Return the peers whose channels to this process have closed."""
         return list(self.router.lost_peers)

@@ -17,7 +17,7 @@ from steepest.cluster.snapshots import Snapshots
 from steepest.cluster.stock import Stock
 from steepest.config.strategies import StrategyConfig
 from steepest.engine.survivors import RecoveredState, ServerState, assemble
-from steepest.messages.message import Peer
+from steepest.messages.message import Peer, worker_peer
 
 _WORD_SECONDS = 1.0  # that Ray's word on a death is waited for, because it names the cause
 _POLL_SECONDS = 0.02
@@ -83,7 +83,7 @@ class StockTaking:
                     if not (gone or late or signs.is_silent(actor)):
                         continue
                     cause = why if peer == suspect else "its channels closed"
-                    cause = cause if gone else f"no sign of life for {signs.silence(actor):.1f} s"
+                    cause = cause if gone else cluster.silence_of(peer, signs.silence(actor))
                     dead[peer] = cluster.deaths.declare(peer, cause)
                 del asked[peer]
             if suspect in asked and time.monotonic() - began >= _WORD_SECONDS:
@@ -115,8 +115,8 @@ class StockTaking:
         self.has_begun = True
         cluster.disconnect()
         alive = {peer: actor for peer, actor in cluster.actors.items() if peer not in dead}
-        workers = [actor for peer, actor in alive.items() if peer.role == "worker"]
-        cluster.get([actor.give_up.remote() for actor in workers], "stop")
+        workers = {peer: actor for peer, actor in alive.items() if peer.role == "worker"}
+        cluster.get([actor.give_up.remote() for actor in workers.values()], "stop", workers)
         holding = [actor for peer, actor in alive.items() if peer.role == role]
         return self._stopped or self._salvage(holding)
 
@@ -145,7 +145,7 @@ class StockTaking:
             calls = [
                 actor.call.remote((0, -1), 0, function, *arguments) for actor in workers.values()
             ]
-            return cluster.get(calls, "tell its state")
+            return cluster.get(calls, "tell its state", map(worker_peer, workers))
 
         optimizer = OptimizerState.collect(cluster, copy.found, workers, copy.step, call)
         return self._state.stock(copy, optimizer)
@@ -155,11 +155,11 @@ class StockTaking:
         cluster = self._cluster
         if cluster.job.replication == 1 or not holding:
             return None
-        heard = ray.put(
-            cluster.get([actor.heard.remote() for actor in holding], "say what it has heard")
-        )
+        names = cluster.names(holding)
+        hearing = [actor.heard.remote() for actor in holding]
+        heard = ray.put(cluster.get(hearing, "say what it has heard", names))
         parts: list[ServerState] = cluster.get(
-            [actor.state_of.remote(heard) for actor in holding], "catch up"
+            [actor.state_of.remote(heard) for actor in holding], "catch up", names
         )
         return assemble(len(cluster.job.holders), dict(zip(holding, parts, strict=True)))
 

@@ -7,12 +7,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import NoReturn, TypeVar
 
-from steepest.cluster.diagnostics import raise_step_error
+import ray
+
+from steepest.cluster.diagnostics import has_answered, raise_step_error
 from steepest.cluster.launch import Cluster
 from steepest.cluster.supervisor import Supervisor
 from steepest.data.sampler import SamplePlan
@@ -26,6 +28,7 @@ from steepest.observe.results import StepResult
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 _SHORT_SECONDS = 0.02
+_WHERE_SECONDS = 2.0  # that a worker has to say where it is
 _LATER_SECONDS = 5.0  # that the coordinator has to say that a step is late, before the driver does
 
 
@@ -376,7 +379,24 @@ class Training:
         if failure.reason == "lost":
             assert failure.peer is not None
             self.cluster.deaths.lost(failure.peer, failure.why)
-        raise_step_error(failure, self.cluster.places)
+        raise_step_error(failure, self.cluster.places, self._where(failure.awaited))
+
+    def _where(self, awaited: Collection[str]) -> list[tuple[str, str, str]]:
+        """Return the name, samples and frames of workers that are waited for, if they answer soon."""
+        cluster = self.cluster
+        workers = {p: actor for p, actor in cluster.actors.items() if str(p) in awaited}
+        calls = {p: a.where.remote() for p, a in workers.items() if p.role == "worker"}
+        if calls:
+            ray.wait(list(calls.values()), num_returns=len(calls), timeout=_WHERE_SECONDS)
+        found = []
+        for peer, call in calls.items():
+            if has_answered(call):
+                share, frames = ray.get(call)
+                words = "" if share is None else cluster.samples_of(share)
+                if words and share is not None:
+                    words = f"its share of step {share // cluster.job.shares + 1}: {words}"
+                found.append((str(peer), words, frames))
+        return found
 
     def _raise_lost(self, error: PeerLostError) -> NoReturn:
         self.cluster.deaths.lost(self.cluster.client.lost_peer or Peer("server", 0), str(error))

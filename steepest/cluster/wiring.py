@@ -53,8 +53,9 @@ def connect_processes(
             actor.connect.remote(to, timeout)
             for actor, to in zip(hosting[1:], earlier, strict=True)
         ]
-        context.get(calls, "connect the servers")
-        context.get([w.connect.remote(ends, timeout) for w in others], "connect the workers")
+        context.get(calls, "connect the servers", context.names(hosting[1:]))
+        connecting = [worker.connect.remote(ends, timeout) for worker in others]
+        context.get(connecting, "connect the workers", context.names(others))
     return ends, listening
 
 
@@ -75,6 +76,7 @@ def _open(
             for actor, numbers in zip(hosting, dealt, strict=bool(hosting))
         ],
         "open the servers",
+        context.names(hosting),
     )
     opening = [w.open.remote(job, [], initial, context.lives[i]) for i, w in enumerate(others)]
-    return opened + context.get(opening, "open the workers")
+    return opened + context.get(opening, "open the workers", context.names(others))

@@ -189,6 +189,16 @@ class SamplePlan:
                     yield share
             step += 1
 
+    def samples_of(self, share: int, shares: int, parts: int) -> Indices:
+        """Return the sample indices of a share, in their order.
+
+        For the arguments see `remaining`.
+        """
+        each = parts // shares
+        first = share % shares * each
+        found = [self.share(share // shares, at, parts) for at in range(first, first + each)]
+        return np.concatenate(found)
+
     def places(self, share: int, shares: int, parts: int) -> list[tuple[int, int, int]]:
         """Return the samples of a share as (epoch, begin, end) parts of epochs' permutations.
 

@@ -79,6 +79,8 @@ class Worker:
     Attributes:
         version: of the weights that are here whole; -1 for none.
         generation: the newest one that the worker has begun.
+        computing: number of the share that is being computed, or whose batch is being loaded; None
+            between two steps.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Worker:
     ) -> None:
         self.version = -1
         self.generation = 0
+        self.computing: int | None = None
         self._index = index
         self._replicas = replicas
         self._exchange = exchange
@@ -392,10 +395,11 @@ class Worker:
         if self._calls.are_exact:
             self._run_calls(version)
         self._stepping, self._superseded, self._waiting = True, False, 0.0
+        self.computing = share
         try:
             self._compute(share, version)
         finally:
-            self._stepping, self._arriving = False, None
+            self._stepping, self._arriving, self.computing = False, None, None
         self._run_calls()
 
     def _arrive(self, entry: int | None) -> None:
@@ -479,7 +483,9 @@ class Worker:
         """Load the next step's first batch, while the weights of its version are awaited."""
         granted = version == self._pushed[1] + 1 and version < self._limit
         if granted and not self._stepping and not self._stopped:
-            self._replicas.load_ahead(version * self._members + self._index)
+            self.computing = version * self._members + self._index
+            self._replicas.load_ahead(self.computing)
+            self.computing = None
 
     def _report(self, result: WorkerResult, version: int) -> Report:
         """Return the report of a gradient that has been sent, computed from a version."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -14,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-from steepest.errors import ProtocolError, ShutdownError
+from steepest.errors import ProtocolError, ShutdownError, describe_stack
 from steepest.messages.message import Message, Peer, Send
 from steepest.messages.permissions import Admission
 from steepest.tensors.memory import Memory, clone
@@ -110,6 +112,7 @@ class Router:
         self._stopping = threading.Event()
         self._why = "the process is shut down"  # nothing can be done, once `_stopping` is set
         self._thread: threading.Thread | None = None
+        self._ident = 0  # of that thread
         self.finished: Future[None] = Future()
         _routers.add(self)
 
@@ -430,6 +433,7 @@ class Router:
         """
 
         def body() -> None:
+            self._ident = _thread.get_ident()  # that of the frames, in a simulation too
             try:
                 self.run()
             except BaseException as error:  # noqa: BLE001 - raised by `finished.result()`
@@ -438,6 +442,11 @@ class Router:
                 self._end(None)
 
         self._thread = start_thread(body, name)
+
+    def where(self) -> str:
+        """Return the frames of users' code in which the router's thread is; any thread may ask."""
+        frame = sys._current_frames().get(self._ident)
+        return "" if frame is None else describe_stack(frame)
 
     def _end(self, error: BaseException | None) -> None:
         self._stopping.set()
