@@ -17,6 +17,7 @@ from steepest.parameter_server.arrays import Arrays, Wanted
 from steepest.parameter_server.hosting import read_optimizer
 from steepest.tensors.memory import Bytes
 from tests.drawn import examples
+from tests.unusual_optimizers import Clipped
 
 many = examples(150)
 DTYPES = {
@@ -516,3 +517,10 @@ def test_arrays_are_not_split_under_an_optimizer_that_needs_them_whole() -> None
     assert [len(chunks) for chunks in whole.layout.chunks_of] == [1, 1]
     split = plan(initial, 64, lambda p: torch.optim.Adam(p))
     assert [len(chunks) for chunks in split.layout.chunks_of] == [4, 4]
+
+
+def test_an_optimizer_that_couples_arrays_has_them_in_one_chunk() -> None:
+    initial = {"v": np.zeros(300), "w": np.zeros((20, 30))}
+    split = Arrays.plan(initial, read_optimizer(torch.optim.SGD, initial), 64)
+    together = Arrays.plan(initial, read_optimizer(Clipped, initial), 64)
+    assert (len(split.layout.chunks) > 20, len(together.layout.chunks)) == (True, 1)

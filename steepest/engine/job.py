@@ -448,7 +448,11 @@ def check_agreement(
         ("blocks of samples", first.blocks, other.blocks),
         ("drop_last", first.drop_last, other.drop_last),
         ("optimizer", first.optimizer_spec.name, other.optimizer_spec.name),
-        ("parameter groups", first.optimizer_spec.groups, other.optimizer_spec.groups),
+        (
+            "parameter groups",
+            first.optimizer_spec.fixed_groups,
+            other.optimizer_spec.fixed_groups,
+        ),
     ):
         if difference is None and a != b:
             difference = f"{what} {a!s:.2000}, the other has {b!s:.2000}"

@@ -302,10 +302,14 @@ class ServerChunk(StagedChunk):
         records: list[tuple[dict[str, Any], torch.Tensor]] = []
         if self._optimizer is None:
             return records
-        for piece, name, parameter in zip(
-            self.chunk.slices, self._names, self._parameters, strict=True
+        groups = self._group_of_slices()
+        changed = (
+            {} if self._own is None else {at: self._own.changed(at) for at in {*groups} - {-1}}
+        )
+        for piece, name, parameter, group in zip(
+            self.chunk.slices, self._names, self._parameters, groups, strict=True
         ):
-            own = {} if self._own is None else self._own.changed(self._group_of(parameter))
+            own = changed.get(group, {})
             try:
                 packed = pack_all({**self._optimizer.state.get(parameter, {}), **own})
             except TypeError as error:
@@ -319,11 +323,12 @@ class ServerChunk(StagedChunk):
                 records.append(({**about, "plain": plain}, value))
         return records
 
-    def _group_of(self, parameter: torch.nn.Parameter) -> int:
-        """Return the index of the optimizer's group that has a slice."""
+    def _group_of_slices(self) -> list[int]:
+        """Return the index of the optimizer's group that has each slice; -1 for none."""
         assert self._optimizer is not None
         groups = enumerate(self._optimizer.param_groups)
-        return next(at for at, group in groups if any(p is parameter for p in group["params"]))
+        of = {id(parameter): at for at, group in groups for parameter in group["params"]}
+        return [of.get(id(parameter), -1) for parameter in self._parameters]
 
     def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
         """Keep one record of the optimizer's state, which takes effect with `end_state`.
@@ -341,17 +346,18 @@ class ServerChunk(StagedChunk):
     def end_state(self) -> None:
         """Set the state of which all records have been loaded; see `StagedChunk.end_state`."""
         loading, self._loading = self._loading, {}
-        for parameter, packed in loading.items():
-            assert self._optimizer is not None
+        if not loading or self._optimizer is None:
+            return
+        for parameter, group in zip(self._parameters, self._group_of_slices(), strict=True):
             try:
-                values = unpack(packed)
+                values = unpack(loading.get(parameter, {}))
             except ValueError as error:
                 raise ProtocolError(
                     f"optimizer state of chunk {self.chunk.index} that makes no sense: {error}"
                 ) from error
             own = {key: value for key, value in values.items() if is_own(key)}
-            if own and self._own is not None:
-                self._own.load(self._group_of(parameter), own)
+            if own and self._own is not None and group >= 0:
+                self._own.load(group, own)
             if len(own) < len(values):
                 state = {key: value for key, value in values.items() if key not in own}
                 self._optimizer.state[parameter] = state

@@ -204,7 +204,16 @@ class OptimizerSpec:
             for index, (_, hyper) in enumerate(self.groups)
             for key, value in sorted(hyper.items())
             if isinstance(value, bool) and key not in _STATELESS_FLAGS
+            if group_key(key) not in self.own
         }
+
+    @property
+    def fixed_groups(self) -> list[tuple[tuple[str, ...], Hyperparameters]]:
+        """The groups without what the optimizer changes itself."""
+        return [
+            (names, {k: v for k, v in hyper.items() if group_key(k) not in self.own})
+            for names, hyper in self.groups
+        ]
 
     def trainable(self) -> set[str]:
         """Return the names of the parameters that the optimizer updates."""
