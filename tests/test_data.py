@@ -200,6 +200,9 @@ def test_a_dict_of_arrays_is_refused_with_what_to_give() -> None:
 def test_what_holds_no_batches_is_refused() -> None:
     assert "data is a int: give arrays" in refused(7)
     assert "data is a NoneType" in refused(None)
+    assert "data is a str, which has no samples: give arrays" in refused("rows.csv")
+    frame = type("DataFrame", (list,), {"__module__": "pandas.core.frame"})
+    assert "data is a DataFrame, which has no samples" in refused(frame([1, 2]))
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 2.0, True, "8", None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from steepest import Checkpoints, DistributedSGD, IndexedStream, TorchModel
 from steepest.checkpoint import files
@@ -206,6 +206,26 @@ def test_a_program_goes_on_with_other_data_and_is_started_again(tmp_path: Path) 
         assert program(samples(40), "new") == (22, 1)
     with pytest.raises(ConfigurationError, match="data='other': give one of 'continue', 'new'"):
         Checkpoints(tmp_path, data="other")
+
+
+def test_a_stream_may_follow_numbered_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from zip(*samples(10), strict=True)
+
+    for number, (before, now) in enumerate([(samples(24), Endless()), (Endless(), samples(24))]):
+        with Simulation(1).running():
+            with job(before, 2, 4) as sgd:
+                sgd.fit(steps=2, progress=False)
+                sgd.save(tmp_path / str(number))
+            with job(now, 2, 4) as sgd, caplog.at_level(logging.WARNING):
+                with pytest.raises(CheckpointError, match="has samples"):
+                    sgd.restore(tmp_path / str(number))
+                sgd.restore(tmp_path / str(number), data="new")
+                assert sgd.fit(steps=3, progress=False).step == 5
+    assert "no known number of samples instead of 24 samples: epochs begin anew" in caplog.text
 
 
 def test_what_differs_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -227,7 +227,11 @@ class JobSignature:
         """Return in words how the data differ from those of a checkpoint, as far as that is known."""
         found = differences(saved.about.get("data", {}), self.data)
         if (theirs := saved.about["samples"]) != self.samples:
-            found.insert(0, f"{self.samples} samples instead of {theirs}")
+            now, before = (
+                "no known number of samples" if count is None else f"{count} samples"
+                for count in (self.samples, theirs)
+            )
+            found.insert(0, f"{now} instead of {before}")
         return found
 
     def other_batches(self, saved: Checkpoint) -> list[str]:

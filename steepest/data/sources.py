@@ -234,6 +234,11 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
         )
     if (source := source or loader_source) is not None:
         return source, batch_size
+    if isinstance(data, (str, bytes)) or type(data).__module__.split(".")[0] == "pandas":
+        raise ConfigurationError(
+            f"data is a {type(data).__name__}, which has no samples: give arrays, such as "
+            "table[['a', 'b']].to_numpy(), or a data set that reads the file"
+        )
     if isinstance(data, Mapping):
         raise ConfigurationError(
             f"data is a {type(data).__name__}: give a data set whose samples are dicts, or a tuple "

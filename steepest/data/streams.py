@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
@@ -138,27 +139,27 @@ class DividedDataset(IterableDataset[Any]):
 
     Args:
         dataset: the user's.
-        block: consecutive samples that one part takes: those of a batch.
-        drop_last: whether samples at the end that do not fill a block make no batch.
+        loader: that reads it. Consecutive samples that one part takes are those of its batch, and
+            samples at the end may make no batch.
 
     Attributes:
         dataset: as given.
         replica, replicas: the replica that takes its part, and how many there are.
         begin: blocks that the next pass reads and leaves out. It does so for `_SKIP_SECONDS` at
-            most, and then takes its part from where it is. Not for a data set that asks for its
-            part.
+            most, and half the loader's timeout, and then takes its part from where it is. Not for a
+            data set that asks for its part.
         shift: of the next pass, see `StreamSource`.
     """
 
-    def __init__(
-        self, dataset: IterableDataset[Any], block: int, *, drop_last: bool = False
-    ) -> None:
+    def __init__(self, dataset: IterableDataset[Any], loader: DataLoader[Any]) -> None:
         self.dataset = dataset
         self.replica, self.replicas = 0, 1
         self.begin = self.shift = 0
-        self._block, self._drop_last = block, drop_last
+        self._block, self._drop_last = loader.batch_size or 1, loader.drop_last
+        self._patience = min(_SKIP_SECONDS, loader.timeout / 2 or math.inf)
         self._read = torch.zeros((), dtype=torch.int64)
-        self._read.share_memory_()  # type: ignore[no-untyped-call]  # processes of a loader write it
+        if loader.num_workers:  # they write it
+            self._read.share_memory_()  # type: ignore[no-untyped-call]
         self._info: _PartInfo | None = None
 
     @property
@@ -177,7 +178,7 @@ class DividedDataset(IterableDataset[Any]):
             return
         with _told(info):
             samples = iter(self.dataset)
-        first, patience = begin, time.monotonic() + _SKIP_SECONDS
+        first, patience = begin, time.monotonic() + self._patience
         for number in count():
             with _told(info):
                 taken = list(islice(samples, 1))
@@ -262,8 +263,7 @@ class _Initialise:
 def divided_stream(loader: DataLoader[Any]) -> StreamSource:
     """Return a loader's iterable data set as a source that is divided among replicas."""
     dataset = cast("IterableDataset[Any]", loader.dataset)
-    block, user = loader.batch_size or 1, loader.worker_init_fn
-    divided = DividedDataset(dataset, block, drop_last=loader.drop_last)
+    divided, user = DividedDataset(dataset, loader), loader.worker_init_fn
 
     def make() -> Iterable[Any]:
         return DataLoader(

@@ -197,11 +197,7 @@ class Replicas:
         redivided = division != self._division and _divides(self.models[0].data)
         self._division = division
         if plan is not None or self._plan is not None or redivided:
-            self._streams.forget_batches()
-            self._batches = [None] * len(self.models)
-            self._loaded = None
-            if self._ahead is not None:
-                self._ahead.forget()
+            self._drop_batches()
         self._plan = plan
         self._seed = seed
         self._counted = -1, []
@@ -435,9 +431,15 @@ class Replicas:
         """
         self._streams.places = [place] * len(self.models)
         if place is None and self._plan is None:
-            self._streams.forget_batches()
-            self._batches = [None] * len(self.models)
-            self._loaded = None
+            self._drop_batches()
+
+    def _drop_batches(self) -> None:
+        """Drop all batches that are loaded, and have sources opened again."""
+        self._streams.forget_batches()
+        self._batches = [None] * len(self.models)
+        self._loaded = None
+        if self._ahead is not None:
+            self._ahead.forget()
 
     def _take_batch(self, place: Place) -> Any:
         """Seed all generators as for the batch of a place; return it, perhaps loaded beforehand."""
