@@ -1,8 +1,9 @@
 # make demo: install and train; make test: the tests, in five minutes; make test-cluster: those that start Ray clusters
 # of their own, or take long; make bench-check: those of the benchmarks; make test-full: all of them, with whole products
-# of settings and ten times as many random examples, in some hours; make test-loggers: TensorBoard and the other trackers,
-# which it installs; make test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage: Lightning and
-# Hugging Face, JAX, Keras, Spark, SageMaker's toolkit, a server that speaks S3, likewise.
+# of settings and ten times as many random examples, and JAX' and Keras' likewise, in some hours; make test-loggers:
+# TensorBoard and the other trackers, which it installs; make test-adapters, test-jax, test-tensorflow, test-spark,
+# test-sagemaker, test-storage: Lightning and Hugging Face, JAX, Keras, Spark, SageMaker's toolkit, a server that speaks S3,
+# likewise. With FULL=1 these run their tests that are marked `full`, too, as test-full has them do.
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die;
 # make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check,
@@ -36,8 +37,9 @@ EXTRAS-spark := spark
 EXTRAS-jax := jax
 EXTRAS-tensorflow := tensorflow
 SHARED := $(VENV)-shared/bin/python
-# of tests: make test-full has these targets run what only it runs, too
-CHOICE :=
+# FULL=1 has these targets run the tests that are marked `full`, too
+FULL :=
+CHOICE := $(if $(FULL),full or not full,not full)
 
 PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 
@@ -54,28 +56,29 @@ test-loggers: $(VENV)-loggers/.installed
 	$(VENV)-loggers/bin/python -m pytest -m "cluster or not cluster" tests/test_real_loggers.py tests/test_loggers.py
 
 test-adapters: $(VENV)-shared/.installed
-	$(SHARED) -m pytest $(CHOICE) tests/test_lightning.py tests/test_hugging_face.py
+	$(SHARED) -m pytest -m "$(CHOICE)" tests/test_lightning.py tests/test_hugging_face.py
 
 # compiled once for all tests and their processes, and for those of the next time
 test-jax: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV)-jax/compiled)
 test-jax: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 test-jax: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES = -1
 test-jax: $(VENV)-jax/.installed
-	$(VENV)-jax/bin/python -m pytest -k "jax or flax or optax" tests/test_jax_*.py \
-	  tests/test_models.py tests/test_docs.py tests/test_imports.py
+	$(VENV)-jax/bin/python -m pytest -m "not ray and ($(CHOICE))" --numprocesses=2 -k "jax or flax or optax" \
+	  tests/test_jax_*.py tests/test_models.py tests/test_docs.py tests/test_imports.py
+	$(VENV)-jax/bin/python -m pytest -m "ray and ($(CHOICE))" tests/test_jax_*.py
 
 test-storage: $(VENV)-shared/.installed
-	$(SHARED) -m pytest $(CHOICE) tests/test_s3_storage.py
+	$(SHARED) -m pytest -m "$(CHOICE)" tests/test_s3_storage.py
 
 test-tensorflow: $(VENV)-tensorflow/.installed
-	$(VENV)-tensorflow/bin/python -m pytest -m "not ray" --numprocesses=2 tests/test_keras_*.py
-	$(VENV)-tensorflow/bin/python -m pytest -m ray tests/test_keras_*.py
+	$(VENV)-tensorflow/bin/python -m pytest -m "not ray and ($(CHOICE))" --numprocesses=2 tests/test_keras_*.py
+	$(VENV)-tensorflow/bin/python -m pytest -m "ray and ($(CHOICE))" tests/test_keras_*.py
 
 test-sagemaker: $(VENV)-shared/.installed
-	$(SHARED) -m pytest $(CHOICE) tests/test_sagemaker_toolkit.py
+	$(SHARED) -m pytest -m "$(CHOICE)" tests/test_sagemaker_toolkit.py
 
 test-spark: $(VENV)-spark/.installed
-	$(VENV)-spark/bin/python -m pytest $(CHOICE) --numprocesses=2 --dist=loadfile tests/test_spark*.py tests/test_parquet_rows.py
+	$(VENV)-spark/bin/python -m pytest -m "$(CHOICE)" --numprocesses=2 --dist=loadfile tests/test_spark*.py tests/test_parquet_rows.py
 
 demo: $(STAMP)
 	$(BIN)/steepest demo
@@ -95,7 +98,7 @@ test-full: $(STAMP)
 	$(PYTEST) --hypothesis-profile=full -m "(full or not full) and not ray and not cluster" --numprocesses=2
 	$(PYTEST) --hypothesis-profile=full -m "(full or not full) and (ray or cluster)"
 	$(PYTEST) benchmarks/tests
-	$(MAKE) test-adapters test-spark test-sagemaker test-storage CHOICE='-m "full or not full"'
+	$(MAKE) FULL=1 test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py --count 100 --seed 14 --results mutants.json

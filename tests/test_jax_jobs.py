@@ -122,7 +122,7 @@ def test_a_job_is_resized_evaluated_and_given_weights_and_rates(simulation: Simu
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:os.fork")  # Ray's, which runs another program at once
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_worker_of_a_job_on_ray_is_killed_and_the_job_resumes(tmp_path: Path) -> None:
+def test_a_worker_of_a_job_on_ray_is_killed(tmp_path: Path) -> None:
     faults = [Fault.kill("worker", 1, step=8)]
     (lives := tmp_path / "lives").mkdir()
     creator = with_faults(PLAIN.creator(), faults, lives=lives)
@@ -132,8 +132,4 @@ def test_a_worker_of_a_job_on_ray_is_killed_and_the_job_resumes(tmp_path: Path) 
         assert threads == ["1", "1"]  # XLA's, as many as a worker has CPUs
         trainer.fit(steps=15, progress=False)
         assert trainer.stats().replaced == 1
-        trainer.save(tmp_path / "one")
-    with DistributedSGD(PLAIN.creator(), num_workers=2, strategy="allreduce") as trainer:
-        trainer.restore(tmp_path / "one")
-        trainer.fit(steps=10, progress=False)
-        assert difference(trainer.weights(), PLAIN.train(2, 30)) < 1e-12
+        assert difference(trainer.weights(), PLAIN.train(2, 20)) < 1e-12

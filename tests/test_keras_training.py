@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tests.keras_tools import compute_in, double  # noqa: F401 - a fixture
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from steepest import DistributedSGD
 from steepest.config.strategies import (
     AllreduceStrategy,
     LocalStrategy,
@@ -27,7 +29,8 @@ from steepest.engine.replica_states import mean_states
 from steepest.models.keras_variables import KerasVariables
 from steepest.models.tensorflow import TensorFlowModel
 from steepest.testing import Fault, InProcessCluster, replay
-from tests.pairs import grid
+from steepest.testing.simulation import run_config
+from tests.pairs import diagonal, mostly_full
 from tests.reference import Weights, difference, same_bits
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -72,10 +75,11 @@ class Task:
     data: tuple[Any, ...] = (X, Y)
     metrics: tuple[str, ...] = ()
 
-    def compiled(self) -> Any:
+    def compiled(self, eagerly: bool = False) -> Any:
         keras.utils.set_random_seed(1)
         module = self.module()
-        module.compile(self.optimizer(), "mse", metrics=list(self.metrics))
+        settings = {"metrics": list(self.metrics), "run_eagerly": eagerly}
+        module.compile(self.optimizer(), "mse", **settings)
         return module
 
     def creator(self) -> Callable[[int, int], TensorFlowModel]:
@@ -86,7 +90,7 @@ class Task:
 
     def trace(self, replicas: int) -> list[Weights]:
         """The weights before the first step of Keras' `train_on_batch` and after each."""
-        module = self.compiled()
+        module = self.compiled(eagerly=True)  # to trace a graph takes longer than the steps
         plan = SamplePlan(len(X), replicas * BATCH, 0)
         found = [named(module)]
         for step in range(STEPS):
@@ -131,7 +135,7 @@ TOGETHER = {
 }
 
 
-@grid(name=TASKS, workers=[1, 2, 3], strategy=TOGETHER)
+@diagonal(name=TASKS, workers=[2, 3, 1], strategy=TOGETHER)
 def test_synchronous_training_equals_keras_in_one_process(
     name: str, workers: int, strategy: str
 ) -> None:
@@ -146,17 +150,16 @@ def test_synchronous_training_equals_keras_in_one_process(
         assert difference(of_a_worker, expected[STEPS]) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        ParameterServerStrategy(mode="async"),
-        ParameterServerStrategy(mode="ssp", staleness=1),
-        LocalStrategy(sync_every=1),
-    ],
-    ids=["async", "ssp", "local"],
-)
-def test_one_worker_takes_the_steps_of_keras_whatever_the_strategy(strategy: Any) -> None:
-    cluster = InProcessCluster(TASKS["adam"].creator(), strategy=strategy)
+ALONE = {
+    "async": ParameterServerStrategy(mode="async"),
+    "ssp": ParameterServerStrategy(mode="ssp", staleness=1),
+    "local": LocalStrategy(sync_every=1),
+}
+
+
+@pytest.mark.parametrize("strategy", mostly_full(ALONE, "async", "local"))
+def test_one_worker_takes_the_steps_of_keras_whatever_the_strategy(strategy: str) -> None:
+    cluster = InProcessCluster(TASKS["adam"].creator(), strategy=ALONE[strategy])
     cluster.step(STEPS)
     for weights in (cluster.weights(), *of_keras(cluster)):
         assert difference(weights, serial("adam", 1)[STEPS]) < 1e-12
@@ -167,18 +170,19 @@ def dropout() -> Any:
     return keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(2)])
 
 
-@pytest.mark.parametrize(
-    ("strategy", "workers"),
-    [
-        (ParameterServerStrategy(mode="async"), 2),
-        (ParameterServerStrategy(mode="async", correction="learning_rate"), 3),
-        (ParameterServerStrategy(mode="ssp", staleness=1), 3),
-        (LocalStrategy(sync_every=2), 2),
-        (ParameterServerStrategy(), 2),
-    ],
-)
-def test_a_run_is_replayed_serially_to_the_same_bits(strategy: Any, workers: int) -> None:
+REPLAYED = {
+    "async": (ParameterServerStrategy(mode="async"), 2),
+    "corrected": (ParameterServerStrategy(mode="async", correction="learning_rate"), 2),
+    "ssp": (ParameterServerStrategy(mode="ssp", staleness=1), 3),
+    "local": (LocalStrategy(sync_every=2), 2),
+    "ps": (ParameterServerStrategy(), 2),
+}
+
+
+@pytest.mark.parametrize("name", mostly_full(REPLAYED, "corrected", "local"))
+def test_a_run_is_replayed_serially_to_the_same_bits(name: str) -> None:
     creator = Task(dropout, lambda: keras.optimizers.Adam(0.01)).creator()
+    strategy, workers = REPLAYED[name]
     cluster = InProcessCluster(
         creator, num_workers=workers, strategy=strategy, keep_log=True, shuffle=1
     )
@@ -199,11 +203,28 @@ def test_a_worker_that_dies_is_replaced_and_the_weights_are_those_of_keras() -> 
     assert difference(cluster.weights(), serial("adam", 3)[STEPS]) < 1e-12
 
 
+def test_a_checkpoint_continues_under_another_strategy(tmp_path: Path, simulated: None) -> None:
+    config = run_config()
+
+    def creator(worker_index: int, device_index: int) -> TensorFlowModel:
+        compute_in("float64")  # which is of each thread
+        return TASKS["adam"].creator()(worker_index, device_index)
+
+    with DistributedSGD(creator, num_workers=2, strategy=TOGETHER["ps"], run_config=config) as one:
+        one.fit(steps=4, progress=False)
+        one.save(tmp_path / "checkpoint")
+    with DistributedSGD(creator, num_workers=2, strategy="allreduce", run_config=config) as other:
+        other.restore(tmp_path / "checkpoint")
+        other.fit(steps=STEPS - 4, progress=False)
+        assert difference(other.weights(), serial("adam", 2)[STEPS]) < 1e-12
+
+
 def test_a_local_run_equals_keras_models_that_are_averaged() -> None:
     task = Task()
     cluster = InProcessCluster(task.creator(), num_workers=2, strategy=LocalStrategy(sync_every=2))
     cluster.step(2)
-    modules, shared = [task.compiled() for _ in range(2)], task.compiled().get_weights()
+    modules = [task.compiled(eagerly=True) for _ in range(2)]
+    shared = modules[0].get_weights()
     plan = SamplePlan(len(X), 2 * 2 * BATCH, 0)
     for step in range(2):
         seen, changes = [], []
@@ -222,8 +243,8 @@ def test_a_local_run_equals_keras_models_that_are_averaged() -> None:
 
 def test_loss_and_metrics_are_those_of_keras() -> None:
     task = Task(metrics=("mae",))
-    cluster = InProcessCluster(task.creator(), num_workers=3, strategy=TOGETHER["ps"])
-    module, plan = task.compiled(), SamplePlan(len(X), 3 * BATCH, 0)
+    cluster = InProcessCluster(task.creator(), num_workers=2, strategy=TOGETHER["ps"])
+    module, plan = task.compiled(eagerly=True), SamplePlan(len(X), 2 * BATCH, 0)
     for step, result in enumerate(cluster.step(4)):
         index = plan.share(step, 0, 1)
         loss, error = module.train_on_batch(X[index], Y[index])
@@ -240,18 +261,18 @@ def test_class_weights_are_sample_weights_and_a_worker_predicts() -> None:
     labels, costs = RNG.integers(0, 2, 13), {0: 1.0, 1: 5.0}
     weights = np.array(list(costs.values()))[labels]
 
-    def compiled() -> Any:
+    def compiled(eagerly: bool) -> Any:
         keras.utils.set_random_seed(1)
-        module = classes()
-        module.compile(keras.optimizers.Nadam(0.1), "sparse_categorical_crossentropy")
+        module, loss = classes(), "sparse_categorical_crossentropy"
+        module.compile(keras.optimizers.Nadam(0.1), loss, run_eagerly=eagerly)
         return module
 
     def creator(worker_index: int, device_index: int) -> TensorFlowModel:
-        return TensorFlowModel(compiled(), data=(X, labels, weights), batch_size=BATCH)
+        return TensorFlowModel(compiled(False), data=(X, labels, weights), batch_size=BATCH)
 
     cluster = InProcessCluster(creator, num_workers=2)
     cluster.step(4)
-    module, plan = compiled(), SamplePlan(len(X), 2 * BATCH, 0)
+    module, plan = compiled(True), SamplePlan(len(X), 2 * BATCH, 0)
     for step in range(4):
         index = plan.share(step, 0, 1)
         module.train_on_batch(X[index], labels[index], class_weight=costs)
@@ -275,8 +296,7 @@ def test_float32_equals_keras_to_rounding() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"devices_per_worker": 2, "num_workers": 1},
-        {"accumulate": 2, "num_workers": 2},
+        {"devices_per_worker": 2, "accumulate": 2, "num_workers": 1},
         {"global_batch_size": 5, "num_workers": 2},
     ],
 )
@@ -284,7 +304,7 @@ def test_a_step_may_be_cut_into_devices_micro_batches_and_uneven_shares(settings
     task = TASKS["weights"]
     cluster = InProcessCluster(task.creator(), strategy=TOGETHER["ps"], **settings)
     cluster.step(4)
-    module = task.compiled()
+    module = task.compiled(eagerly=True)
     plan = cluster.job.plan()
     for step in range(4):
         index = plan.share(step, 0, 1)
