@@ -171,3 +171,21 @@ def test_what_may_not_be_called_while_workers_train_is_refused_by_its_name(
         assert f"call {name}() in after_step" in said
     (told,) = (line for line in caplog.messages if line.startswith("weights() in on_step"))
     assert "in a callback's after_step they are those of its step" in told
+
+
+class TrainsBetween(Callback):
+    """Trains a little more after the first step, by a `fit` of its own; stops after the next."""
+
+    def after_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+        if result.step == 1:
+            assert trainer.fit(steps=2, progress=False).step == 3
+        else:
+            trainer.stop()
+
+
+def test_fit_can_be_stopped_after_another_one_in_a_callback() -> None:
+    with (
+        Simulation(4).running(),
+        DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
+    ):
+        assert trainer.fit(steps=9, callbacks=[TrainsBetween()], progress=False).step == 4

@@ -100,12 +100,13 @@ class Training:
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Let `stop` end what is trained in a block."""
+        """Let `stop` end what is trained in a block; of blocks in each other the innermost one."""
+        outer = self.stopping, self._stoppable
         self.stopping, self._stoppable = False, True
         try:
             yield
         finally:
-            self.stopping = self._stoppable = False
+            self.stopping, self._stoppable = outer
 
     def stop(self) -> None:
         """Have `take` return as soon as workers have stopped, see `DistributedSGD.stop`."""
