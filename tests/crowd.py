@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from steepest.engine.chunk_transfer import RetainedChunks
 from steepest.engine.client import Client, Snapshot
 from steepest.engine.coordinator_role import CoordinatorRole
 from steepest.engine.server_chunk import ServerChunk
+from steepest.engine.survivors import assemble, catch_up, state_of
 from steepest.messages.message import Kind, Message, Peer
 from steepest.parameter_server.arrays import Arrays
 from steepest.parameter_server.group import ServerGroup
-from steepest.parameter_server.hosting import host_server, read_optimizer
+from steepest.parameter_server.hosting import committed_in, host_server, read_optimizer
 from steepest.parameter_server.pusher import Pusher
 from steepest.testing import Link, Network, server_peers
 from steepest.testing.inspection import pushes_of, role_of, unanswered, undecided
@@ -98,40 +100,81 @@ class Crowd:
         optimizer: Any = None,
         nonfinite: str = "refuse",
         chunk_bytes: int = 64,
+        replication: int = 1,
     ) -> None:
         initial = zeros() if initial is None else initial
         self.initial = initial
         self.network = Network(shuffle)
         spec = None if optimizer is None else read_optimizer(optimizer, initial)
         self.arrays = Arrays.plan(initial, spec, chunk_bytes)
-        self.group = ServerGroup(self.arrays, servers, nonfinite)
+        self.group = ServerGroup(self.arrays, servers, nonfinite, replication)
+        self._spec = spec
+        self._committed: dict[tuple[int, int], int] = {}
         weights = self.arrays.layout.allocate()
         for name, memory in self.arrays.bytes_of(initial, "initial").items():
             entry = self.arrays.layout.entries[self.arrays.layout.index[name]]
             weights[entry.offset : entry.offset + entry.nbytes] = torch.from_numpy(memory)
-        self.routers = [self.network.router() for _ in range(servers)]
+        self._open(weights, 0)
+        self.users: list[User] = []
+        for _ in range(users):
+            self.join()
+
+    def _open(self, weights: torch.Tensor, version: int) -> None:
+        """Processes of all servers, connected to the first."""
+        self.routers = [self.network.router() for _ in range(self.group.num_servers)]
         self.servers = [
-            host_server(self.group, spec, r, i, weights.clone()) for i, r in enumerate(self.routers)
+            host_server(self.group, self._spec, router, i, weights.clone(), version)
+            for i, router in enumerate(self.routers)
         ]
         for i, router in enumerate(self.routers[1:], 1):
             self.network.connect(router, server_peers(i), self.routers[0], server_peers(0))
         role = role_of(self.routers[0], Peer("coordinator", 0))
         assert isinstance(role, CoordinatorRole)
         self.coordinator = role.coordinator
-        self.users: list[User] = []
-        for _ in range(users):
-            self.join()
+
+    def replace(self, dead: int) -> None:
+        """A server is dead: the others agree, all go on with its successor, and users find them."""
+        alive = [server for i, server in enumerate(self.servers) if i != dead]
+        for router in self.routers:
+            self.network.remove(router)
+            router.clear()
+        heard = [server.decisions.recent for server in alive]
+        for server in alive:
+            catch_up(server, heard)
+            self._committed |= committed_in(server.decisions.recent)
+        found = assemble(
+            len(self.group.holders), {n: state_of([server]) for n, server in enumerate(alive)}
+        )
+        assert found is not None
+        assert found.holders is not None
+        kept = [RetainedChunks([server]) for server in alive]
+        self._open(self.arrays.layout.allocate(), found.version)
+        for server in self.servers:
+            sources = {chunk: found.holders[chunk][0] for chunk in server.chunks}
+            given = {c: kept[source].give([c])[c] for c, source in sources.items()}
+            RetainedChunks().hand_over([server], given)
+        for user in self.users:
+            before, index = user.pusher.index, user.pusher.index + 1000
+            self.network.remove(user.router)
+            user.router = self.network.router()
+            self.group.rehost_user(user.pusher, user.router, index)
+            user.client, user.links = self._connect(user.router, index)
+            user.pusher.resume(self._committed, before)
+
+    def _connect(self, router: Router, index: int) -> tuple[Client, list[Link]]:
+        """A user's client, and its channels to all servers."""
+        client, peers = self.group.host_client(router, index), self.group.user_peers(index)
+        return client, [
+            self.network.connect(router, peers, r, server_peers(i))
+            for i, r in enumerate(self.routers)
+        ]
 
     def join(self, index: int | None = None) -> User:
         """One more user."""
         router = self.network.router()
         index = FIRST + len(self.users) if index is None else index
-        pusher, client = self.group.host_user(router, index), self.group.host_client(router, index)
-        peers = self.group.user_peers(index)
-        links = [
-            self.network.connect(router, peers, r, server_peers(i))
-            for i, r in enumerate(self.routers)
-        ]
+        pusher = self.group.host_user(router, index)
+        client, links = self._connect(router, index)
         self.users.append(User(self.arrays, pusher, client, router, links))
         return self.users[-1]
 

@@ -408,7 +408,7 @@ def test_what_it_is_reached_through_is_let_alone_once_that_is_shut_down(setup: S
     usable = True
     through = connection.Connection(
         setup.router, setup.user.pusher, lambda: setup.user.client, name="it", timeout=1.0, max_in_flight=1,
-        usable=lambda: usable,
+        reach=connection.Reach(usable=lambda: usable),
     )  # fmt: skip
     wanted, _ = setup.crowd.arrays.request(None, None, None)
     assert through.run(lambda: setup.user.pusher.pull(wanted), "a pull") == 0

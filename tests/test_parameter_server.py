@@ -132,6 +132,9 @@ class Holder:
     def pull(self) -> float:
         return value(self.server.pull())
 
+    def version(self) -> int:
+        return self.server.version
+
     def add_and_exit(self, times: int) -> None:
         for _ in range(times):
             self.server.push_async(ones())
@@ -419,6 +422,34 @@ def test_a_server_that_is_killed_is_named_at_once(transport: str) -> None:
         assert time.monotonic() - begun < SECONDS / 2
         with pytest.raises(PeerLostError, match="shut down or died"):
             ray.get(look.remote([server]))
+
+
+@ray.remote
+def push_ones(server: ParameterServer, count: int) -> None:
+    futures = [server.push_async(np.ones(SIZE)) for _ in range(count // 3)]
+    for _ in range(count // 3):
+        server.push(np.ones(SIZE))
+        assert len({*server.push_pull(np.ones(SIZE))}) == 1
+    assert len({future.result(SECONDS) for future in futures}) == count // 3
+
+
+def test_with_copies_any_server_may_die_and_every_handle_finds_its_successor() -> None:
+    with ParameterServer(np.zeros(SIZE), 2, replication=2, timeout=SECONDS) as server:
+        stale = Holder.remote(server)
+        assert ray.get(stale.version.remote(), timeout=SECONDS) == 0
+        for death in (0, 1):
+            work = [push_ones.remote(server, 30) for _ in range(2)]
+            until(lambda death=death: server.version >= death * 61 + 10)
+            os.kill(pids(server)[death], signal.SIGKILL)
+            server.push(np.ones(SIZE))
+            ray.get(work, timeout=SECONDS)
+        assert {*server.pull()} == {122}
+        assert ray.get(stale.version.remote(), timeout=SECONDS) == 122
+        assert server.state_dict()["version"] == 122
+        running = pids(server)
+    assert all(map(ends, running))
+    with pytest.raises(PeerLostError):
+        ray.get(stale.version.remote(), timeout=SECONDS)
 
 
 @pytest.mark.long

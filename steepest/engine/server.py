@@ -485,8 +485,8 @@ class Server:
         if not self._together:
             for push in commit.pushes:
                 self._done.add(push)
-        if self._copies and self._index == 1:  # in another process than the coordinator
-            self._send(COORDINATOR, Logged(self.generation, self.version).pack())
+        if self._copies:
+            self._confirm()
         self._weights.end_commit()
         self._pulls.answer(self._position)
         self._stage_early()
@@ -602,6 +602,12 @@ class Server:
         if (order.generation, order.version) > self._position:
             self.version = order.version
             self._install(order.install)
+            self._confirm()
+
+    def _confirm(self) -> None:
+        """Tell the coordinator that this server, in another process, knows the version."""
+        if self._copies and self._index == 1:
+            self._send(COORDINATOR, Logged(self.generation, self.version).pack())
 
     def _install(self, puts: Iterable[Sequence[Any]]) -> None:
         """Install states that clients have put; each entry is a client's (role, index, request)."""

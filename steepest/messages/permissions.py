@@ -108,7 +108,7 @@ _TRAINING: Sayings = {
 }
 _OPEN: Sayings = {
     ("worker", "coordinator"): (Pushed, Read),
-    ("server", "coordinator"): (PushStaged, UserLeft),
+    ("server", "coordinator"): (PushStaged, UserLeft, Logged),
     ("server", "worker"): (SnapshotEnd,),
     ("coordinator", "worker"): (PushCommitted, PushRefused),
     ("coordinator", "server"): (InstallPut,),

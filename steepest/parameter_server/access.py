@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
-from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
+from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 from steepest.messages.message import COORDINATOR, server_peer
-from steepest.parameter_server.connection import Connection
+from steepest.parameter_server.connection import Connection, Reach
 from steepest.parameter_server.group import ServerGroup
+from steepest.parameter_server.pusher import Pusher
+from steepest.parameter_server.succession import Search, newest
 from steepest.transport.channel import Address
 from steepest.transport.connect import connect
 from steepest.transport.ray_calls import Callee, CallTransport
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
 from steepest.transport.tls import Identity
+
+_PAUSE_SECONDS = 0.05  # between two attempts to connect
+_CONNECT_SECONDS = 5.0  # for a user to connect to servers that have just begun to serve
 
 
 @dataclass(frozen=True)
@@ -79,32 +85,30 @@ class Access:
             )
         deadline, group = time.monotonic() + self.timeout, self.group
         router = Router()
-        index = secrets.randbelow(1 << 31)
-        peers = group.user_peers(index)
-        transport: WireTransport | CallTransport = CallTransport(router.destination, peers)
-        usable = _same_ray()
-        if self.addresses:
-            usable = _always
-            node = ray.get_runtime_context().get_node_id()
-            transport = WireTransport(
-                self.token, peers, node, router.destination, self.ways, identity=self.identity
-            )
-        router.use(transport)
-        pusher = group.host_user(router, index)
+        pusher = group.host_user(router, secrets.randbelow(1 << 31))
+        # Without copies not of `self`, whose actors the connection would keep alive.
+        reach, search = Reach(_always if self.addresses else _same_ray()), None
+        if group.replication > 1:
+            search = Search(self.token, self.servers, self.name)
+            reach = Reach(mend=functools.partial(self._mend, router, pusher, search))
         connection = Connection(
             router,
             pusher,
-            lambda: group.host_client(
-                router, index
-            ),  # not of `self`, whose actors the connection would keep alive
+            lambda: group.host_client(router, pusher.index),
             name=self.name,
             timeout=self.timeout,
             max_in_flight=self.max_in_flight,
-            usable=usable,
+            reach=reach,
         )
         try:
-            for other in self.callees(len(self.servers)):
-                router.attach(connect(transport, other, max(deadline - time.monotonic(), 0.001)))
+            if search is None:
+                self._open(router, pusher, self.callees(len(self.servers)), deadline)
+            else:
+                addresses = newest(self.token, self.addresses)
+                try:
+                    self._open(router, pusher, addresses, deadline)
+                except (PeerLostError, ProtocolError) as error:  # others listen there by now
+                    pusher.broken = f"{self.name}: {error}"
         except PeerLostError as error:
             connection.close()
             raise PeerLostError(f"{self.name}: {error}: it was shut down or died") from error
@@ -115,6 +119,54 @@ class Access:
             connection.close()
             raise
         return connection
+
+    def _open(
+        self, router: Router, pusher: Pusher, others: Sequence[Address | Callee], deadline: float
+    ) -> None:
+        """Use a new transport, and connect to all servers before the deadline (monotonic).
+
+        Raises:
+            PeerLostError, DeadlineError, ConfigurationError: see `connect`.
+        """
+        peers = self.group.user_peers(pusher.index)
+        transport: WireTransport | CallTransport = CallTransport(router.destination, peers)
+        if self.addresses:
+            node = ray.get_runtime_context().get_node_id()
+            transport = WireTransport(
+                self.token, peers, node, router.destination, self.ways, identity=self.identity
+            )
+        router.use(transport)
+        for other in others:
+            router.attach(connect(transport, other, max(deadline - time.monotonic(), 0.001)))
+
+    def _mend(self, router: Router, pusher: Pusher, search: Search, seconds: float) -> bool:
+        """Look for the servers' successors, connect to them, and go on with a user's requests.
+
+        Returns:
+            Whether that is done; otherwise it is to be tried again, as long as a caller waits.
+        """
+        if is_forked():
+            pusher.fail(f"{pusher.broken}; a forked child cannot ask Ray for its successor")
+            return False
+        try:
+            found = search.look(seconds)
+        except PeerLostError as error:
+            pusher.fail(str(error))
+            return False
+        if found is None:
+            return False
+        before, index = pusher.index, secrets.randbelow(1 << 31)
+        router.clear()
+        self.group.rehost_user(pusher, router, index)
+        try:
+            self._open(router, pusher, found.addresses, time.monotonic() + _CONNECT_SECONDS)
+        except (PeerLostError, DeadlineError, ProtocolError):  # another server has died meanwhile
+            pusher.use(before, router.sender(self.group.user_peers(before)[0]))
+            time.sleep(min(seconds, _PAUSE_SECONDS))
+            return False
+        search.done(found)
+        pusher.resume(found.committed, before)
+        return True
 
 
 #: Whether this process was forked from one that was connected to Ray: then it can call no actor.

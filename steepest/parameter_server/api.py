@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import secrets
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -36,11 +38,12 @@ from steepest.parameter_server.actor import ServerActor
 from steepest.parameter_server.arrays import Arrays, ArrayTree
 from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
+from steepest.parameter_server.keeper import Keeper
 from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import segment_of
 from steepest.transport.ray_calls import threads_for
 from steepest.transport.sockets import check_ways
-from steepest.transport.tls import identity_of
+from steepest.transport.tls import Identity, identity_of
 from steepest.validation import require_choice, require_count, require_seconds
 
 if TYPE_CHECKING:
@@ -78,6 +81,10 @@ class ParameterServer:
         num_servers: server processes, which work in parallel.
         optimizer: builds a torch optimizer over a list of parameters; pushes are then gradients,
             each one optimizer step. None for pushes that are added to the arrays.
+        replication: how many servers hold each array's chunks, at most `num_servers`. With 2 any
+            server may die: no update whose push has returned is lost, and pushes in flight are
+            applied once. The process that made the parameter server replaces the dead one, as long
+            as it has the handle; calls of all processes wait for that.
         nonfinite: what happens to a push with NaN or infinity: "refuse" (the push raises), "skip"
             (it is left out, and makes a version that changes nothing) or "pass" (it is applied).
         transport: "wire", "shared", "unix", "tcp" or "ray": how processes communicate, as for
@@ -108,12 +115,13 @@ class ParameterServer:
     Reference: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords of a user, most of them optional
         self,
         initial: ArrayTree,
         num_servers: int = 2,
         *,
         optimizer: OptimizerFactory | None = None,
+        replication: int = 1,
         nonfinite: str = "refuse",
         transport: str = "wire",
         tls: bool | TLSConfig = False,
@@ -127,7 +135,8 @@ class ParameterServer:
         count = require_count("num_servers", num_servers)
         spec = None if optimizer is None else _read_optimizer(optimizer, initial)
         arrays = Arrays.plan(initial, spec, None)
-        group = ServerGroup(arrays, count, nonfinite)
+        copies = _require_replication(replication, count, transport)
+        group = ServerGroup(arrays, count, nonfinite, copies)
         limits = (
             require_seconds("timeout", timeout),
             require_count("max_in_flight", max_in_flight),
@@ -139,15 +148,7 @@ class ParameterServer:
         token = secrets.token_bytes(32)
         servers: list[Any] = []
         try:
-            concurrency = 16 + (threads_for(_USERS_BY_CALLS + count) if transport == "ray" else 0)
-            here = NodeAffinitySchedulingStrategy(
-                ray.get_runtime_context().get_node_id(), soft=False
-            )
-            where = here if transport == "shared" else "SPREAD"
-            actor = ray.remote(ServerActor).options(
-                num_cpus=0, scheduling_strategy=where, max_concurrency=concurrency, max_restarts=0
-            )
-            servers = [actor.remote(f"steepest server {i}", token, identity) for i in range(count)]
+            servers = _start(count, copies, transport, token, identity)
             memory = arrays.bytes_of(initial, "initial")
             stored = ray.put(memory)
             opened = [
@@ -166,6 +167,8 @@ class ParameterServer:
                 patience,
                 "the servers to connect",
             )
+            if copies > 1:
+                Keeper(functools.partial(_access_of, weakref.ref(self)), spec)
         except BaseException:
             for server in servers:
                 ray.kill(server, no_restart=True)
@@ -192,7 +195,7 @@ class ParameterServer:
         Raises:
             ConfigurationError: a name is unknown, or `range` or `out` does not fit.
             DeadlineError: no answer came within `timeout` seconds.
-            PeerLostError: a server was shut down by another process, or died.
+            PeerLostError: a server was shut down by another process, or died without a copy.
             ShutdownError: this handle is shut down.
         """
         chosen = [names] if isinstance(names, str) else names
@@ -218,7 +221,7 @@ class ParameterServer:
                 applied.
             DeadlineError: no answer came within `timeout` seconds; the update may still be
                 committed.
-            PeerLostError: a server was shut down by another process, or died.
+            PeerLostError: a server was shut down by another process, or died without a copy.
             ShutdownError: this handle is shut down.
         """
         memory = self._owned(update)
@@ -244,11 +247,15 @@ class ParameterServer:
             ConfigurationError, DeadlineError, PeerLostError, ShutdownError: as `push`.
         """
         memory = self._owned(update)
+        if self._access.group.replication > 1:  # it may have to be sent again
+            memory = {name: part.copy() for name, part in memory.items()}
         connection = self._connection()
         return connection.push_async(lambda: connection.pusher.push(memory), list(memory.values()))
 
     def push_pull(self, update: ArrayTree, *, out: ArrayTree | None = None) -> ArrayTree:
         """Push an update and return all arrays at the version that it makes, in one round trip.
+
+        After a server's death, they may be of a later version.
 
         Args:
             update: as for `push`.
@@ -304,7 +311,7 @@ class ParameterServer:
         empty if there is none. It consists of plain tensors in dicts and lists, as `torch.save`,
         and `torch.load` with ``weights_only=True``, take them.
         """
-        snapshot: Snapshot = self._run(
+        snapshot: Snapshot = self._run_again(
             lambda connection: connection.client.read("state"), "the state"
         )
         records = [[chunk, about, value] for chunk, about, value in snapshot.records]
@@ -362,7 +369,7 @@ class ParameterServer:
             raise ConfigurationError(
                 "state is of an optimizer or of a cut into chunks that this server does not have"
             )
-        self._run(
+        self._run_again(
             lambda connection: connection.client.install(0, weights, records),
             "the state to be installed",
         )
@@ -433,8 +440,9 @@ class ParameterServer:
             return
         _flush(connection)
         others = [other for other in list(_handles.values()) if other is not self]
-        if not access.addresses and all(other._access.token != access.token for other in others):
-            _connections.pop(access.token, None)  # it holds the actors, which would live on
+        holds_actors = not access.addresses or access.group.replication > 1
+        if holds_actors and all(other._access.token != access.token for other in others):
+            _connections.pop(access.token, None)  # with it, the actors would live on
             connection.close()
 
     # -- inside --------------------------------------------------------------------------------
@@ -482,6 +490,16 @@ class ParameterServer:
         connection = self._connection()
         return connection.run(lambda: begin(connection), what, (memory or {}).values())
 
+    def _run_again(self, begin: Callable[[Connection], Future[T]], what: str) -> T:
+        """Do as `_run` for a request about the whole state, and again if a server dies in it."""
+        while True:
+            try:
+                return self._run(begin, what)
+            except PeerLostError:
+                if self._access.group.replication == 1:
+                    raise
+                self._run(lambda connection: connection.pusher.pull({}), what)  # its successor
+
 
 def _handle(access: Access) -> ParameterServer:
     """Return a handle of the same servers, in the process that unpickles it."""
@@ -490,6 +508,45 @@ def _handle(access: Access) -> ParameterServer:
     _handles[id(server)] = server
     server._shut_down, server._holder = False, None
     return server
+
+
+def _start(
+    count: int, copies: int, transport: str, token: bytes, identity: Identity | None
+) -> list[Any]:
+    """Return the handles of new servers' actors; dead ones start again where there are copies."""
+    concurrency = 16 + (threads_for(_USERS_BY_CALLS + count) if transport == "ray" else 0)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(ServerActor).options(
+        num_cpus=0,
+        scheduling_strategy=here if transport == "shared" else "SPREAD",
+        max_concurrency=concurrency,
+        max_restarts=-1 if copies > 1 else 0,
+    )
+    return [actor.remote(f"steepest server {i}", token, identity) for i in range(count)]
+
+
+def _access_of(handle: weakref.ref[ParameterServer]) -> Access | None:
+    """Return how to reach the servers of a handle; None if it is shut down or deleted."""
+    server = handle()
+    return None if server is None or server._shut_down else server._access
+
+
+def _require_replication(replication: int, num_servers: int, transport: str) -> int:
+    """Return how many servers hold each chunk.
+
+    Raises:
+        ConfigurationError: there are fewer servers, or they are reached by actor calls.
+    """
+    copies = require_count("replication", replication)
+    if copies > num_servers:
+        raise ConfigurationError(
+            f"replication={copies} with num_servers={num_servers}: give at least as many servers"
+        )
+    if copies > 1 and transport == "ray":
+        raise ConfigurationError(
+            f'replication={copies} with transport="ray": give another transport, such as "wire"'
+        )
+    return copies
 
 
 def _read_optimizer(optimizer: OptimizerFactory, initial: ArrayTree) -> OptimizerSpec:

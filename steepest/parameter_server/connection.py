@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
+from steepest.messages.message import COORDINATOR
 from steepest.parameter_server.pusher import Pusher
 from steepest.tensors.allocator import Recycler
 from steepest.tensors.memory import Bytes
@@ -20,6 +22,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _TURN_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The way to the servers, as far as a connection cannot know it.
+
+    Attributes:
+        usable: returns whether the transport can still be used, if only to close it.
+        mend: looks for the successors of servers and connects to them, within so many seconds;
+            returns whether it has. Called on the thread that owns the roles while `pusher.broken`.
+    """
+
+    usable: Callable[[], bool] = lambda: True
+    mend: Callable[[float], bool] = lambda seconds: False
 
 
 class Connection:
@@ -37,7 +53,7 @@ class Connection:
         name: of the parameter server in error messages.
         timeout: seconds that a call may take.
         max_in_flight: pushes that may be uncommitted; a further asynchronous one waits.
-        usable: returns whether the transport can still be used, if only to close it.
+        reach: of the servers.
         clock: returns the time, in seconds, by which `timeout` is measured.
 
     Attributes:
@@ -56,7 +72,7 @@ class Connection:
         name: str,
         timeout: float,
         max_in_flight: int,
-        usable: Callable[[], bool] = lambda: True,
+        reach: Reach = Reach(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pusher = pusher
@@ -69,7 +85,7 @@ class Connection:
         self._name = name
         self._timeout = timeout
         self._max_in_flight = max_in_flight
-        self._usable = usable
+        self._reach = reach
         self._clock = clock
         self._changed = threading.Condition()
         self._turner: int | None = None  # the thread that moves bytes
@@ -194,7 +210,7 @@ class Connection:
         self.pusher.close(why)
         if self._client is not None:
             self._client.close()
-        if self._router.transport is not None and self._usable():
+        if self._router.transport is not None and self._reach.usable():
             self._router.transport.close()
 
     @property
@@ -208,9 +224,11 @@ class Connection:
         return self._turner == threading.get_ident()
 
     def lost(self) -> bool:
-        """Look at the transport without waiting; return whether a server is lost."""
+        """Look at the transport, hardly waiting; return whether a server is lost for good."""
         if not self._closed and not self.turning_here:
             self._turn_once(0.0)
+            if self.pusher.broken:
+                self._turn_once(_TURN_SECONDS)
         return self.pusher.failure is not None
 
     def _require_another_thread(self) -> None:
@@ -272,7 +290,8 @@ class Connection:
         self._require_another_thread()
         remaining = deadline - self._clock()
         if remaining <= 0:
-            raise DeadlineError(f"{self._name}: waited {self._timeout:g} s in vain for {what}")
+            why = f": {self.pusher.broken}" if self.pusher.broken else ""
+            raise DeadlineError(f"{self._name}: waited {self._timeout:g} s in vain for {what}{why}")
         if self._closed:
             self._wait_while_closing()
             raise ShutdownError(f"{self._name}: it is shut down")
@@ -285,8 +304,10 @@ class Connection:
         """
         try:
             if self._acquire(seconds, future) and not self._closed:
-                if self._usable():
-                    self._router.turn(seconds)
+                if self._reach.usable():
+                    self._router.turn(0.0 if self.pusher.broken else seconds)
+                    if self.pusher.broken and seconds and self._reach.mend(seconds):
+                        self._leave_client()
                 else:
                     self._close("what this parameter server is reached through is shut down")
         except BaseException:
@@ -295,6 +316,12 @@ class Connection:
             raise
         finally:
             self._release()
+
+    def _leave_client(self) -> None:
+        """Fail the requests about state, which were asked of servers before their successors."""
+        if self._client is not None:
+            self._client.lost(COORDINATOR, "a server has died")
+            self._client = None
 
     def _acquire(self, timeout: float, future: Future[Any] | None = None) -> bool:
         """Make this the thread that runs the router, within `timeout` seconds.

@@ -25,11 +25,13 @@ class ServerGroup:
         arrays: names, shapes, dtypes and chunks of what the servers hold.
         num_servers: number of servers.
         nonfinite: "refuse", "skip" or "pass" updates with NaN or infinity.
+        replication: how many servers hold each chunk.
     """
 
     arrays: Arrays
     num_servers: int
     nonfinite: str = "refuse"
+    replication: int = 1
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -37,9 +39,12 @@ class ServerGroup:
         return self.arrays.layout.assign_servers(self.num_servers)
 
     @cached_property
-    def holders(self) -> tuple[tuple[int], ...]:
-        """The indices of the servers that hold each chunk: its owner alone."""
-        return tuple((owner,) for owner in self.owners)
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The indices of the servers that hold each chunk: its owner, and those after it."""
+        return tuple(
+            tuple((owner + copy) % self.num_servers for copy in range(self.replication))
+            for owner in self.owners
+        )
 
     @property
     def admission(self) -> Admission:
@@ -49,18 +54,16 @@ class ServerGroup:
 
     def host_user(self, router: Router, index: int) -> Pusher:
         """Host the role that pushes and pulls on a router, under the index of a user; return it."""
+        pusher = Pusher(self.arrays, self.holders, self.num_servers, router.drop_arriving)
+        self.rehost_user(pusher, router, index)
+        return pusher
+
+    def rehost_user(self, pusher: Pusher, router: Router, index: int) -> None:
+        """Host a role as `host_user` does, which may have been another user of other servers."""
         worker, _ = self.user_peers(index)
-        pusher = Pusher(
-            index,
-            self.arrays,
-            self.owners,
-            self.num_servers,
-            router.sender(worker),
-            router.drop_arriving,
-        )
+        pusher.use(index, router.sender(worker))
         router.host(worker, pusher)
         router.admit(self.admission)
-        return pusher
 
     def host_client(self, router: Router, index: int) -> Client:
         """Host a client on a router, which reads and installs state for a user; return it.

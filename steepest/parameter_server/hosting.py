@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from steepest.engine.coordinator_role import CoordinatorRole
 from steepest.engine.server import Server, ServerMode
 from steepest.engine.topology import HostMap, Topology
 from steepest.errors import ConfigurationError
+from steepest.messages.gradients import Commit, Decision
 from steepest.messages.message import COORDINATOR, server_peer
 from steepest.optim.arriving import arriving_state
 from steepest.optim.several import as_one
@@ -76,6 +77,7 @@ def host_server(
     router: Router,
     index: int,
     weights: torch.Tensor,
+    version: int = 0,
 ) -> Server:
     """Host a server on a router, and the coordinator if its index is 0; return the server.
 
@@ -86,6 +88,7 @@ def host_server(
         index: of the server.
         weights: (layout.nbytes,) of uint8, with the initial values of the chunks that the server
             holds.
+        version: of the weights, with which successors go on.
     """
     peer = server_peer(index)
     server = Server(
@@ -97,20 +100,33 @@ def host_server(
         router.in_use,
         mode=ServerMode(together=False, open_to_all=True, checked=group.nonfinite != "pass"),
     )
+    server.version = version
     router.host(peer, server)
     router.admit(group.admission)
     if index == 0:
-        _host_coordinator(group, router)
+        _host_coordinator(group, router, version)
     return server
 
 
-def _host_coordinator(group: ServerGroup, router: Router) -> None:
+def committed_in(decisions: Iterable[Decision]) -> dict[tuple[int, int], int]:
+    """Return the pushes that decisions have committed: by user and number, the version."""
+    return {
+        (push.worker, push.sequence): decision.version
+        for decision in decisions
+        if isinstance(decision, Commit)
+        for push in decision.pushes
+    }
+
+
+def _host_coordinator(group: ServerGroup, router: Router, version: int) -> None:
     """Host the coordinator on a router."""
     state = CommitState(
         members=frozenset(),
         servers=tuple(range(group.num_servers)),
-        holding=frozenset(group.owners),
+        holding=frozenset(server for servers in group.holders for server in servers),
         rule=CommitEach(),
+        witnessed=group.replication > 1,
     )
+    state.go_on_from(version)
     coordinator = Coordinator(OpenGroup(state), nonfinite=group.nonfinite)
     router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR)))

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from steepest.cluster.process import Process, on_router
+from steepest.engine.chunk_transfer import RetainedChunks
+from steepest.engine.server import Server
+from steepest.engine.survivors import ServerState, catch_up, state_of
+from steepest.messages.gradients import Decision
 from steepest.messages.message import COORDINATOR, server_peer
 from steepest.optim.spec import OptimizerSpec
 from steepest.parameter_server.group import ServerGroup
-from steepest.parameter_server.hosting import host_server
+from steepest.parameter_server.hosting import committed_in, host_server
+from steepest.parameter_server.succession import Succession
 from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import allocate
 from steepest.transport.channel import Address
 from steepest.transport.ray_calls import CallTransport
 from steepest.transport.sockets import WireTransport
+from steepest.transport.tls import Identity
 
 log = logging.getLogger(__name__)
 
+_MOST_COMMITTED = 1 << 16  # pushes that successors remember
+
 
 class ServerProcess(Process):
-    """A process that hosts one server of a group, and the coordinator beside the first."""
+    """A process that hosts one server of a group, and the coordinator beside the first.
+
+    Args:
+        name, token, identity: see `Process`.
+    """
+
+    def __init__(self, name: str, token: bytes, identity: Identity | None = None) -> None:
+        self._serving: Server | None = None  # whose state counts
+        self._succession: Succession | None = None
+        super().__init__(name, token, 1, identity=identity)
 
     def open_group(
         self,
@@ -57,18 +74,22 @@ class ServerProcess(Process):
         ways: str,
     ) -> Address | None:
         """Carry out `open_group` on the router's thread."""
-        peers = (server_peer(index), COORDINATOR) if index == 0 else (server_peer(index),)
         layout = group.arrays.layout
         weights = allocate(layout.nbytes)
         memory = weights.numpy()
         for chunk in layout.chunks:
             at = chunk.start
-            for piece in chunk.slices if group.owners[chunk.index] == index else ():
+            for piece in chunk.slices if index in group.holders[chunk.index] else ():
                 size = chunk.element.itemsize
                 begin, end = piece.start * size, piece.stop * size
                 memory[at : at + end - begin] = initial[layout.entries[piece.entry].name][begin:end]
                 at += end - begin
-        host_server(group, spec, self.router, index, weights)
+        self._serving = host_server(group, spec, self.router, index, weights)
+        return self._listen(index, ways)
+
+    def _listen(self, index: int, ways: str) -> Address | None:
+        """Use a new transport; return where it listens, or None for actor calls."""
+        peers = (server_peer(index), COORDINATOR) if index == 0 else (server_peer(index),)
         if ways == "ray":
             self._use(CallTransport(self.router.destination, peers))
             return None
@@ -82,6 +103,81 @@ class ServerProcess(Process):
         )
         self._use(wire)
         return wire.listen(self._place.host)
+
+    # -- succession ----------------------------------------------------------------------------
+
+    @on_router
+    def serves(self) -> bool:
+        """Return whether the process hosts a server that is connected to the others.
+
+        Ray starts the process of a dead server again, without a server.
+        """
+        lost = any(peer.role in ("server", "coordinator") for peer in self.router.lost_peers)
+        return self._serving is not None and not lost
+
+    @on_router
+    def halt(self) -> list[Decision] | None:
+        """Close all connections, and keep the server's state, until `succeed`.
+
+        Returns:
+            The coordinator's latest decisions that the server has received; None without a server.
+        """
+        self.router.clear()
+        self._use(CallTransport(self.router.destination))
+        self._servers = []
+        if self._serving is None:
+            self._retained = RetainedChunks()
+            return None
+        self._retained = RetainedChunks([self._serving])
+        return self._serving.decisions.recent
+
+    @on_router
+    def survive(
+        self, heard: Sequence[Sequence[Decision]]
+    ) -> tuple[ServerState, dict[tuple[int, int], int]]:
+        """Catch up with other servers; return what this one holds, and the pushes that it knows of.
+
+        Args:
+            heard: the results of `halt`, of all processes that have a server.
+        """
+        assert self._serving is not None
+        catch_up(self._serving, heard)
+        known = {} if self._succession is None else self._succession.committed
+        committed = {**known, **committed_in(self._serving.decisions.recent)}
+        return state_of([self._serving]), dict(list(committed.items())[-_MOST_COMMITTED:])
+
+    @on_router
+    def reopen(
+        self, group: ServerGroup, spec: OptimizerSpec | None, index: int, version: int, ways: str
+    ) -> Address | None:
+        """Host a server that goes on from a version once `take_over` has given it its chunks.
+
+        Args:
+            group, spec, index, ways: see `open_group`.
+            version: of the chunks.
+
+        Returns:
+            See `open_group`.
+        """
+        if not self.router.finished.done() and self._serving is None:
+            self.router.finished.add_done_callback(_log_end)
+        weights = allocate(group.arrays.layout.nbytes)
+        self._servers = [host_server(group, spec, self.router, index, weights, version)]
+        return self._listen(index, ways)
+
+    @on_router
+    def succeed(self, succession: Succession) -> None:
+        """Begin to serve as of a succession, which users may learn of from now on."""
+        if self._servers:
+            (self._serving,) = self._servers
+        self._retained = RetainedChunks()
+        self._succession = succession
+
+    @on_router
+    def succession(self, after: int) -> Succession | None:
+        """Return the newest succession if its number is above `after`."""
+        found = self._succession
+        return found if found is not None and found.number > after else None
 
 
 def _log_end(finished: Future[None]) -> None:

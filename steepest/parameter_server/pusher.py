@@ -26,16 +26,22 @@ class _Request:
 
     Attributes:
         future: of the version that the push makes, or that is read.
-        wanted: memory for the weights, by array; empty if the caller has given up.
+        update: of a push, memory of arrays by name; None for a read.
+        wanted: memory for the weights, by array; None if none are wanted, or not any more.
+        given_up: whether the caller has given up, and its memory is not to be used any more.
         chunks: of the weights, that have not arrived.
         servers: that have not ended the read.
+        confirmed: whether a push is known to be committed; True of others.
         in_place: by chunk, the payloads that are received into the wanted memory.
     """
 
     future: Future[int]
-    wanted: Mapping[str, Wanted]
-    chunks: set[int]
-    servers: set[int]
+    update: Mapping[str, Bytes] | None
+    wanted: Mapping[str, Wanted] | None
+    given_up: bool = False
+    chunks: set[int] = field(default_factory=set)
+    servers: set[int] = field(default_factory=set)
+    confirmed: bool = True
     in_place: dict[int, Bytes] = field(default_factory=dict)
 
 
@@ -43,42 +49,47 @@ class Pusher:
     """The pushes and pulls of one user; a role, used on the thread that runs its router.
 
     To the servers it is a worker. Each push has a sequence number, under which it is applied at
-    most once.
+    most once. Where servers have copies, requests outlive a server's death: `resume` goes on with
+    them, once its successor serves.
 
     Args:
-        index: of this worker; servers do not know it beforehand.
         arrays: names, shapes, dtypes and chunks of what the servers hold.
-        owners: the index of the server that holds each chunk.
+        holders: the indices of the servers that hold each chunk.
         num_servers: number of servers.
-        send: sends a message to a peer.
         drop_arriving: has payloads that are half-way into some memory discarded; see `Router`.
 
     Attributes:
         version: the newest version that an answer had.
         pushing: number of pushes in flight.
+        index: of this worker; servers do not know it beforehand.
+        broken: why requests wait for a successor of a server; empty while none do.
     """
 
     def __init__(
         self,
-        index: int,
         arrays: Arrays,
-        owners: tuple[int, ...],
+        holders: tuple[tuple[int, ...], ...],
         num_servers: int,
-        send: Send,
         drop_arriving: Callable[[Bytes], None],
     ) -> None:
         self.version = 0
         self.pushing = 0
-        self._index = index
+        self.index = -1
+        self.broken = ""
         self._arrays = arrays
-        self._owners = owners
+        self._holders = holders
+        self._copies = any(len(servers) > 1 for servers in holders)
         self._servers = frozenset(range(num_servers))
-        self._send = send
+        self._send: Send = _send_nothing
         self._drop_arriving = drop_arriving
         self._sequence = 0
         self._reads = _READS
         self._requests: dict[int, _Request] = {}
         self._failure: Callable[[], Exception] | None = None  # makes the error of each request
+
+    def use(self, index: int, send: Send) -> None:
+        """Speak as the worker of an index, whose messages `send` sends."""
+        self.index, self._send = index, send
 
     @property
     def failure(self) -> Exception | None:
@@ -100,21 +111,7 @@ class Pusher:
             is refused, PeerLostError or ShutdownError if it may or may not be committed.
         """
         self._sequence += 1
-        chunks = self._arrays.layout.chunks
-        awaited = set() if wanted is None else {chunk.index for chunk in chunks}
-        request = self._begin(self._sequence, wanted or {}, awaited, set())
-        if self._failure is None:
-            self.pushing += 1
-            self._send(
-                COORDINATOR, Pushed(self._sequence, self.version, pull=wanted is not None).pack()
-            )
-            for chunk in chunks:
-                payload, absent = self._arrays.payload(chunk, update)
-                push = Push(0, 0, self._sequence, self.version, chunk.index)
-                if payload is not None:
-                    push = replace(push, unit=1.0, total=1.0, absent=absent, payload=payload)
-                self._send(server_peer(self._owners[chunk.index]), push.pack())
-        return request
+        return self._begin(self._sequence, _Request(_running(), update, wanted))
 
     def pull(self, wanted: Mapping[str, Wanted]) -> Future[int]:
         """Receive arrays, or parts of them, at one version.
@@ -126,12 +123,69 @@ class Pusher:
             The future of that version. It raises PeerLostError or ShutdownError.
         """
         self._reads += 1
-        chunks = self._arrays.chunks_for(wanted)
-        future = self._begin(self._reads, wanted, set(chunks), set(self._servers))
-        if self._failure is None:
-            some = None if len(chunks) == len(self._owners) else sorted(chunks)
-            self._send(COORDINATOR, Read(self._reads, chunks=some).pack())
-        return future
+        return self._begin(self._reads, _Request(_running(), None, wanted))
+
+    def _begin(self, sequence: int, request: _Request) -> Future[int]:
+        """Add a request and ask for it, or fail it if none can be answered; return its future."""
+        if self._failure is not None:
+            request.future.set_exception(self._failure())
+            return request.future
+        self._requests[sequence] = request
+        self.pushing += sequence < _READS
+        if not self.broken:
+            self._ask(sequence, request)
+        return request.future
+
+    def _ask(self, sequence: int, request: _Request) -> None:
+        """Send a request, of which nothing has been answered."""
+        chunks = self._arrays.layout.chunks
+        request.in_place.clear()
+        if request.update is None:
+            wanted = self._arrays.chunks_for(request.wanted or {})
+            request.chunks, request.servers = set(wanted), set(self._servers)
+            some = None if len(wanted) == len(chunks) else sorted(wanted)
+            self._send(COORDINATOR, Read(sequence, chunks=some).pack())
+            return
+        pull = request.wanted is not None
+        request.chunks = {chunk.index for chunk in chunks} if pull else set()
+        request.confirmed = not (pull and self._copies)
+        self._send(COORDINATOR, Pushed(sequence, self.version, pull=pull).pack())
+        for chunk in chunks:
+            payload, absent = self._arrays.payload(chunk, request.update)
+            push = Push(0, 0, sequence, self.version, chunk.index)
+            if payload is not None:
+                push = replace(push, unit=1.0, total=1.0, absent=absent, payload=payload)
+            for server in self._holders[chunk.index]:
+                self._send(server_peer(server), push.pack())
+        if not self._copies:
+            request.update = {}  # nothing is sent again: the memory is its owner's
+
+    def resume(self, committed: Mapping[tuple[int, int], int], index: int) -> None:
+        """Go on with all requests at the servers to which `use` leads now.
+
+        A push that was committed before is answered with its version, and not sent again; what it
+        wanted is read, at that version or a later one. All others are begun anew.
+
+        Args:
+            committed: the versions of pushes, by index of the user and number of the push.
+            index: under which the requests were begun.
+        """
+        self.broken = ""
+        requests, self._requests = self._requests, {}
+        self.pushing = 0
+        for sequence, request in requests.items():
+            version = None if request.update is None else committed.get((index, sequence))
+            if request.given_up:
+                request.future.set_exception(PeerLostError("its caller has given up"))
+            elif version is not None and request.wanted is None:
+                self.version = max(self.version, version)
+                request.future.set_result(version)
+            elif version is None and request.update is not None:
+                self._begin(sequence, request)
+            else:
+                request.update, request.confirmed = None, True
+                self._reads += 1
+                self._begin(self._reads, request)
 
     def withdraw(self, future: Future[Any]) -> None:
         """Write nothing more to the memory of a request: its caller has given up.
@@ -147,22 +201,10 @@ class Pusher:
 
     def _leave_memory(self, request: _Request) -> None:
         """Write nothing more to the memory of a request."""
-        request.wanted = {}
+        request.wanted, request.given_up = None, True
         for memory in request.in_place.values():
             self._drop_arriving(memory)
         request.in_place.clear()
-
-    def _begin(
-        self, sequence: int, wanted: Mapping[str, Wanted], chunks: set[int], servers: set[int]
-    ) -> Future[int]:
-        """Add a request, or fail it at once if none can be answered any more; return its future."""
-        future: Future[int] = Future()
-        future.set_running_or_notify_cancel()  # what is sent cannot be cancelled
-        if self._failure is not None:
-            future.set_exception(self._failure())
-        else:
-            self._requests[sequence] = _Request(future, wanted, chunks, servers)
-        return future
 
     # -- Role ----------------------------------------------------------------------------------
 
@@ -177,7 +219,7 @@ class Pusher:
             ProtocolError: the message may not have this payload.
         """
         request = self._requests.get(message.sequence)
-        if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._owners):
+        if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._holders):
             raise ProtocolError(
                 f"a parameter server's user takes no payload of {message.kind.name}"
             )
@@ -186,7 +228,7 @@ class Pusher:
             raise ProtocolError(f"chunk {message.chunk} has {chunk.nbytes} bytes, {size} arrive")
         if request is None or message.chunk not in request.chunks:
             return None  # a copy
-        if not request.wanted:
+        if request.wanted is None:
             return None
         target = self._arrays.target(chunk, request.wanted)
         if target is None:
@@ -205,8 +247,8 @@ class Pusher:
             case _ if request is None:
                 return  # a copy, or the request has failed
             case Kind.PUSH_COMMITTED:
-                committed = PushCommitted.unpack(message)
-                self._finish(committed.sequence, committed.version)
+                request.confirmed = True
+                self._finish_if_complete(PushCommitted.unpack(message), request)
             case Kind.PUSH_REFUSED:
                 culprits = PushRefused.unpack(message).culprits
                 names = ", ".join(repr(name) for _, name in culprits if name) or "the array"
@@ -228,19 +270,21 @@ class Pusher:
 
     def _take(self, weights: Weights, request: _Request) -> None:
         """Take a chunk of weights, copying what was not received into its place."""
-        if weights.chunk not in request.chunks or (weights.payload is None and request.wanted):
+        wanted = request.wanted
+        if weights.chunk not in request.chunks or (weights.payload is None and wanted is not None):
             return  # a copy
         chunk = self._arrays.layout.chunks[weights.chunk]
-        if weights.payload is not None and weights.payload is not request.in_place.pop(
-            weights.chunk, None
-        ):
-            self._arrays.scatter(chunk, weights.payload, request.wanted)
+        in_place = request.in_place.pop(weights.chunk, None)
+        if wanted is not None and weights.payload is not None and weights.payload is not in_place:
+            self._arrays.scatter(chunk, weights.payload, wanted)
         request.chunks.discard(weights.chunk)
         self._finish_if_complete(weights, request)
 
-    def _finish_if_complete(self, message: Weights | SnapshotEnd, request: _Request) -> None:
+    def _finish_if_complete(
+        self, message: Weights | SnapshotEnd | PushCommitted, request: _Request
+    ) -> None:
         """Finish a request if nothing more is awaited, with the version of its last message."""
-        if not request.chunks and not request.servers:
+        if not request.chunks and not request.servers and request.confirmed:
             self._finish(message.sequence, message.version)
 
     def _finish(self, sequence: int, version: int) -> None:
@@ -254,10 +298,20 @@ class Pusher:
         return self._requests.pop(sequence).future
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Fail all requests, open and later ones, if a server or the coordinator is lost."""
+        """Fail all requests, open and later ones, if a server or the coordinator is lost.
+
+        Where servers have copies, requests wait for `resume` instead.
+        """
         if peer.role in ("server", "coordinator"):
             text = f"{peer} of the parameter server is gone ({reason}): it was shut down or died"
-            self._fail(lambda: PeerLostError(text))
+            if self._copies:
+                self.broken = self.broken or text
+            else:
+                self.fail(text)
+
+    def fail(self, why: str) -> None:
+        """Fail all requests, open and later ones, with a PeerLostError that says why."""
+        self._fail(lambda: PeerLostError(why))
 
     def close(self, why: str) -> None:
         """Fail all requests, open and later ones, with a ShutdownError that gives `why`."""
@@ -267,6 +321,7 @@ class Pusher:
         """Fail all requests, each with a new error: raising an error adds to its traceback."""
         if self._failure is None:
             self._failure = error
+        self.broken = ""
         requests, self._requests = self._requests, {}
         self.pushing = 0
         for request in requests.values():
@@ -275,3 +330,14 @@ class Pusher:
 
     def tick(self, now: float) -> None:
         """Do nothing: the calling threads keep the deadlines."""
+
+
+def _running() -> Future[int]:
+    """Return a new future that cannot be cancelled: what is sent cannot be taken back."""
+    future: Future[int] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _send_nothing(target: Peer, message: Message) -> None:
+    """Send nothing: the role has no router yet."""

@@ -370,6 +370,10 @@ class ClosedJob:
             readers, out = self._lease()
         return readers, out
 
+    def known(self) -> Outgoing:
+        """Return no messages: the coordinator's role holds results back."""
+        return []
+
     def settle(self) -> Outgoing:
         """Add committed pushes to their steps; return the results of whole ones."""
         out: Outgoing = []

@@ -82,6 +82,11 @@ class CommitState:
         self._decisions = 0  # that servers were sent; counted where servers remember them
 
     @property
+    def is_witnessed(self) -> bool:
+        """Whether servers remember the decisions, so that these outlive this process."""
+        return self._witnessed
+
+    @property
     def step(self) -> int:
         """Number of whole training steps that are committed."""
         return self.version // self.versions_per_step
@@ -108,6 +113,11 @@ class CommitState:
         self.generation += 1
         self.staging.clear()
         self.leases.clear(joined, self.version)
+
+    def go_on_from(self, version: int) -> None:
+        """Continue from a version that all servers have; called before anything else."""
+        self.version = version
+        self.logged = version if self._witnessed else math.inf
 
     def install(self, install: Install, joined: Collection[int]) -> None:
         """Continue from another version, ledger, counters and schedule.

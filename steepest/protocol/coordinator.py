@@ -128,7 +128,7 @@ class Coordinator:
                 return self._push_staged(source.index, PushStaged.unpack(message))
             case Kind.LOGGED:
                 self._state.confirm(Logged.unpack(message).version)
-                return []
+                return self.membership.known()
             case Kind.READ:
                 return self._read(source, Read.unpack(message))
             case Kind.READ_COUNTERS:

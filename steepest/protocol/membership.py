@@ -85,6 +85,9 @@ class Membership(Protocol):
     def settle(self) -> Outgoing:
         """Count the pushes committed since the last call, and return the results of their steps."""
 
+    def known(self) -> Outgoing:
+        """Return the answers that waited until another server knows their version, and are due."""
+
     def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
         """Take note that pushes will never be committed; return as `committed`."""
 

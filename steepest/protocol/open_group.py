@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,8 @@ class OpenGroup:
         assert isinstance(state.staging, StagedEach)
         self.state = state
         self._staging = state.staging
+        # Answers that wait until another server knows the version, oldest first.
+        self._waiting: deque[tuple[int, Peer, Message]] = deque()
 
     @property
     def limit(self) -> int:
@@ -91,17 +94,36 @@ class OpenGroup:
         *,
         skipped: bool,
     ) -> tuple[Readers, Outgoing]:
-        """Answer each user: with the new weights if it asked for them, else with the version."""
+        """Answer each user: with the new weights if it asked for them, else with the version.
+
+        Where servers have copies, each is answered with the version, and only when it is known to
+        another server, with which it outlives this process.
+        """
         answers: Outgoing = []
         readers = []
         for push in pushes:
             pushed = reports[push.worker]
-            if isinstance(pushed, Pushed) and pushed.pull:
+            pull = isinstance(pushed, Pushed) and pushed.pull
+            if pull:
                 readers.append([push.worker, push.sequence])
-            else:
+            if not pull or self.state.is_witnessed:
                 committed = PushCommitted(push.sequence, self.state.version)
-                answers.append((worker_peer(push.worker), committed.pack()))
+                answers += self._when_known(worker_peer(push.worker), committed.pack())
         return readers, answers
+
+    def _when_known(self, peer: Peer, answer: Message) -> Outgoing:
+        """Return an answer about the present version, or keep it until `known`."""
+        if self.state.version <= self.state.logged:
+            return [(peer, answer)]
+        self._waiting.append((self.state.version, peer, answer))
+        return []
+
+    def known(self) -> Outgoing:
+        """Return the answers about versions that another server knows now."""
+        found: Outgoing = []
+        while self._waiting and self._waiting[0][0] <= self.state.logged:
+            found.append(self._waiting.popleft()[1:])
+        return found
 
     def settle(self) -> Outgoing:
         """Return no messages: users take no steps."""
@@ -127,7 +149,7 @@ class OpenGroup:
         generation, version = self.state.generation, self.state.version
         order = InstallPut(generation, version, [[*client, install.sequence]])
         installed = Installed(generation, install.sequence, version)
-        return [*self.state.to_servers(order), (client, installed.pack())]
+        return [*self.state.to_servers(order), *self._when_known(client, installed.pack())]
 
     def _abandon(self, user: int, server: int | None) -> Outgoing:
         """Discard the pushes that a user can no longer complete, see `StagedEach.abandon`."""

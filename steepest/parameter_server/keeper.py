@@ -1,0 +1,149 @@
+"""The thread that replaces dead servers, in the process that made a parameter server."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from steepest.parameter_server.succession import Succession
+
+if TYPE_CHECKING:
+    from steepest.optim.spec import OptimizerSpec
+    from steepest.parameter_server.access import Access
+
+log = logging.getLogger(__name__)
+_LOOK_SECONDS = 0.3  # between two looks at the servers
+_CALL_SECONDS = 60.0  # that a call may take while servers are replaced, and Ray starts processes
+_REPLACE_SECONDS = 300.0  # after which no further attempt to replace servers is begun
+
+
+class Keeper:
+    """Replaces the servers that die, as long as `access` returns them.
+
+    Ray starts a dead server's process again, under the same handle. All servers then stop, those
+    that live agree on the last version that one of them knows, and the new process gets copies of
+    its chunks. Users find the new addresses at any of the actors (`Search`).
+
+    Args:
+        access: returns how to reach the servers; None when they are not to be replaced any more.
+            It is not kept: actors end with their last handle.
+        spec: the servers' optimizer.
+    """
+
+    def __init__(self, access: Callable[[], Access | None], spec: OptimizerSpec | None) -> None:
+        self._access = access
+        self._spec = spec
+        self._number = 0
+        threading.Thread(target=self._run, name="steepest keeper", daemon=True).start()
+
+    def _run(self) -> None:
+        """Look at the servers until they need not be replaced any more."""
+        while (access := self._access()) is not None and ray.is_initialized():
+            try:
+                if not self._all_serve(access.servers):
+                    self._replace(access)
+            except ray.exceptions.RayError:
+                if self._access() is not None:
+                    log.exception("the servers of a parameter server cannot be replaced")
+                return
+            del access
+            time.sleep(_LOOK_SECONDS)
+
+    def _all_serve(self, servers: Sequence[Any]) -> bool:
+        """Return whether no server has died, or lost another one, since the last succession."""
+        asked = {server.serves.remote(): server for server in servers}
+        waiting, deadline = list(asked), time.monotonic() + _CALL_SECONDS
+        while waiting:
+            left = max(deadline - time.monotonic(), 0.0)
+            ready, waiting = ray.wait(waiting, timeout=left)
+            if not ready:
+                return True  # the others are stopped, or busy
+            try:
+                if not ray.get(ready[0]):
+                    return False
+            except ray.exceptions.RayActorError:
+                return False
+            except ray.exceptions.RayTaskError:  # its router has ended by an error, which it logs
+                ray.kill(asked[ready[0]], no_restart=False)
+                return False
+        return True
+
+    def _replace(self, access: Access) -> None:
+        """Have all servers go on, those that have died from copies of their chunks."""
+        began = time.monotonic()
+        while True:
+            try:
+                succession, names = self._succession(access)
+                _get([server.succeed.remote(succession) for server in access.servers])
+                break
+            except ray.exceptions.RayError as error:  # another server has died, or is yet to start
+                if self._access() is None or time.monotonic() > began + _REPLACE_SECONDS:
+                    raise
+                log.info("servers are not replaced yet: %s", " ".join(str(error).split()))
+                time.sleep(_LOOK_SECONDS)
+        if succession.failure:
+            log.error("a parameter server ends: %s", succession.failure)
+        else:
+            log.warning(
+                "%s of a parameter server died and was replaced within %.1f s; no update is lost",
+                names or "a channel between servers", time.monotonic() - began,
+            )  # fmt: skip
+
+    def _succession(self, access: Access) -> tuple[Succession, str]:
+        """Stop all servers and open them again at their last common version.
+
+        Returns:
+            What users need to go on, and the names of the servers that have died.
+        """
+        self._number += 1
+        servers, group = access.servers, access.group
+        heard = _get([server.halt.remote() for server in servers])
+        alive = [index for index, decisions in enumerate(heard) if decisions is not None]
+        lost = ", ".join(f"server {i}" for i in range(len(servers)) if i not in alive)
+        known = ray.put([heard[index] for index in alive])
+        found = _get([servers[index].survive.remote(known) for index in alive])
+        from steepest.engine.survivors import assemble  # imports torch
+
+        states = {index: state for index, (state, _) in zip(alive, found, strict=True)}
+        whole = assemble(len(group.holders), states) if states else None
+        if whole is None or whole.holders is None:
+            failure = f"{lost} died together, and no copy is left of some chunks"
+            return Succession(self._number, failure=failure), lost
+        addresses = _get(
+            [
+                server.reopen.remote(group, self._spec, index, whole.version, access.ways)
+                for index, server in enumerate(servers)
+            ]
+        )
+        moves = []
+        for index, server in enumerate(servers):
+            given = []
+            if index not in alive:
+                mine = [c for c, holders in enumerate(group.holders) if index in holders]
+                sources = [whole.holders[chunk][0] for chunk in mine]
+                given = [
+                    servers[source].give.remote(
+                        [c for c, s in zip(mine, sources, strict=True) if s == source]
+                    )
+                    for source in sorted(set(sources))
+                ]
+            moves.append(server.take_over.remote(*given))
+        _get(moves)
+        _get([server.connect.remote(addresses[:1], _CALL_SECONDS) for server in servers[1:]])
+        committed = {push: version for _, own in found for push, version in own.items()}
+        return Succession(self._number, tuple(addresses), committed), lost
+
+
+def _get(calls: list[Any]) -> list[Any]:
+    """Return the results of calls.
+
+    Raises:
+        RayError: one failed, or has not returned within a minute.
+    """
+    results: list[Any] = ray.get(calls, timeout=_CALL_SECONDS)
+    return results
