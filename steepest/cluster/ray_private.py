@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import logging
 import operator
 import os
@@ -18,6 +19,7 @@ from steepest.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 TESTED = "2.60"
+_WISH = "_soft_target_node_id"
 
 
 def _look_up(module: str, name: str) -> Any:
@@ -61,6 +63,24 @@ def free_by_node() -> dict[str, dict[str, float]]:
         "ray._private.state", "state.available_resources_per_node"
     )()
     return found
+
+
+def wished_node(node: str) -> dict[str, str]:
+    """Return the argument of `placement_group` that names the node where a group of one bundle is to be.
+
+    Ray places it elsewhere where that node has no room, or dies. Without the private API nothing is
+    returned: Ray spreads such groups over nodes then.
+
+    Args:
+        node: the node's id.
+    """
+    return {_WISH: node} if _has_wishes() else {}
+
+
+@functools.cache
+def _has_wishes() -> bool:
+    made = _look_up("ray.util.placement_group", "placement_group")
+    return _WISH in inspect.signature(made).parameters
 
 
 def started_here() -> bool:

@@ -19,6 +19,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from steepest.cluster.placement import asked, check_possible, may_grow, packed, summary
+from steepest.cluster.ray_private import wished_node
 from steepest.errors import ResourcesError
 
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
@@ -295,7 +296,7 @@ def _ask(
     """
     selector = {_NODE_LABEL: f"!in({','.join(sorted(without))})"}
     chosen: dict[str, Any] = {"bundle_label_selector": [selector] * count} if without else {}
-    chosen |= {} if node is None else {"_soft_target_node_id": node}
+    chosen |= {} if node is None else wished_node(node)
     return placement_group([dict(bundle)] * count, strategy=how, **chosen)
 
 
