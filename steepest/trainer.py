@@ -392,8 +392,9 @@ class DistributedSGD(Checkpointing):
 
         Raises:
             ModelRaisedError: the function raised; its traceback is the cause.
-            ConfigurationError: the function or a result cannot be pickled, or the function has set
-                a model's `batch_size` or `data`, which is undone.
+            ConfigurationError: the function or a result cannot be pickled, or the function has
+                written to trained parameters, or set a model's `batch_size` or `data`, which is
+                undone: `set_weights` sets weights. Buffers and frozen parameters may be written.
             DeadlineError: no result came within `run_config.deadlines.call` seconds.
         """
         with self._idle("foreach_worker"):

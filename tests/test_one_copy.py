@@ -12,7 +12,7 @@ from torch import nn
 
 from steepest import DistributedSGD, TorchModel
 from steepest.config.strategies import ParameterServerStrategy
-from steepest.errors import ModelRaisedError
+from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.models.prefetch import AwaitedParameter
 from steepest.tensors import shared_memory
@@ -105,16 +105,18 @@ def create(worker_index: int, device_index: int) -> TorchModel:
 
 @pytest.mark.ray
 @pytest.mark.parametrize("servers", [1, 2])
-def test_workers_of_a_node_compute_on_one_copy_and_users_may_write_to_it(
+def test_workers_of_a_node_compute_on_one_copy_to_which_users_do_not_write(
     ray_cluster: None, servers: int
 ) -> None:
     strategy = ParameterServerStrategy(num_servers=servers)
 
     def look(view: Any) -> tuple[int, list[bool]]:
         parameters = [p for p in view.models[0].module.parameters() if p.numel() > 2]
-        found = [is_borrowed(p.data) for p in parameters]
-        view.models[0].module.last.weight.data.fill_(3.0)
-        return view.pid, found
+        return view.pid, [is_borrowed(p.data) for p in parameters]
+
+    def write(view: Any) -> None:
+        if view.index == 1:
+            view.models[0].module.last.weight.data.fill_(3.0)
 
     with DistributedSGD(create, num_workers=2, strategy=strategy) as sgd:
         for _ in range(3):
@@ -122,6 +124,8 @@ def test_workers_of_a_node_compute_on_one_copy_and_users_may_write_to_it(
         looks = sgd.foreach_worker(look)
         assert len({pid for pid, _ in looks}) == 2
         assert all(all(borrowed) for _, borrowed in looks)
+        with pytest.raises(ConfigurationError, match=r"'write' has written to .*'last.weight'"):
+            sgd.foreach_worker(write)
         for _ in range(3):
             sgd.step()
         weights = sgd.weights()

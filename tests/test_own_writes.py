@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from steepest import DistributedSGD
 from steepest.config.strategies import (
     AllreduceStrategy,
     LocalStrategy,
@@ -21,9 +22,10 @@ from steepest.config.strategies import (
 )
 from steepest.engine.generators import seed_everything
 from steepest.engine.topology import HostMap
-from steepest.errors import ModelError
+from steepest.errors import ConfigurationError, ModelError, ModelRaisedError
 from steepest.messages.driver import Failure, Result
 from steepest.testing import InProcessCluster, replay
+from steepest.testing.simulation import Simulation, run_config
 from tests.own_writes import STATEFUL, WRITERS, WRITES, Momentum, Writer
 from tests.pairs import grid
 from tests.reference import Task, same_bits
@@ -395,3 +397,50 @@ def test_batch_norm_that_cannot_be_synchronised_is_refused() -> None:
     task = task_of(lambda: nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4)).double())
     with pytest.raises(ModelError, match="'1' is a SyncBatchNorm"):
         task.creator()(0, 0)
+
+
+def fill(module: nn.Module) -> None:
+    module[2].weight.data.fill_(0.0)  # type: ignore[index]
+
+
+def initialise(module: nn.Module) -> None:
+    nn.init.zeros_(module[2].weight)  # type: ignore[index]
+
+
+def convert(module: nn.Module) -> None:
+    module[2].half()  # type: ignore[index]
+
+
+def replace_one(module: nn.Module) -> None:
+    module[2].weight = nn.Parameter(torch.zeros(2, 4, dtype=torch.float64))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("write", [fill, initialise, convert, replace_one])
+def test_what_a_function_between_steps_writes_to_weights_is_refused_and_undone(
+    write: Callable[[nn.Module], None],
+) -> None:
+    """Also where it raises; what the model alone has, such as buffers, may be written."""
+    task = Task(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.Linear(4, 2)).double())
+
+    def between(module: nn.Module, fails: bool = False) -> None:
+        write(module)
+        if fails:
+            raise KeyError("it failed")
+
+    with (
+        Simulation(1).running(),
+        DistributedSGD(lambda *_: task.creator()(0, 0), 2, run_config=run_config()) as sgd,
+    ):
+        sgd.fit(steps=2, progress=False)
+        before = sgd.weights()
+        for each in (sgd.foreach_model, sgd.for_model, sgd.foreach_worker):
+            for fails in (False, True):
+                error = ModelRaisedError if fails else ConfigurationError
+                said = "it failed" if fails else r"written to .*'2\.(weight|bias)'.*set_weights"
+                with pytest.raises(error, match=said):
+                    each(lambda m, fails=fails: between(getattr(m, "models", [m])[0].module, fails))
+        seen = sgd.foreach_model(lambda model: dict(model.module.state_dict()))
+        assert all(same_bits({n: w[n] for n in before}, before) for w in seen)
+        sgd.foreach_model(lambda model: model.module[0].running_mean.fill_(7.0))
+        assert sgd.state_dict()["0.running_mean"].tolist() == [7.0] * 3
+        sgd.step()

@@ -33,6 +33,7 @@ from steepest.engine.hosting import (
     host_worker,
 )
 from steepest.engine.job import Description, Job, ModelCreator, build_models
+from steepest.engine.lent_models import lent_to
 from steepest.engine.replicas import Memory, Replicas, memory_for
 from steepest.engine.scheduling import give_way
 from steepest.engine.server import Server
@@ -542,8 +543,8 @@ class Process:
 
     def _view(self, replicas: Replicas, function: Callable[[WorkerView], Any]) -> Any:
         view = WorkerView(self._index, self._place.host, self._place.pid, replicas.models)
-        result = function(view)
-        replicas.require_settings(name_of(function))
+        with lent_to(name_of(function), replicas):
+            result = function(view)
         return sent(function, result)
 
     def abandon(self, number: int, reason: str) -> None:

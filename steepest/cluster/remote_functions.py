@@ -10,6 +10,7 @@ import torch
 
 from steepest.data.sampler import SamplePlan
 from steepest.data.streams import StreamPlace
+from steepest.engine.lent_models import lent_to
 from steepest.engine.local_sgd import InnerOptimizerState, LocalReplicas
 from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import ConfigurationError, describe_error
@@ -64,15 +65,15 @@ def sent(fn: Callable[..., Any], result: Any) -> ray.ObjectRef[tuple[Any]]:
 
 def on_models(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.ObjectRef[tuple[Any]]:
     """Run a user's function on every replica; return the list of its results, see `sent`."""
-    results = [fn(model) for model in replicas.models]
-    replicas.require_settings(name_of(fn))
+    with lent_to(name_of(fn), replicas):
+        results = [fn(model) for model in replicas.models]
     return sent(fn, results)
 
 
 def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.ObjectRef[tuple[Any]]:
     """Run a user's function on the first replica; return its result, see `sent`."""
-    result = fn(replicas.models[0])
-    replicas.require_settings(name_of(fn))
+    with lent_to(name_of(fn), replicas):
+        result = fn(replicas.models[0])
     return sent(fn, result)
 
 

@@ -22,7 +22,7 @@ from steepest.messages.fields import RateChanges
 from steepest.models.protocol import Arrive, Computed, Model, all_here, validate_computed
 from steepest.models.write_check import refusal
 from steepest.tensors.dtypes import Tensors
-from steepest.tensors.layout import ParameterLayout
+from steepest.tensors.layout import Entry, ParameterLayout
 from steepest.tensors.shared_memory import allocate, forget_writes, make_writable
 
 if TYPE_CHECKING:
@@ -306,12 +306,23 @@ class Replicas:
         Raises:
             ModelError: they have changed trained parameters; names the first.
         """
-        if changed := forget_writes(self.weights):
-            behind = [
-                e for e in self.layout.entries if e.trainable and e.offset + e.nbytes > changed[0]
-            ]
-            if behind:
-                raise ModelError(refusal(min(behind, key=lambda entry: entry.offset).name))
+        if (changed := forget_writes(self.weights)) and (behind := self.trained_behind(changed[0])):
+            raise ModelError(refusal(behind[0].name))
+
+    def trained_behind(self, offset: int) -> list[Entry]:
+        """Return the trained entries that end behind an offset in the weights, by their place."""
+        behind = (e for e in self.layout.entries if e.trainable and e.offset + e.nbytes > offset)
+        return sorted(behind, key=lambda entry: entry.offset)
+
+    @property
+    def vectors(self) -> list[torch.Tensor]:
+        """The flat vectors of weights of which the models' parameters are views."""
+        return list({id(weights): weights for weights, _ in self._own}.values())
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the weights on the CPU lie in memory that another process lends."""
+        return self.weights.data_ptr() != self._memory.data_ptr()
 
     def weights_changed(self) -> None:
         """Copy new weights to the devices; on the CPU the models see them as they are.

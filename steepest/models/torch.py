@@ -322,6 +322,14 @@ class TorchModel:
                     self._parameters[entry.name].data = self.layout.entry_view(weights, index)
         self._writes.watch(self.layout, self._parameters, self._holders, weights)
 
+    def reseat(self) -> str | None:
+        """Make the trained parameters views of the weights again, where a user's function did not.
+
+        Returns:
+            The name of the first that was none; None if all were.
+        """
+        return self._writes.reseat()
+
     def _hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         # torch keeps hooks where the garbage collector does not see them: a reference to the model,
         # which holds the parameter, would keep both for ever

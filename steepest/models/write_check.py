@@ -96,15 +96,29 @@ class WriteCheck:
             before = before if values is self._values else None  # `watch` was called meanwhile
             found = self._find(versions, before)
             if found is not None:
-                views = self._views.values()
-                for parameter, (holder, key), view in zip(
-                    self._parameters, self._holders, views, strict=True
-                ):
-                    parameter.data, holder[key] = view, parameter
+                self._put_back()
                 if before is not None:
                     self._values.copy_(before)
         if found is not None:
             raise ModelError(refusal(found) + ("" if before is not None else _NOT_UNDONE))
+
+    def reseat(self) -> str | None:
+        """Put parameters that lie elsewhere, or have others in their places, where they belong.
+
+        Returns:
+            The name of the first of them, or None.
+        """
+        if (name := self._find([p._version for p in self._parameters], None)) is not None:
+            self._put_back()
+        return name
+
+    def _put_back(self) -> None:
+        """Make every parameter a view of the weights, in its place in the module."""
+        views = self._views.values()
+        for parameter, (holder, key), view in zip(
+            self._parameters, self._holders, views, strict=True
+        ):
+            parameter.data, holder[key] = view, parameter
 
     def _find(self, versions: list[int], before: torch.Tensor | None) -> str | None:
         """Return the name of the first parameter that was written to, or None."""

@@ -1,0 +1,49 @@
+"""Models lent to a user's function between steps, which reads them and leaves the weights as they are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from steepest.engine.replicas import Replicas
+from steepest.errors import ConfigurationError
+from steepest.tensors.shared_memory import forget_writes
+
+
+@contextlib.contextmanager
+def lent_to(function: str, replicas: Replicas) -> Iterator[None]:
+    """Run a user's function on the models inside of this context.
+
+    Afterwards the models have the job's weights and settings, whatever the function wrote to them.
+
+    Args:
+        function: its name, quoted, for errors.
+        replicas: whose models it has.
+
+    Raises:
+        ConfigurationError: it has written to a trained parameter, or set a model's batch size or
+            data.
+    """
+    # Of memory that another process lends, the operating system says what was written.
+    own = [v for v in replicas.vectors if v.device.type != "cpu" or not replicas.borrows]
+    before = [vector.clone() for vector in own]
+    try:
+        yield
+    finally:
+        replaced = [getattr(model, "reseat", lambda: None)() for model in replicas.models]
+        offsets = forget_writes(replicas.weights) if replicas.borrows else []
+        for vector, values in zip(own, before, strict=True):
+            if not torch.equal(vector, values):
+                offsets.append(int((vector != values).nonzero()[0]))
+                vector.copy_(values)
+    names = [name for name in replaced if name is not None]
+    names += [entry.name for offset in offsets for entry in replicas.trained_behind(offset)]
+    if names:
+        raise ConfigurationError(
+            f"the function {function} has written to the trained parameter {names[0]!r}, which is "
+            "undone: the servers have the weights, and a model is a copy of them; call "
+            "set_weights() on the driver, or give the model these values in model_creator"
+        )
+    replicas.require_settings(function)
