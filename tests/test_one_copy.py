@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from steepest import DistributedSGD, TorchModel
+from steepest.cluster.program import Program
 from steepest.config.strategies import ParameterServerStrategy
 from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
@@ -110,9 +111,10 @@ def test_workers_of_a_node_compute_on_one_copy_to_which_users_do_not_write(
 ) -> None:
     strategy = ParameterServerStrategy(num_servers=servers)
 
-    def look(view: Any) -> tuple[int, list[bool]]:
+    def look(view: Any) -> tuple[int, list[bool], Program]:
         parameters = [p for p in view.models[0].module.parameters() if p.numel() > 2]
-        return view.pid, [is_borrowed(p.data) for p in parameters]
+        program = Program.of_this_process()
+        return view.pid, [is_borrowed(p.data) for p in parameters], program
 
     def write(view: Any) -> None:
         if view.index == 1:
@@ -122,8 +124,9 @@ def test_workers_of_a_node_compute_on_one_copy_to_which_users_do_not_write(
         for _ in range(3):
             sgd.step()
         looks = sgd.foreach_worker(look)
-        assert len({pid for pid, _ in looks}) == 2
-        assert all(all(borrowed) for _, borrowed in looks)
+        assert len({pid for pid, _, _ in looks}) == 2
+        assert all(all(borrowed) for _, borrowed, _ in looks)
+        assert {program for _, _, program in looks} == {Program.of_this_process()}
         with pytest.raises(ConfigurationError, match=r"'write' has written to .*'last.weight'"):
             sgd.foreach_worker(write)
         for _ in range(3):

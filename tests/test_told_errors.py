@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from steepest import DistributedSGD, TorchModel
 from steepest.cluster.diagnostics import unimportable, who_raised
+from steepest.cluster.program import Program
 from steepest.cluster.remote_error import RemoteError
 from steepest.cluster.unpicklable import why_unpicklable
 from steepest.errors import ConfigurationError, ModelError, ModelRaisedError, describe_error
@@ -270,6 +272,19 @@ def test_what_a_trainer_cannot_take_is_told_and_changes_nothing() -> None:
         assert sgd.foreach_model(lambda model: (model.batch_size, model.data.size)) == [(2, 8)] * 2
         assert same_bits(sgd.weights(), before)
         assert sgd.step().samples == 4
+
+
+def test_a_process_has_the_arguments_and_the_default_dtype_of_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["default_worker.py", "--node-ip-address=1.2.3.4"])
+    before = Program.of_this_process()
+    try:
+        Program(("train.py", "0.1"), torch.float64).enter()
+        assert [float(each) for each in sys.argv[1:]] == [0.1]
+        assert torch.zeros(1).dtype == torch.float64
+    finally:
+        before.enter()
 
 
 class _NoLength:

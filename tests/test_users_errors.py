@@ -295,11 +295,21 @@ class Mistake:
 LINE = ("# the user's own line",)
 
 
+def backwards(value: torch.Tensor) -> torch.Tensor:
+    value.backward()  # type: ignore[no-untyped-call]
+    return value
+
+
 def refused(make: Make, *words: str) -> Mistake:
     return Mistake(make, ".*".join(words), error=ModelError)
 
 
+CALLED = r"the loss calls backward\(\) itself \(.*test_users_errors.py:\d+, in backwards\): return"
+
 MISTAKES: dict[str, Mistake] = {
+    "backward in the loss": refused(loss_gives(backwards), CALLED),
+    "backward and a number": refused(loss_gives(lambda right: backwards(right).item()), CALLED),
+    "backward and detached": refused(loss_gives(lambda right: backwards(right).detach()), CALLED),
     "loss raises": Mistake(
         loss_does(raising(lambda: ArithmeticError("no"))), "ArithmeticError: no", LINE
     ),

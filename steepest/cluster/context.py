@@ -14,6 +14,7 @@ import ray
 
 from steepest.cluster.diagnostics import drop_calls, raise_remote, who_raised
 from steepest.cluster.locations import Place
+from steepest.cluster.program import Program
 from steepest.cluster.seats import Placement
 from steepest.config.run import RunConfig
 from steepest.data.sampler import SamplePlan
@@ -57,6 +58,7 @@ class JobContext:
             ends the waiting.
         router: of the driver.
         token: the job's secret.
+        program: the driver's, whose arguments its processes have too.
         identity: the certificate of the job's processes; None without TLS.
         ends, listening: see `connect_processes`.
     """
@@ -81,6 +83,7 @@ class JobContext:
         self.router = Router()
         self.token = secrets.token_bytes(32)
         self.identity = identity_of(run_config.tls)
+        self.program = Program.of_this_process()
         self.meanwhile: Callable[[], None] = lambda: None
         self.extend_deadline()
 

@@ -502,7 +502,7 @@ class Cluster(JobContext):
         )
         keep_memory, lease = self.run_config.resources.keep_memory, self.lease.seconds
         actor = made.remote(
-            f"steepest {name}", self.token, threads, keep_memory, lease, self.identity
+            f"steepest {name}", self.token, threads, keep_memory, lease, self.identity, self.program
         )
         self.lease.add(actor)
         self._seats[actor] = seat

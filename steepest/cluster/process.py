@@ -16,6 +16,7 @@ import torch
 from steepest.cluster.lease import ProcessLease
 from steepest.cluster.locations import Place, make_transport
 from steepest.cluster.processor_time import processor_use
+from steepest.cluster.program import Program
 from steepest.cluster.ray_private import hush_unreadable, name_process
 from steepest.cluster.remote_error import RemoteError
 from steepest.cluster.remote_functions import name_of, sent
@@ -125,6 +126,7 @@ class Process:
         keep_memory: whether to keep memory that is freed, see `steepest.tensors.allocator`.
         lease: seconds without a word from the driver after which the process ends; None for ever.
         identity: the certificate of the process; None without TLS.
+        program: of the driver, which users' code finds here; None to leave the process as it is.
     """
 
     def __init__(
@@ -135,9 +137,12 @@ class Process:
         keep_memory: bool = False,
         lease: float | None = None,
         identity: Identity | None = None,
+        program: Program | None = None,
     ) -> None:
         self._name = ""
         self._take_name(name)
+        if program is not None:
+            program.enter()
         hush_unreadable()
         context = ray.get_runtime_context()
         logs = dict.fromkeys(_log_file(number) for number in (1, 2))

@@ -46,4 +46,32 @@ def lent_to(function: str, replicas: Replicas) -> Iterator[None]:
             "undone: the servers have the weights, and a model is a copy of them; call "
             "set_weights() on the driver, or give the model these values in model_creator"
         )
-    replicas.require_settings(function)
+    _require_settings(function, replicas)
+
+
+def _require_settings(function: str, replicas: Replicas) -> None:
+    """Check that models have the batch size and data that the job has; give them these again.
+
+    Args:
+        function: the name of the user's function that has had the models.
+        replicas: of the models.
+
+    Raises:
+        ConfigurationError: they had not; says what the function has set.
+    """
+    for model, (batch_size, data) in zip(replicas.models, replicas.settings, strict=True):
+        if (now := model.batch_size) != batch_size:
+            model.batch_size = batch_size
+            raise ConfigurationError(
+                f"the function {function} has set a model's batch_size to {now!r:.40}, but the "
+                f"job divides its samples into batches of {batch_size}: save, and restore with "
+                "a trainer whose model_creator gives the other one; evaluate(data, batch_size) "
+                "takes any"
+            )
+        if (other := model.data) is not data:
+            model.data = data
+            raise ConfigurationError(
+                f"the function {function} has set a model's data to a {type(other).__name__}, "
+                "but the job has divided the samples of those that model_creator gave: save, and "
+                "restore(path, data='new') with a trainer whose model_creator gives the others"
+            )

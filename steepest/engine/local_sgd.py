@@ -87,6 +87,11 @@ class LocalReplicas(Replicas):
         shards = self.layout.table_shards
         return [index for index in self.layout.trainable_chunks if index not in shards]
 
+    @property
+    def _is_update(self) -> bool:
+        """True: each batch of a share is an update of the worker's own optimizer."""
+        return True
+
     def adopt(self, weights: torch.Tensor) -> bool:
         """Return False: each worker's weights are its own."""
         return False
@@ -104,7 +109,7 @@ class LocalReplicas(Replicas):
         """
         arrive(None)
         self._begin(number)
-        step = number // self._shares
+        step = self._places.step_of(number)
         first = self._updates_before(step)
         parts: list[Batches] = []
         self._base.copy_(self.weights)
@@ -225,7 +230,7 @@ class LocalReplicas(Replicas):
         Args:
             step: steps committed; a share that was computed for a later step does not count.
         """
-        given_up = self._number // self._shares >= step
+        given_up = self._places.step_of(self._number) >= step
         state, plain = assemble(self.layout, self._before if given_up else self._records())
         schedule = self._schedule_before if given_up else self._schedule.state()
         return {name: value.clone() for name, value in state.items()}, plain, schedule

@@ -17,9 +17,17 @@ from steepest.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.engine.generators import HeldGenerators, seed_everything
 from steepest.engine.gradient_sum import GradientSum
 from steepest.engine.open_streams import OpenStreams
+from steepest.engine.sample_places import SamplePlaces
 from steepest.errors import ConfigurationError, ModelError
 from steepest.messages.fields import RateChanges
-from steepest.models.protocol import Arrive, Computed, Model, all_here, validate_computed
+from steepest.models.protocol import (
+    Arrive,
+    Computed,
+    Model,
+    Share,
+    all_here,
+    validate_computed,
+)
 from steepest.models.write_check import refusal
 from steepest.tensors.dtypes import Tensors
 from steepest.tensors.layout import Entry, ParameterLayout
@@ -135,6 +143,7 @@ class Replicas:
             process hosts the worker, and without compression.
         rates: learning rates that a user has set, for replicas that have an optimizer.
         rows: of embedding tables, which the models use; None without tables.
+        settings: batch size and data of each model, with which the job divides its samples.
     """
 
     def __init__(
@@ -145,15 +154,15 @@ class Replicas:
         memory: Memory | None = None,
     ) -> None:
         self.models = tuple(models)
-        self._settings = [(model.batch_size, model.data) for model in models]
+        self.settings = [(model.batch_size, model.data) for model in models]
         self.layout = models[0].layout
         self.weights, self._sum = memory or (self.layout.allocate(), allocate(self.layout.nbytes))
         self._memory = self.weights
         accumulate = share.accumulate
         self.first_index = share.first_index
         self.worker = share.first_index // len(models)
-        self._shares, self._replicas = share.shares, share.replicas
-        self._micros = accumulate * share.updates
+        self._replicas = share.replicas
+        self._places = SamplePlaces(len(models), share.shares, accumulate * share.updates)
         self.leased = share.leased
         self._seed = share.seed
         self._devices = tuple(devices)
@@ -182,8 +191,6 @@ class Replicas:
         self.rates: RateChanges = ()
         self.rows: RowCollector | None = None
         self._ahead: LookAhead | None = None
-        self._plan: SamplePlan | None = None
-        self._counted: tuple[int, list[int]] = (-1, [])  # a share, and its counts of batches
 
     def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
         """Set the sample plan, and the seed of the job.
@@ -196,11 +203,10 @@ class Replicas:
         division = (self.first_index, self._replicas)
         redivided = division != self._division and _divides(self.models[0].data)
         self._division = division
-        if plan is not None or self._plan is not None or redivided:
+        if plan is not None or self._places.plan is not None or redivided:
             self._drop_batches()
-        self._plan = plan
+        self._places.use(plan)
         self._seed = seed
-        self._counted = -1, []
 
     def use_compressor(self, compressor: GradientCompressor | None) -> None:
         """Set `compressor`; None where gradients travel as they are."""
@@ -260,8 +266,9 @@ class Replicas:
         """
         self.first_index = share.first_index
         self.worker = share.first_index // len(self.models)
-        self._shares, self._micros = share.shares, share.accumulate * share.updates
-        self._counted = -1, []
+        plan, micros = self._places.plan, share.accumulate * share.updates
+        self._places = SamplePlaces(len(self.models), share.shares, micros)
+        self._places.use(plan)
         self._replicas = share.replicas
         if self.weights.data_ptr() != self._memory.data_ptr():
             self._memory.copy_(self.weights)
@@ -338,18 +345,6 @@ class Replicas:
             for model in self.models:
                 model.load_state(state)
 
-    @property
-    def _parts(self) -> int:
-        """The number of micro-batches of one step, those of all workers together."""
-        return self._shares * len(self.models) * self._micros
-
-    def _first_part(self, number: int, replica: int) -> int:
-        """Return the place in its step of the first micro-batch of one replica.
-
-        The order is worker, device, micro-batch.
-        """
-        return (number % self._shares * len(self.models) + replica) * self._micros
-
     def _next_batch(self, number: int, replica: int, micro: int, count: int) -> Any:
         """Return the next micro-batch of one replica.
 
@@ -359,19 +354,14 @@ class Replicas:
             micro: index of the micro-batch in the share.
             count: number of the replica's micro-batches in the share that are not empty.
         """
-        kept, source, step = (
-            self._batches[replica],
-            self.models[replica].data,
-            number // self._shares,
-        )
-        if kept is None or (self._plan is not None and kept[0] != (number, micro)):
-            first = self._first_part(number, replica)
-            plan, own = self._plan, self._micros
-            shares = iter(()) if plan is None else plan.shares(step, first, self._parts, own)
+        kept, source, places = self._batches[replica], self.models[replica].data, self._places
+        step, plan = places.step_of(number), places.plan
+        if kept is None or (plan is not None and kept[0] != (number, micro)):
             if (divide := getattr(source, "divide", None)) is not None:
                 divide(self.first_index + replica, self._replicas)
             if plan is None and _divides(source):
                 self._streams.begin(replica, source, step, micro)
+            shares = places.indices((number, replica, micro))
             kept = (number, micro), source.open(shares, prefetch=not self.leased)
         self._batches[replica] = None  # an iterator that raises is exhausted
         try:
@@ -381,20 +371,19 @@ class Replicas:
                 "the source of the training data ended: its open() must yield a batch for each "
                 "share"
             ) from None
-        if self._plan is None and _divides(source):
+        if plan is None and _divides(source):
             index = self.first_index + replica
             self._streams.took(
-                replica, source, (step, micro), (index, self._replicas), self._micros
+                replica, source, (step, micro), (index, self._replicas), places.micros
             )
         # In the next step the replica has the same place.
-        following = (number, micro + 1) if micro + 1 < count else (number + self._shares, 0)
+        following = (number, micro + 1) if micro + 1 < count else (number + places.shares, 0)
         self._batches[replica] = (following, kept[1])
         return batch
 
     def places(self, number: int) -> list[Place]:
         """Return the places of a share's batches, in the order in which they are computed."""
-        counts = enumerate(self._counts(number))
-        return [(number, replica, micro) for replica, count in counts for micro in range(count)]
+        return self._places.of(number)
 
     def load_ahead(self, number: int) -> None:
         """Load the first batch of a share that is computed soon, unless one is loaded.
@@ -414,7 +403,7 @@ class Replicas:
 
     def load(self, place: Place) -> Any:
         """Seed all generators as for the batch of a place, and return the batch."""
-        if self._plan is not None:
+        if self._places.plan is not None:
             return self._take_batch(place)
         if (kept := self._streams.kept(place)) is not None:
             self._seed_for(place)
@@ -441,7 +430,7 @@ class Replicas:
             place: of another worker; None to begin the streams anew.
         """
         self._streams.places = [place] * len(self.models)
-        if place is None and self._plan is None:
+        if place is None and self._places.plan is None:
             self._drop_batches()
 
     def _drop_batches(self) -> None:
@@ -455,7 +444,7 @@ class Replicas:
     def _take_batch(self, place: Place) -> Any:
         """Seed all generators as for the batch of a place; return it, perhaps loaded beforehand."""
         loaded, self._loaded = self._loaded, None
-        if loaded is None or (loaded.place != place and self._plan is not None):
+        if loaded is None or (loaded.place != place and self._places.plan is not None):
             return self._load_batch(place)
         self.seconds_ahead = loaded.seconds
         if loaded.error is not None:
@@ -468,38 +457,19 @@ class Replicas:
 
     def _seed_for(self, place: Place) -> None:
         """Seed all generators as for the batch of a place."""
-        number, replica, micro = place
-        step = number // self._shares
-        seed_everything(step_seed(self._seed, step, self._first_part(number, replica) + micro))
+        step, part = self._places.step_of(place[0]), self._places.part_of(place)
+        seed_everything(step_seed(self._seed, step, part))
 
     def _load_batch(self, place: Place) -> Any:
         """Seed all generators for the batch of a place, and return the batch that the source has."""
         self._seed_for(place)
         number, replica, micro = place
-        return self._next_batch(number, replica, micro, self._counts(number)[replica])
+        return self._next_batch(number, replica, micro, self._places.counts(number)[replica])
 
     def look_ahead(self, number: int) -> None:
         """Look at the share after one whose gradient is pushed, if that is to be done now."""
         if self._ahead is not None:
             self._ahead.after(number, self.models)
-
-    def _counts(self, number: int) -> list[int]:
-        """Return the number of micro-batches of each replica in one share that are not empty.
-
-        Empty ones come last.
-        """
-        if (plan := self._plan) is None:
-            return [self._micros] * len(self.models)
-        if self._counted[0] == number:
-            return self._counted[1]
-        step, parts = number // self._shares, self._parts
-        firsts = [self._first_part(number, replica) for replica in range(len(self.models))]
-        counts = [
-            sum(len(plan.share(step, at + m, parts)) > 0 for m in range(self._micros))
-            for at in firsts
-        ]
-        self._counted = number, counts
-        return counts
 
     def compute(
         self,
@@ -557,6 +527,10 @@ class Replicas:
             loaded = time.perf_counter()
             if self.rows is not None:
                 self.rows.begin_batch(place)
+            _expect(
+                self.models[replica],
+                self._places.share_of(place, places if self._is_update else None),
+            )
             if self._devices[replica].type != "cpu":
                 arrive(None)  # the model computes with copies on its device
             collector.begin(self._own[replica][1])
@@ -576,31 +550,10 @@ class Replicas:
     def left_out(self) -> None:
         """Undo what the last share changed here, of which servers made no update: nothing."""
 
-    def require_settings(self, function: str) -> None:
-        """Check that models have the batch size and data that the job has; give them these again.
-
-        Args:
-            function: the name of the user's function that has had the models.
-
-        Raises:
-            ConfigurationError: they had not; says what the function has set.
-        """
-        for model, (batch_size, data) in zip(self.models, self._settings, strict=True):
-            if (now := model.batch_size) != batch_size:
-                model.batch_size = batch_size
-                raise ConfigurationError(
-                    f"the function {function} has set a model's batch_size to {now!r:.40}, but the "
-                    f"job divides its samples into batches of {batch_size}: save, and restore with "
-                    "a trainer whose model_creator gives the other one; evaluate(data, batch_size) "
-                    "takes any"
-                )
-            if (other := model.data) is not data:
-                model.data = data
-                raise ConfigurationError(
-                    f"the function {function} has set a model's data to a {type(other).__name__}, "
-                    "but the job has divided the samples of those that model_creator gave: save, and "
-                    "restore(path, data='new') with a trainer whose model_creator gives the others"
-                )
+    @property
+    def _is_update(self) -> bool:
+        """Whether the gradient of a share makes an update by itself."""
+        return self.leased
 
     def warmup(self) -> None:
         """Compute one gradient on every replica and drop it; models keep their state.
@@ -610,6 +563,7 @@ class Replicas:
         for replica, model in enumerate(self.models):
             shares = [np.arange(min(model.batch_size, model.data.size or 1))]
             batch = next(iter(model.data.open(shares)))
+            _expect(model, Share(len(shares[0]), len(shares[0])))
             before = model.state()  # such as running means, which a forward pass changes
             if tables := getattr(model, "tables", ()):
                 from steepest.tables.local import LocalRows
@@ -644,13 +598,22 @@ class Replicas:
             )
         begin, end = even_share(source.size, part, parts)
         shares = [np.arange(i, min(i + size, end)) for i in range(begin, end, size)]
-        results = [validate_computed(model.evaluate(batch)) for batch in source.open(shares)]
+        results = []
+        for share, batch in zip(shares, source.open(shares), strict=True):
+            _expect(model, Share(len(share), len(share)))
+            results.append(validate_computed(model.evaluate(batch)))
         return WorkerResult(*_mean(results), {"evaluate": time.perf_counter() - began})
 
 
 def _divides(source: Any) -> bool:
     """Return whether a source gives each replica a part of its samples."""
     return hasattr(source, "divide") and getattr(source, "divides", True)
+
+
+def _expect(model: Model, share: Share | None) -> None:
+    """Tell a model of its next batch, if it asks for that; see `Model`."""
+    if (expect := getattr(model, "expect", None)) is not None:
+        expect(share)
 
 
 def summarize_batches(parts: Sequence[Batches]) -> WorkerResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Container, Mapping
@@ -40,6 +41,39 @@ def check_module(module: Any) -> None:
         raise ModelError(
             f"parameter {lazy[0]!r} is lazy: run the module once before handing it over"
         )
+
+
+def check_reduction(reduction: Any, loss: Any, size: int | None) -> bool:
+    """Return whether losses are sums over a batch.
+
+    Args:
+        reduction: as a user gives it.
+        loss: the user's, which may say itself what it is, as `torch.nn.MSELoss(reduction="sum")`
+            does, and a partial function of `torch.nn.functional`.
+        size: number of samples of the data; None if they choose their own batches.
+
+    Raises:
+        ConfigurationError: `reduction` is neither "mean" nor "sum", or is not what the loss says;
+            or sums of data that choose their own batches.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ConfigurationError(f"reduction={reduction!r:.80}: give 'mean' or 'sum'")
+    own = getattr(loss, "reduction", None)
+    if isinstance(loss, functools.partial):
+        own = loss.keywords.get("reduction", own)
+    if own in ("none", "mean", "sum") and own != reduction:
+        raise ConfigurationError(
+            f"loss has reduction={own!r}, where TorchModel has reduction={reduction!r}: give both "
+            "the same, 'mean' or 'sum'. Sums that are taken for means would make the updates of "
+            "two workers half as large as those of one"
+        )
+    if reduction == "sum" and size is None:
+        raise ConfigurationError(
+            "reduction='sum' with data that choose their own batches: how many samples a step has "
+            "is not known before it; return the mean loss, or give data with a length (a map-style "
+            "dataset)"
+        )
+    return bool(reduction == "sum")
 
 
 def check_not_sparse(module: torch.nn.Module, trained: Container[int]) -> None:

@@ -10,8 +10,15 @@ import torch
 from steepest.data.protocol import Source
 from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError, ModelError
-from steepest.models.losses import sample_count
-from steepest.models.protocol import Arrive, Computed, Ready, checked_metrics, checked_weight
+from steepest.models.losses import samples_of
+from steepest.models.protocol import (
+    Arrive,
+    Computed,
+    Ready,
+    Share,
+    checked_metrics,
+    checked_weight,
+)
 from steepest.optim.jax_arrays import on_cpu, path_name, to_numpy, to_torch, torch_dtype
 from steepest.optim.optax_rules import optax_spec
 from steepest.optim.spec import OptimizerSpec
@@ -113,6 +120,7 @@ class JaxModel:
         self.layout = self._plan(ChunkSpec())
         self._gradients: list[tuple[int, str, Any]] = []  # arrays in the flat vector
         self._vector: torch.Tensor | None = None  # the flat weights, after `bind`
+        self._share: Share | None = None  # of the next batch
 
     @classmethod
     def from_flax(
@@ -226,12 +234,16 @@ class JaxModel:
             outcome, gradients = self._program.gradients(*self._arguments(), batch, seed)
             # weights may change once the first gradient is reported, in the memory that XLA reads
             jax.block_until_ready((outcome, gradients))
-            computed = _computed(outcome, sample_count(batch), metrics)
+            computed = _computed(outcome, batch, self._share, metrics)
             self._keep_state(outcome[-1])
             for index, name, view in self._gradients:
                 np.copyto(view, np.asarray(gradients[name]))
                 ready(index, computed.weight, True)
         return computed
+
+    def expect(self, share: Share | None) -> None:
+        """Take the number of samples of the next batch; see `steepest.models.protocol.Model`."""
+        self._share = share
 
     def _keep_state(self, state: Any) -> None:
         for name, value in zip(self._state, jax.tree.leaves(state), strict=True):
@@ -243,7 +255,7 @@ class JaxModel:
         with on_cpu(self._x64):
             outcome = self._program.evaluation(*self._arguments(), batch)
             jax.block_until_ready(outcome)
-            return _computed(outcome, sample_count(batch), True)
+            return _computed(outcome, batch, self._share, True)
 
     def source(self, data: Any, batch_size: int) -> Source:
         """Return a source of batches for `evaluate`."""
@@ -293,8 +305,9 @@ def _of_target(metric: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda output, batch: metric(output, batch[-1])
 
 
-def _computed(outcome: Outcome, samples: int, metrics: bool) -> Computed:
+def _computed(outcome: Outcome, batch: Any, share: Share | None, metrics: bool) -> Computed:
     loss, found, weight, _ = outcome
+    samples = samples_of(batch, share, weighed=weight is not None)
     weighs = float(samples) if weight is None else checked_weight(np.asarray(weight))
     values = checked_metrics({n: np.asarray(v) for n, v in found.items()}) if metrics else {}
     return Computed(float(loss), weighs, samples, values)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from steepest.errors import ModelError
-from steepest.models.protocol import checked_weight
+from steepest.models.protocol import Share, checked_weight
 from steepest.models.scalars import describe
+
+_OURS = ("torch.", "steepest.")  # packages of which users' errors name no line
 
 #: A mean over a batch as a tensor with one number, or several of them by name.
 Loss = torch.Tensor | Mapping[str, torch.Tensor]
@@ -40,31 +43,70 @@ def own_loss(output: Any) -> torch.Tensor:
     return found
 
 
-def weigh(batch: Any, result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], int, float]:
+def users_line() -> str:
+    """Return the file, line and function of the innermost caller outside of torch and steepest.
+
+    "?" if there is none, as on a thread of torch's.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return "?"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+
+
+def called_backward(line: str) -> str:
+    """Return the text of the error for a loss that has called backward() at a line."""
+    return (
+        f"the loss calls backward() itself ({line}): return the loss and leave backward() to "
+        "steepest, which calls it once and takes the gradients as they are computed"
+    )
+
+
+class Weighed(NamedTuple):
+    """The loss of a batch.
+
+    Attributes:
+        loss: as returned, or the sum of several.
+        parts: the losses by name of which it is the sum, if any.
+        samples: number of samples.
+        weight: of the batch in means.
+    """
+
+    loss: torch.Tensor
+    parts: dict[str, torch.Tensor]
+    samples: int
+    weight: float
+
+
+def weigh(batch: Any, result: Any, share: Share | None, sums: bool = False) -> Weighed:
     """Return what a batch's loss says.
 
     Args:
         batch: of any form.
         result: as `TorchModel.loss` returns it.
-
-    Returns:
-        The loss; the losses by name of which it is the sum, if any; the number of samples; the
-        weight.
+        share: numbers of samples; None where the batch must say how many it has.
+        sums: whether losses are sums over the batch, which have no weight of their own.
 
     Raises:
-        ModelError: it is no loss.
+        ModelError: it is no loss, or has no weight and the batch does not say how many samples it
+            has.
     """
-    samples = sample_count(batch)
-    if isinstance(result, tuple) and len(result) != 2:
+    if isinstance(result, tuple) and (len(result) != 2 or sums):
         raise ModelError(
-            f"the loss is a tuple of {len(result)}: return it alone, or (loss, weight)"
+            f"the loss is a tuple of {len(result)}: "
+            + ("with reduction='sum' " if sums else "")
+            + ("return it alone" if sums else "return it alone, or (loss, weight)")
         )
-    loss, weight = result if isinstance(result, tuple) else (result, float(samples))
+    loss, weight = result if isinstance(result, tuple) else (result, None)
+    samples = samples_of(batch, share, weighed=weight is not None)
     parts: dict[str, torch.Tensor] = {}
     if isinstance(loss, Mapping) and loss:
         parts = {name: _checked(f"loss {name!r}", value) for name, value in loss.items()}
         loss = sum((value.reshape(()) for value in parts.values()), torch.zeros(()))
-    return _checked("the loss", loss), parts, samples, checked_weight(weight)
+    weight = float(samples) if weight is None else checked_weight(weight)
+    return Weighed(_checked("the loss", loss), parts, samples, weight)
 
 
 def _checked(what: str, loss: Any) -> torch.Tensor:
@@ -76,8 +118,15 @@ def _checked(what: str, loss: Any) -> torch.Tensor:
     return loss
 
 
-def with_parts(parts: Mapping[str, torch.Tensor], metrics: Mapping[str, float]) -> dict[str, float]:
+def with_parts(
+    parts: Mapping[str, torch.Tensor], metrics: Mapping[str, float], per: int
+) -> dict[str, float]:
     """Return metrics, with losses by name among them.
+
+    Args:
+        parts: losses by name.
+        metrics: by name.
+        per: the number by which losses are divided to be means.
 
     Raises:
         ModelError: a metric has the name of a loss, or a loss is not named by a string.
@@ -88,28 +137,64 @@ def with_parts(parts: Mapping[str, torch.Tensor], metrics: Mapping[str, float]) 
             raise ModelError(
                 f"a loss is named {name!r:.200}: name it by a string that no metric has"
             )
-        found[name] = value.item()
+        found[name] = value.item() / per
     return found
 
 
-def sample_count(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of its first array, or first list.
+def samples_of(batch: Any, share: Share | None, *, weighed: bool) -> int:
+    """Return the number of samples in a batch.
 
-    A list of dicts, such as a detector's targets, has one for each sample, whose images may then
-    be a list too.
+    Args:
+        batch: of any form.
+        share: numbers of samples, where the job divides the data; None where these choose their
+            own batches.
+        weighed: whether the batch has a weight of its own. Then the number is only reported, and
+            that of its last array, a target mostly, will do.
+
+    Raises:
+        ModelError: the batch does not say how many samples it has.
     """
-    if (
-        isinstance(batch, (tuple, list))
-        and batch
-        and all(isinstance(b, torch.Tensor) for b in batch)
-    ):
-        return next((len(tensor) for tensor in batch if tensor.ndim), 1)
-    for part in batch if isinstance(batch, (tuple, list)) else ():
-        if isinstance(part, (tuple, list)) and part and isinstance(part[0], Mapping):
-            return len(part)
-    arrays = (len(leaf) for leaf in _leaves(batch) if getattr(leaf, "ndim", 0))
-    lists = (len(leaf) for leaf in _leaves(batch) if isinstance(leaf, (tuple, list)))
-    return next(arrays, next(lists, 1))
+    if share is not None:
+        return share.samples
+    if (count := _count(batch)) is not None:
+        return count
+    lengths = _lengths(batch)
+    if weighed:
+        return lengths[-1]
+    raise ModelError(
+        f"the batch has arrays of lengths {', '.join(map(str, dict.fromkeys(lengths)))}, and its "
+        "data choose their own batches: which of these counts samples? Give the loss a weight, the "
+        "number of samples (TorchModel: return (mean loss, number); JaxModel: weight=), or give "
+        "data with a length (a map-style dataset), whose samples the library counts itself"
+    )
+
+
+def _count(batch: Any) -> int | None:
+    """Return the number of samples in a batch that chooses its own: the length of all its arrays.
+
+    Arrays may lie in lists as they like. A list of dicts, such as a detector's targets, has one for
+    each sample, whose images may then be a list too.
+
+    Returns:
+        None if its arrays, and its parts, have several lengths.
+    """
+    if isinstance(batch, (tuple, list)):
+        for part in batch:
+            if isinstance(part, (tuple, list)) and part and isinstance(part[0], Mapping):
+                return len(part)
+    lengths = _lengths(batch)
+    if len(set(lengths)) <= 1:
+        return lengths[0] if lengths else 1
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    outer = {len(p) for p in parts if getattr(p, "ndim", 0) or isinstance(p, (tuple, list))}
+    return outer.pop() if len(outer) == 1 else None
+
+
+def _lengths(batch: Any) -> list[int]:
+    """Return the lengths of a batch's arrays; of its lists of scalars if it has no array."""
+    leaves = list(_leaves(batch))
+    arrays = [len(leaf) for leaf in leaves if getattr(leaf, "ndim", 0)]
+    return arrays or [len(leaf) for leaf in leaves if isinstance(leaf, (tuple, list))]
 
 
 def _leaves(batch: Any) -> Iterator[Any]:

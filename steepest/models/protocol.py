@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -40,6 +40,18 @@ Arrive = Callable[[int | None], None]
 
 def all_here(entry: int | None) -> None:
     """Return at once: what `Model.compute_gradients` is given as `arrive` if all weights are here."""
+
+
+class Share(NamedTuple):
+    """The numbers of samples of which a gradient is computed, and of which an update is made.
+
+    Attributes:
+        samples: of the next batch, as the job has divided its data.
+        whole: of all batches whose mean gradient is one update.
+    """
+
+    samples: int
+    whole: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +156,10 @@ class Model(Protocol):
 
     One whose optimizer has state before the first step has it as `optimizer_state`, a
     `steepest.optim.arriving.ArrivingState`, which is set to None when servers have it.
+
+    One that weighs batches by their samples has a method `expect(share)`, called before each batch
+    that it computes or evaluates with a `Share`, or with None where the data choose their own
+    batches, of which only the batch itself can say how many samples it has.
 
     A model is made by the user's `model_creator(worker_index, device_index)`; the library then
     binds it to flat vectors and calls it from one thread.

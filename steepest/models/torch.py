@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,19 +20,32 @@ from steepest.models.arguments import (
     check_module,
     check_not_sparse,
     check_precision,
+    check_reduction,
     sparse_gradient,
 )
-from steepest.models.losses import Loss, call, own_loss, weigh, with_parts
+from steepest.models.losses import (
+    Loss,
+    Weighed,
+    call,
+    called_backward,
+    own_loss,
+    users_line,
+    weigh,
+    with_parts,
+)
 from steepest.models.names import plain, plainly
 from steepest.models.prefetch import Gates
-from steepest.models.protocol import Arrive, Computed, Ready, all_here, checked_metrics
+from steepest.models.protocol import Arrive, Computed, Ready, Share, all_here, checked_metrics
 from steepest.models.rows import ScaledRows, anchor, count_shards, tables_in
+from steepest.models.sums import SUMMED, summed_by
 from steepest.models.write_check import WriteCheck, holders_of
 from steepest.optim.arriving import arriving_state
 from steepest.optim.several import as_one
 from steepest.optim.spec import OptimizerSpec
 from steepest.optim.torch_without_compiler import without_compiler
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from steepest.models.embedding import RowSource
@@ -66,9 +80,10 @@ class TorchModel:
     Args:
         module: the network; its parameters are moved into the library's flat vectors. One with
             embedding tables and no parameter to train gets a parameter "anchor", which stays 0.
-        loss: returns the mean loss of a batch, or several by name, whose sum is minimised and which
-            are metrics too; or (either of them, weight) where a batch weighs something other than
-            its number of samples (tokens, say). None where the module's output has the loss.
+        loss: returns the mean loss of a batch (for sums see `reduction`), or several by name, whose
+            sum is minimised and which are metrics too; or (either of them, weight) where a batch
+            weighs something other than its number of samples (tokens, say). None where the
+            module's output has the loss.
         data: training data: arrays or tensors of one length, a map-style dataset, a DataLoader, or
             an iterable of batches.
         batch_size: samples per replica and step.
@@ -89,6 +104,10 @@ class TorchModel:
             strategy leave overflows out (``nonfinite="skip"``).
         table_shards: parts into which the rows of the module's embedding tables are dealt, of which
             servers hold equally many; at least the number of servers that the job may ever have.
+        reduction: what the loss does with the samples of a batch: "mean", or "sum" where it adds
+            them up. Then an update's gradient is the sum over all samples of the step (in
+            asynchronous modes of the push, under `local` of the worker's batch). The losses of
+            results and evaluations are means all the same.
 
     Attributes:
         tables: of the module's embedding modules, see `steepest.models.embedding`.
@@ -98,7 +117,8 @@ class TorchModel:
         ModelError: a lazy parameter, a name used twice, nothing to train, a trained embedding with
             sparse=True.
         ConfigurationError: bad data, batch size, loss, optimizer, metrics, schedule, autocast or
-            loss scale.
+            loss scale; a loss that says that it is a sum where `reduction` says "mean"; sums of
+            data that choose their own batches.
 
     Example:
         >>> import torch, torch.nn.functional as F
@@ -109,6 +129,13 @@ class TorchModel:
         >>> [entry.name for entry in model.layout.entries]
         ['bias', 'weight']
     """
+
+    _own_backward = ""  # the line of the user's code that called backward() in the loss
+    _share: Share | None = None  # of the next batch
+    _ready: Ready | None = None  # of the backward pass that runs
+    _gates: Gates | None = None
+    _weight = 0.0  # of the present batch
+    _looked_for_sums = False
 
     def __init__(  # noqa: PLR0913 - keywords of a user, most of them optional
         self,
@@ -126,6 +153,7 @@ class TorchModel:
         autocast: torch.dtype | None = None,
         loss_scale: float = 1.0,
         table_shards: int = 8,
+        reduction: str = "mean",
     ) -> None:
         check_module(module)
         check_functions(loss, optimizer, metrics, lr_scheduler, learning_rate)
@@ -137,6 +165,7 @@ class TorchModel:
         self._loss_scale = float(loss_scale)
         self.module = module
         self.data, self.batch_size = as_source(data, batch_size)
+        self._sums = check_reduction(reduction, loss, self.data.size)
         self._loss = loss
         self._metrics = dict(metrics or {})
         self._output: Any = None
@@ -155,10 +184,7 @@ class TorchModel:
         self._gradients: dict[str, torch.Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._missing: dict[int, torch.Tensor] = {}
-        self._ready: Ready | None = None
-        self._gates: Gates | None = None
         self._writes = WriteCheck()
-        self._weight = 0.0
 
     def _choose_trained(self) -> None:
         """Note which parameters are trained, and which the optimizer leaves out.
@@ -339,7 +365,8 @@ class TorchModel:
             model = this()
             if model is not None and model._ready is not None:
                 model._collect(index, parameter, view, model._ready)
-            # else it is a backward pass of the user's own, outside of a step
+            elif model is not None:  # a backward pass of the user's own
+                model._own_backward = model._own_backward or users_line()
 
         return collect
 
@@ -387,6 +414,23 @@ class TorchModel:
         See `steepest.models.protocol.Model.compute_gradients`.
         """
         batch = self._to_device(batch)
+        loss, parts, samples, self._weight = self._run_forward(batch, arrive)
+        share = self._share or Share(samples, samples)
+        # of sums over the batches that make an update, a step's mean by samples is to be the sum
+        self._run_backward(loss, ready, share.whole / samples if self._sums and samples else 1.0)
+        missing, self._missing = self._missing, {}
+        for index in sorted(missing):
+            missing[index].zero_()
+            ready(index, self._weight, False)
+        found: dict[str, float] = {}
+        if metrics:
+            with torch.no_grad():
+                found = with_parts(parts, checked_metrics(self.metrics(batch)), self._per(samples))
+        self._output = None
+        return Computed(loss.item() / self._per(samples), self._weight, samples, found)
+
+    def _run_forward(self, batch: Any, arrive: Arrive) -> Weighed:
+        """Return the loss of a batch."""
         if self._gates is None:
             trainable = (
                 (self._parameters[name], self.layout.index[name]) for name in self._trainable
@@ -395,35 +439,65 @@ class TorchModel:
         if self._writes.compares:
             arrive(None)
             arrive = all_here
+        self._own_backward = ""
         with self._writes.refused(), self._mixed(), self._gates.forward(arrive):
             result = self.loss(batch)
         arrive(None)
-        loss, parts, samples, self._weight = weigh(batch, result)
-        if not loss.requires_grad:
-            raise ModelError(
-                "the loss does not depend on any trainable parameter (was it detached?)"
-            )
+        try:
+            weighed = weigh(batch, result, self._share, self._sums)
+            if not weighed.loss.requires_grad:
+                raise ModelError(
+                    "the loss does not depend on any trainable parameter (was it detached?)"
+                )
+        except ModelError as error:
+            if self._own_backward:
+                raise ModelError(called_backward(self._own_backward)) from error
+            raise
+        if not self._looked_for_sums and not isinstance(result, tuple):
+            self._look_for_sums(weighed)
+        return weighed
+
+    def _look_for_sums(self, weighed: Weighed) -> None:
+        """Check once, where several batches make an update, that the loss is a mean.
+
+        Raises:
+            ModelError: it is a sum.
+        """
+        if self._sums or self._share is None or self._share.whole == self._share.samples:
+            return
+        if (found := summed_by(weighed.loss, weighed.samples)) is not None:
+            name, is_certain = found
+            if is_certain:
+                raise ModelError(SUMMED.format(name))
+            log.warning(SUMMED.format(name) + ", if its rows are samples")
+        self._looked_for_sums = True
+
+    def _run_backward(self, loss: torch.Tensor, ready: Ready, factor: float) -> None:
+        """Compute the gradients of a loss times a factor; `ready` is called for those there are."""
         self._missing = {self.layout.index[name]: view for name, view in self._gradients.items()}
         for name in self._gradients:
             self._parameters[name].grad = None
         self._ready = ready
         try:
-            scaled = loss if self._loss_scale == 1.0 else loss * self._loss_scale
+            scale = self._loss_scale * factor
+            scaled = loss if scale == 1.0 else loss * scale
             scaled.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if self._own_backward and "backward through the graph a second time" in str(error):
+                raise ModelError(called_backward(self._own_backward)) from error
+            raise
         finally:
             self._ready = None
             for parameter in self._parameters.values():
                 parameter.grad = None  # parameters that no optimizer has would accumulate theirs
-        missing, self._missing = self._missing, {}
-        for index in sorted(missing):
-            missing[index].zero_()
-            ready(index, self._weight, False)
-        found: dict[str, float] = {}
-        if metrics:
-            with torch.no_grad():
-                found = with_parts(parts, checked_metrics(self.metrics(batch)))
-        self._output = None
-        return Computed(loss.item(), self._weight, samples, found)
+
+    def _per(self, samples: int) -> int:
+        """Return the number by which a loss is divided to be a mean."""
+        return max(samples, 1) if self._sums else 1
+
+    def expect(self, share: Share | None) -> None:
+        """Take the numbers of samples of the next batch; see `steepest.models.protocol.Model`."""
+        self._share = share
 
     @torch.no_grad()
     def look_ahead(self, batch: Any) -> None:
@@ -446,13 +520,14 @@ class TorchModel:
             batch = self._to_device(batch)
             with self._writes.refused(), self._mixed():
                 result = self.loss(batch)
-            loss, parts, samples, weight = weigh(batch, result)
-            metrics = with_parts(parts, checked_metrics(self.metrics(batch)))
+            loss, parts, samples, weight = weigh(batch, result, self._share, self._sums)
+            found = checked_metrics(self.metrics(batch))
+            metrics = with_parts(parts, found, self._per(samples))
         finally:
             self._output = None
             for module, training in modes:
                 module.training = training
-        return Computed(loss.item(), weight, samples, metrics)
+        return Computed(loss.item() / self._per(samples), weight, samples, metrics)
 
     def source(self, data: Any, batch_size: int) -> Source:
         """Return a source of batches for `evaluate`."""
