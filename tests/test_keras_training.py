@@ -25,7 +25,6 @@ from steepest.config.strategies import (
     SimpleStrategy,
 )
 from steepest.data.sampler import SamplePlan
-from steepest.engine.replica_states import mean_states
 from steepest.models.keras_variables import KerasVariables
 from steepest.models.tensorflow import TensorFlowModel
 from steepest.testing import Fault, InProcessCluster, replay
@@ -312,26 +311,35 @@ def test_a_step_may_be_cut_into_devices_micro_batches_and_uneven_shares(settings
     assert difference(cluster.weights(), named(module)) < 1e-12
 
 
-def test_running_means_of_all_workers_make_the_model_that_keras_evaluates() -> None:
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras
+def test_a_model_is_saved_with_the_running_means_of_all_workers(
+    tmp_path: Path, simulated: None
+) -> None:
     task = Task(dropout, lambda: keras.optimizers.Adam(0.01))
-    cluster = InProcessCluster(task.creator(), num_workers=2, strategy=TOGETHER["ps"])
-    cluster.step(3)
-    futures = [
-        worker.at_version(0, 3, lambda replicas: replicas.models[0].state())
-        for worker in cluster.workers
-    ]
-    states = [cluster.wait(future, "the running means") for future in futures]
-    assert states[0].keys() == {
-        "batch_normalization/moving_mean",
-        "batch_normalization/moving_variance",
-    }
-    assert not torch.equal(*(state["batch_normalization/moving_mean"] for state in states))
-    merged = mean_states(states, [1.0, 1.0])
-    model = task.creator()(0, 0)
-    weights = model.layout.allocate()
-    model.bind(weights, model.layout.allocate())
-    model.load_state(merged)
-    model.layout.write(weights, cluster.weights())
-    first = model.evaluate((X, Y))
-    module = model.keras_model
-    assert first.loss == pytest.approx(float(module.evaluate(X, Y, verbose=0)), abs=1e-12)
+
+    def creator(worker_index: int, device_index: int) -> TensorFlowModel:
+        compute_in("float64")  # which is of each thread
+        return task.creator()(worker_index, device_index)
+
+    with DistributedSGD(creator, num_workers=2, run_config=run_config()) as sgd:
+        sgd.fit(steps=3, progress=False)
+        states = sgd.foreach_model(lambda model: model.state())
+        assert states[0].keys() == {
+            "batch_normalization/moving_mean",
+            "batch_normalization/moving_variance",
+        }
+        assert not torch.equal(*(state["batch_normalization/moving_mean"] for state in states))
+        evaluated = sgd.evaluate((X, Y))
+        # as the page says
+        means = {n: v for n, v in sgd.state_dict().items() if n not in sgd.weights()}
+        path = str(tmp_path / "model.keras")
+
+        def save(model: Any) -> None:
+            model.load_state(means)
+            model.keras_model.save(path)
+
+        sgd.for_model(save)
+    module = keras.models.load_model(path, compile=False)
+    module.compile(loss="mse")
+    found = float(module.evaluate(X, Y, verbose=0))
+    assert evaluated.loss == pytest.approx(found, abs=1e-12)
