@@ -13,7 +13,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, TorchModel
+from steepest import (
+    AllreduceStrategy,
+    Callback,
+    DistributedSGD,
+    FailureConfig,
+    StepResult,
+    TorchModel,
+)
 from steepest.data import streams
 from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError
@@ -206,6 +213,35 @@ def test_a_pass_goes_on_with_the_next_sample_when_workers_come_go_and_die(
         sgd.restore(tmp_path)
         following = 0  # which begins the stream anew
         goes_on(4)
+
+
+class Kill(Callback):
+    """Kills a worker after some steps, while the others train."""
+
+    def __init__(self, simulation: Simulation, steps: set[int]) -> None:
+        self.simulation, self.steps = simulation, steps
+
+    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+        if result.step in self.steps:
+            victim = next(p for p in self.simulation.living() if "worker" in str(p))
+            self.simulation.world.kill(victim, "it was killed. connection error code 2.")
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(
+    "strategy", ["simple", AllreduceStrategy(replication=3)], ids=["simple", "all"]
+)
+def test_a_death_amid_a_step_leaves_no_sample_out(strategy: Any, workers: int) -> None:
+    simulation = Simulation(workers, cpus=(6,))
+    configured = run_config(failure=FailureConfig(patience=math.inf))
+    with (
+        simulation.running(),
+        DistributedSGD(counting, workers, strategy=strategy, run_config=configured) as sgd,
+    ):
+        kill = Kill(simulation, {1, 4, 11})
+        sgd.fit(steps=26, callbacks=[kill], progress=False)
+        visits = (sgd.weights()["visits"] * workers).round().int().tolist()
+        assert visits == [2 * workers] * 13
 
 
 def test_a_batch_that_raised_is_left_out() -> None:
