@@ -1,31 +1,36 @@
-"""`steepest doctor` says what it tried and what it had no time for; its status tells of failures alone."""
+"""`steepest doctor` says what it tried and what it had no time for; its status is 0 if that has worked."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
+import sys
 
 import pytest
 
+from steepest import __version__
 from steepest.cli import main
 
 NO_TIME = "no time for {}: 15 s are all it takes"
 WELL = "what was tried works: all is well"
+NOTHING = "nothing was tried, so nothing is known: run it again when this machine is less busy"
 
 
 @pytest.mark.parametrize(
-    ("untried", "failed", "said"),
+    ("untried", "failed", "status", "said"),
     [
-        ([], False, [WELL]),
-        (["async", "ssp"], False, [NO_TIME.format("async, ssp"), WELL]),
-        (list(main._TRIED), False, [NO_TIME.format(", ".join(main._TRIED)), "nothing was tried"]),
-        (["ssp"], True, [NO_TIME.format("ssp"), "something is wrong, see above"]),
+        ([], False, 0, [WELL]),
+        (["async", "ssp"], False, 0, [NO_TIME.format("async, ssp"), WELL]),
+        (list(main._TRIED), False, 1, [NO_TIME.format(", ".join(main._TRIED)), NOTHING]),
+        (["ssp"], True, 1, [NO_TIME.format("ssp"), "something is wrong, see above"]),
     ],
 )
 def test_what_it_says_when_its_time_is_over(
     untried: list[str],
     *,
     failed: bool,
+    status: int,
     said: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -35,6 +40,16 @@ def test_what_it_says_when_its_time_is_over(
     checkup = main._Checkup()
     checkup._untried, checkup._failed = untried, failed
     checkup.give_up()
-    assert statuses == [int(failed)]
+    assert statuses == [status]
     lines = capsys.readouterr().out.splitlines()
     assert [re.sub(r"^ *[0-9.]+ s  ", "", line) for line in lines] == said
+
+
+def test_the_command_is_a_module_and_has_a_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["steepest", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("steepest", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"steepest {__version__}\n"

@@ -1,4 +1,7 @@
-"""The `steepest` command: `steepest demo`, `steepest doctor`, `steepest launch`."""
+"""The `steepest` command: `steepest demo`, `steepest doctor`, `steepest launch`, `steepest --version`.
+
+`python -m steepest` is the same command.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from steepest import __version__
 from steepest.cli import launch
 from steepest.config.run import cluster_address
 from steepest.errors import SteepestError
@@ -24,6 +28,7 @@ _TRIED = ("allreduce", "local", "simple", "ps", "async", "ssp")  # servers start
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand of the command line, and return the exit status: 0 if it succeeded."""
     parser = argparse.ArgumentParser(prog="steepest", description="Distributed SGD on Ray.")
+    parser.add_argument("--version", action="version", version=f"steepest {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train handwritten digits under every strategy")
     demo.add_argument("--epochs", type=int, default=8)
@@ -56,7 +61,7 @@ def doctor() -> int:
     left out; then this process ends at once, and with it what it has started.
 
     Returns:
-        The exit status: 0 if no strategy has failed.
+        The exit status: 0 if a strategy was tried, and none has failed.
     """
     checkup = _Checkup()
     late = threading.Timer(_SECONDS, checkup.give_up)
@@ -82,7 +87,6 @@ class _Checkup:
         say("importing torch and Ray")
         import torch
 
-        from steepest import __version__
         from steepest.cluster.placement import describe_cluster, free_cpus, ray_session
 
         machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
@@ -156,13 +160,18 @@ class _Checkup:
     def _conclude(self) -> int:
         """Say what was tried, and what not; return the exit status."""
         tried = len(self._untried) < len(_TRIED)
+        well = tried and not self._failed
         if self._untried:
             self._say(f"no time for {', '.join(self._untried)}: {_SECONDS:g} s are all it takes")
         if self._failed:
             self._say("something is wrong, see above")
+        elif tried:
+            self._say("what was tried works: all is well")
         else:
-            self._say("what was tried works: all is well" if tried else "nothing was tried")
-        return 1 if self._failed else 0
+            self._say(
+                "nothing was tried, so nothing is known: run it again when this machine is less busy"
+            )
+        return 0 if well else 1
 
 
 class _Clock:
