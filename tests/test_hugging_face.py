@@ -48,11 +48,16 @@ def trainer(folder: Path, kind: Any = transformers.Trainer, **settings: Any) -> 
         vocab_size=16, n_positions=16, n_embd=8, n_layer=1, n_head=2,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    chosen = {"max_steps": STEPS, "max_grad_norm": 0.0, "per_device_train_batch_size": len(LENGTHS)}
+    chosen: dict[str, Any] = {
+        "max_steps": STEPS,
+        "max_grad_norm": 0.0,
+        "per_device_train_batch_size": len(LENGTHS),
+    }
     chosen["per_device_eval_batch_size"] = len(LENGTHS)
+    chosen["save_strategy"] = "no"
     args = transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True,
-        save_strategy="no", learning_rate=0.01, weight_decay=0.1, **chosen | settings,
+        learning_rate=0.01, weight_decay=0.1, **chosen | settings,
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config).double()
     return kind(model=model, args=args, train_dataset=examples(), eval_dataset=examples())
@@ -101,10 +106,13 @@ def test_a_model_ends_with_the_weights_that_its_trainer_gives_it(
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"max_grad_norm": 1.0}, "give clip_norm=1.0 to the strategy"),
+        ({"train_sampling_strategy": "group_by_length"}, "leave it out: samples come in an order"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"},
+            "give checkpoints=Checkpoints.path, best=",
+        ),
         ({"gradient_accumulation_steps": 4}, "give accumulate=4 to DistributedSGD"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
-        ({"max_steps": -1}, "lr_scheduler_type='linear' needs to know"),
         (
             {
                 "lr_scheduler_type": "reduce_lr_on_plateau",
@@ -122,6 +130,36 @@ def test_what_cannot_be_followed_is_refused(
         HuggingFaceModel(trainer(tmp_path, **settings))
 
 
+def test_a_trainer_with_nearly_default_arguments_trains_as_by_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It clips, here at a smaller norm; its schedule ends with its epochs; what has no effect is said once."""
+    by_default = {"max_steps": -1, "max_grad_norm": 0.1, "save_strategy": "steps"}
+
+    def make(batch_size: int) -> Any:
+        made = trainer(tmp_path, per_device_train_batch_size=batch_size, **by_default)
+        made.compute_metrics = lambda prediction: {}
+        return made
+
+    theirs = make(len(LENGTHS))
+    theirs.train()
+    assert theirs.state.max_steps == 3
+
+    def create(worker_index: int, device_index: int) -> HuggingFaceModel:
+        return HuggingFaceModel(make(len(LENGTHS) // 2))
+
+    with (
+        Simulation(1).running(),
+        DistributedSGD(create, 2, strategy="ps", run_config=run_config()) as sgd,
+    ):
+        sgd.fit(epochs=3, progress=False)
+        assert difference(sgd.weights(), snapshot(theirs.model)) < 1e-6
+    (said,) = [r.getMessage() for r in caplog.records if "has no effect here" in r.getMessage()]
+    assert "save_strategy='steps' (instead: DistributedSGD(checkpoints=" in said
+    assert "compute_metrics (instead: HuggingFaceModel(metrics=" in said
+    assert "eval_strategy" not in said
+
+
 def test_a_training_step_of_ones_own_is_refused(tmp_path: Path) -> None:
     kind = type("Own", (Weighted,), {"training_step": lambda self, *batch: None})
     with pytest.raises(ModelError, match="Own overrides training_step, which is not called"):
@@ -136,6 +174,9 @@ def test_a_stream_of_samples_is_trained_on(tmp_path: Path) -> None:
     theirs = trainer(tmp_path, lr_scheduler_type="constant")
     theirs.train_dataset = Stream()
     model = HuggingFaceModel(theirs)
+    theirs.args.lr_scheduler_type, theirs.args.max_steps = "linear", -1
+    with pytest.raises(ConfigurationError, match="data have no length: set max_steps"):
+        HuggingFaceModel(theirs)
     batch = next(model.data.open(iter([])))
     assert batch["input_ids"].shape == (len(LENGTHS), 9)
     assert torch.isfinite(model.loss(batch)[0])

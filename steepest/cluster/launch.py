@@ -48,6 +48,7 @@ from steepest.errors import (
     ShutdownError,
 )
 from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
+from steepest.models.step_size import StepSize
 from steepest.transport.connect import connect
 from steepest.transport.ray_calls import threads_for
 from steepest.transport.router import Router
@@ -163,11 +164,14 @@ class Cluster(JobContext):
         creator = self.creator = travelling("model_creator", model_creator)
         cut = make_strategy(config).cut
         devices, seed = self.chosen.devices_per_worker, self.chosen.seed
+        batches = num_workers * devices * self.chosen.accumulate
+        #: of the job as it begins: later models have the same schedule
+        self.size = size = StepSize(batches, self.chosen.global_batch_size)
         self.actors |= {worker_peer(i): self.start_worker(i) for i in range(num_workers)}
         workers = list(self.actors.values())
         self.actors |= self.start_servers(config, num_workers)
         described: list[Description] = self.get(
-            [w.build.remote(creator, i, devices, seed, cut) for i, w in enumerate(workers)],
+            [w.build.remote(creator, i, devices, seed, cut, size) for i, w in enumerate(workers)],
             "build the model",
             map(worker_peer, range(num_workers)),
         )

@@ -53,6 +53,7 @@ from steepest.messages.message import (
     worker_peer,
 )
 from steepest.models.protocol import Model
+from steepest.models.step_size import StepSize
 from steepest.optim.arriving import ArrivingState
 from steepest.optim.spec import OptimizerSpec
 from steepest.tensors.allocator import keep_freed_memory, start_thread
@@ -225,7 +226,13 @@ class Process:
 
     @on_router
     def build(
-        self, model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: ChunkSpec
+        self,
+        model_creator: ModelCreator,
+        worker: int,
+        devices: int,
+        seed: int,
+        cut: ChunkSpec,
+        size: StepSize,
     ) -> Description:
         """Make a worker's models; return what they have in common.
 
@@ -235,9 +242,10 @@ class Process:
             devices: number of replicas.
             seed: of initial weights and random state.
             cut: how the model is cut into chunks.
+            size: of the job's steps.
         """
         self._index = worker
-        self._models, description = build_models(model_creator, worker, devices, seed, cut)
+        self._models, description = build_models(model_creator, worker, devices, seed, cut, size)
         self._memory = memory_for(description.layout)
         return description
 

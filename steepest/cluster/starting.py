@@ -145,7 +145,7 @@ class Starting:
     def _building(self, actor: Any, index: int) -> list[Any]:
         cluster, job = self._cluster, self._cluster.job
         built = actor.build.remote(
-            cluster.creator, index, job.devices_per_worker, job.seed, job.cut
+            cluster.creator, index, job.devices_per_worker, job.seed, job.cut, cluster.size
         )
         return [built, actor.place.remote()]
 

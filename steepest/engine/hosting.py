@@ -71,7 +71,7 @@ def build_replicas(
             job.description.optimizer_spec,
             share,
             updates_before=job.updates_before,
-            clip_norm=job.config.clip_norm,
+            clip_norm=job.clip_norm,
             memory=memory,
         )
     elif (

@@ -22,6 +22,7 @@ from steepest.errors import ConfigurationError, ModelError
 from steepest.messages.fields import Limits
 from steepest.messages.message import Peer
 from steepest.models.protocol import Model
+from steepest.models.step_size import StepSize, making_models
 from steepest.optim.spec import OptimizerSpec
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.transport.router import Role, Router
@@ -47,12 +48,13 @@ class Description:
         batch_size: samples of one batch.
         blocks: of the data, see `steepest.data.protocol.Blocks`; None without.
         drop_last: of the data, see `SamplePlan`.
-        notice: what users should know of the data, which the driver logs.
+        notice: what users should know of the data and the model, which the driver logs.
         tables: the embedding tables of which the models use rows.
         fingerprint: of the data; that of worker 0 counts.
         threads: torch's in the process that described the models.
         changing: whether replicas have values of their own beside trained parameters: buffers, or
             frozen parameters, which a model may change itself.
+        clip_norm: the greatest norm of a gradient, unless the strategy says another.
         attend: an attribute of models made for tests: called with each server and worker that is
             hosted in a process.
     """
@@ -69,6 +71,7 @@ class Description:
     notice: str = ""
     tables: tuple[Table, ...] = ()
     fingerprint: Fingerprint = field(default_factory=dict, hash=False)
+    clip_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -117,9 +120,10 @@ class Job:
                 "batches: their samples cannot be divided; give arrays, a map-style dataset or an "
                 "IndexedStream, or leave global_batch_size out"
             )
-        if self.description.tables and self.strategy.in_driver:
+        strategy = self.strategy  # refuses settings that the models' `clip_norm` excludes
+        if self.description.tables and strategy.in_driver:
             raise ConfigurationError(
-                f"embedding tables under the strategy {self.strategy.kind!r}: their rows are pulled "
+                f"embedding tables under the strategy {strategy.kind!r}: their rows are pulled "
                 "from servers in each step; give strategy='ps', 'allreduce', 'local', 'async' or "
                 "'ssp'"
             )
@@ -152,10 +156,16 @@ class Job:
                 "and servers update rows; leave it out"
             )
 
+    @property
+    def clip_norm(self) -> float | None:
+        """The greatest norm of a gradient: the strategy's, or else the models' own."""
+        own = self.config.clip_norm
+        return self.description.clip_norm if own is None else own
+
     @cached_property
     def strategy(self) -> Strategy:
         """The way of training."""
-        return make_strategy(self.config)
+        return make_strategy(replace(self.config, clip_norm=self.clip_norm))
 
     @property
     def cut(self) -> ChunkSpec:
@@ -350,7 +360,12 @@ class Job:
 
 
 def build_models(
-    model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: ChunkSpec
+    model_creator: ModelCreator,
+    worker: int,
+    devices: int,
+    seed: int,
+    cut: ChunkSpec,
+    size: StepSize | None = None,
 ) -> tuple[list[Model], Description]:
     """Make a worker's models and describe them.
 
@@ -363,6 +378,7 @@ def build_models(
         devices: number of the worker's devices, each of which gets a model.
         seed: of the job.
         cut: how the models' parameters are cut into chunks.
+        size: of the job's steps; one batch of these models if it is not known.
 
     Raises:
         ModelError: something is not a `Model`, or two of them disagree.
@@ -370,7 +386,8 @@ def build_models(
     models: list[Model] = []
     for device in range(devices):
         seed_everything(seed)
-        model = model_creator(worker, device)
+        with making_models(size or StepSize(devices)):
+            model = model_creator(worker, device)
         if not isinstance(model, Model):
             raise ModelError(
                 f"model_creator({worker}, {device}) returned {type(model).__name__}: return a "
@@ -393,9 +410,10 @@ def build_models(
             bool(m.state()) or not all(entry.trainable for entry in m.layout.entries),
             attend,
             bool(getattr(m.data, "drop_last", False)),
-            getattr(m.data, "notice", ""),
+            " ".join(filter(None, (getattr(m.data, "notice", ""), getattr(m, "notice", "")))),
             tuple(getattr(m, "tables", ())),
             fingerprint(m.data) if worker == 0 and m is models[0] else {},
+            getattr(m, "clip_norm", None),
         )
         for m in models
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +11,12 @@ from torch.utils.data import DataLoader
 
 from steepest.data.protocol import Source
 from steepest.errors import ConfigurationError, ModelError
+from steepest.models.step_size import step_size
 from steepest.models.torch import Metric, TorchModel
 from steepest.optim.detached_schedule import DetachedSchedule
 
-_AT_THE_STRATEGY = "give clip_norm={} to the strategy, and max_grad_norm=0 here"
 #: Arguments that are not followed, the values that need not be, and what to do.
 _NOT_FOLLOWED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("max_grad_norm", (0, None), _AT_THE_STRATEGY),
     ("gradient_accumulation_steps", (1,), "give accumulate={} to DistributedSGD, and 1 here"),
     ("fp16", (False, None), "set bf16=True, or train in float32"),
     (
@@ -28,8 +28,24 @@ _NOT_FOLLOWED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("neftune_noise_alpha", (0, None), "leave it out"),
     ("torch_compile", (False, None), "give the Trainer a model that torch.compile returned"),
     ("auto_find_batch_size", (False, None), "choose per_device_train_batch_size"),
+    (
+        "load_best_model_at_end",
+        (False,),
+        "give checkpoints=Checkpoints(path, best=...) to DistributedSGD, and load sgd.best_checkpoint",
+    ),
+    ("group_by_length", (False,), "leave it out: samples come in an order of the library's own"),
+    (
+        "train_sampling_strategy",
+        ("random",),
+        "leave it out: samples come in an order of the library's own",
+    ),
     ("deepspeed", (None,), "stay with DeepSpeed where a model needs several GPUs"),
     ("fsdp", (None, "", [], False), "stay with FSDP where a model needs several GPUs"),
+)
+#: Arguments that are for the driver, the values with which nothing is asked for, and who does it.
+_OF_THE_DRIVER: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("eval_strategy", ("no",), "fit(validation=..., evaluate_every=...)"),
+    ("save_strategy", ("no",), "DistributedSGD(checkpoints=Checkpoints(path, every=...))"),
 )
 
 
@@ -39,7 +55,8 @@ class HuggingFaceModel(TorchModel):
     Of the Trainer these are called: `compute_loss`, `get_batch_samples` (which counts the predicted
     tokens by which batches weigh), `create_optimizer`, `create_scheduler`, `get_train_dataloader`,
     `get_eval_dataloader`; so a subclass may override them. `train()` is not called: how long to train, evaluations,
-    checkpoints and loggers are those of `DistributedSGD.fit`.
+    checkpoints and loggers are those of `DistributedSGD.fit`. `max_grad_norm` clips unless the strategy has a
+    `clip_norm`. A schedule is as long as `max_steps`, or as `num_train_epochs` of the job as it begins.
 
     Args:
         trainer: with `train_dataset`, not trained yet.
@@ -47,7 +64,7 @@ class HuggingFaceModel(TorchModel):
 
     Raises:
         ConfigurationError: `TrainingArguments` ask for something that is not followed, or have a
-            schedule without `max_steps`; also as `TorchModel`.
+            schedule without `max_steps` for data without a length; also as `TorchModel`.
         ModelError: it is no Trainer, or overrides a method that is not called; also as `TorchModel`.
 
     Example:
@@ -78,6 +95,9 @@ class HuggingFaceModel(TorchModel):
                     + advice.format(value)
                 )
         self._trainer = trainer
+        #: read by the job, see `steepest.models.protocol.Model`
+        self.clip_norm: float | None = trainer.args.max_grad_norm or None
+        self.notice = _notice(trainer)
         self._given = trainer.optimizer
         loader = trainer.get_train_dataloader()
         super().__init__(
@@ -90,7 +110,7 @@ class HuggingFaceModel(TorchModel):
                 drop_last=trainer.args.dataloader_drop_last,
             ),
             optimizer=self._make_optimizer,
-            lr_scheduler=_schedule(trainer),
+            lr_scheduler=_schedule(trainer, loader.dataset),
             autocast=torch.bfloat16 if trainer.args.bf16 else None,
             metrics=metrics,
         )
@@ -120,7 +140,20 @@ class HuggingFaceModel(TorchModel):
         return loss if count is None else (loss, float(count))
 
 
-def _schedule(trainer: Any) -> DetachedSchedule | None:
+def _notice(trainer: Any) -> str:
+    """Return what the user has asked for that `fit` does instead, or an empty text."""
+    asked = [
+        f"{name}={getattr(value, 'value', value)!r} (instead: {instead})"
+        for name, nothing, instead in _OF_THE_DRIVER
+        if (value := getattr(trainer.args, name, nothing[0])) not in nothing
+    ]
+    if getattr(trainer, "compute_metrics", None) is not None:
+        asked.append("compute_metrics (instead: HuggingFaceModel(metrics=...))")
+    what = f"{type(trainer).__name__} asks for what has no effect here: {', '.join(asked)}."
+    return what if asked else ""
+
+
+def _schedule(trainer: Any, dataset: Any) -> DetachedSchedule | None:
     """Return the schedule of a Trainer; None for a learning rate that stays.
 
     Raises:
@@ -131,10 +164,26 @@ def _schedule(trainer: Any) -> DetachedSchedule | None:
         kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         if kind == "constant":
             return None
-        if args.max_steps < 1:
-            raise ConfigurationError(
-                f"lr_scheduler_type={kind!r} needs to know how many steps there will be: set "
-                "max_steps in TrainingArguments"
-            )
-        trainer.create_scheduler(args.max_steps, trainer.create_optimizer())
+        trainer.create_scheduler(_steps(args, kind, dataset), trainer.create_optimizer())
     return DetachedSchedule(trainer.lr_scheduler)
+
+
+def _steps(args: Any, kind: str, dataset: Any) -> int:
+    """Return the steps that a schedule lasts: as many as the Trainer takes on as many devices.
+
+    Raises:
+        ConfigurationError: that is not known.
+    """
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    try:
+        samples = len(dataset)
+    except TypeError:
+        raise ConfigurationError(
+            f"lr_scheduler_type={kind!r} needs to know how many steps there will be, and the data have "
+            "no length: set max_steps in TrainingArguments"
+        ) from None
+    size = step_size().of(args.per_device_train_batch_size)
+    whole, rest = divmod(samples, size)
+    steps = max(1, whole + (rest > 0 and not args.dataloader_drop_last))
+    return math.ceil(float(args.num_train_epochs) * steps)

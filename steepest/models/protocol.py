@@ -161,6 +161,9 @@ class Model(Protocol):
     that it computes or evaluates with a `Share`, or with None where the data choose their own
     batches, of which only the batch itself can say how many samples it has.
 
+    One that asks for clipping has a number `clip_norm`, the greatest norm of a gradient where the
+    strategy says none. What its user should know is a text `notice`, which the driver logs once.
+
     A model is made by the user's `model_creator(worker_index, device_index)`; the library then
     binds it to flat vectors and calls it from one thread.
     """

@@ -29,6 +29,7 @@ from steepest.engine.worker import Worker
 from steepest.errors import ConfigurationError, PeerLostError
 from steepest.messages.driver import Failure, Result, WorkerLost
 from steepest.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
+from steepest.models.step_size import StepSize
 from steepest.testing.faults import Fault
 from steepest.testing.network import Link, Network
 from steepest.testing.script import Script
@@ -94,8 +95,9 @@ class InProcessCluster:
         self.lives = [0] * num_workers
         self._script = Script(self, faults, model_creator, accumulate * chosen.updates)
         self._creator = self._script.creator if faults else model_creator
+        size = StepSize(num_workers * devices_per_worker * accumulate, global_batch_size)
         built = [
-            build_models(self._creator, worker, devices_per_worker, seed, chosen.cut)
+            build_models(self._creator, worker, devices_per_worker, seed, chosen.cut, size)
             for worker in range(num_workers)
         ]
         for worker, (_, described) in enumerate(built):
