@@ -49,6 +49,7 @@ def test_the_command_is_a_module_and_has_a_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["steepest", "--version"])
+    monkeypatch.delitem(sys.modules, "steepest.__main__", raising=False)
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("steepest", run_name="__main__")
     assert ended.value.code == 0
