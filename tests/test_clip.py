@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from steepest import DistributedSGD, RunConfig
 from steepest.config.strategies import (
     AllreduceStrategy,
+    LocalStrategy,
     ParameterServerStrategy,
     SimpleStrategy,
     StrategyConfig,
@@ -316,3 +317,23 @@ def test_on_ray(strategy: StrategyConfig) -> None:
         assert [trainer.step().gradient_norm for _ in range(6)] == pytest.approx(norms, rel=1e-11)
         assert difference(trainer.weights(), expected) < 1e-12
         assert same_bits(trainer.weights(), replay(trainer.log(), task.creator()))
+
+
+@pytest.mark.parametrize("strategy", [ParameterServerStrategy(), LocalStrategy(sync_every=2)])
+def test_models_may_ask_for_clipping_where_the_strategy_does_not(strategy: Any) -> None:
+    task = Task(optimizer=sgd(lr=0.1), data=samples(24), batch_size=3)
+
+    def create(worker: int, device: int) -> Any:
+        model: Any = task.creator()(worker, device)
+        model.clip_norm = CLIP
+        return model
+
+    def weights(creator: Any, config: Any) -> dict[str, torch.Tensor]:
+        cluster = InProcessCluster(creator, num_workers=2, strategy=config)
+        cluster.step(4)
+        return cluster.weights()
+
+    own = weights(create, strategy)
+    assert same_bits(own, weights(task.creator(), replace(strategy, clip_norm=CLIP)))
+    assert not same_bits(own, weights(create, replace(strategy, clip_norm=0.5 * CLIP)))
+    assert not same_bits(own, weights(task.creator(), strategy))

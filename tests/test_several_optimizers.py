@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
+from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy, TorchModel
 from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError
 from steepest.optim.spec import Schedule
@@ -125,3 +125,49 @@ def test_a_schedule_for_each_of_them() -> None:
         replace(task(adagrad_and_adam), lr_scheduler=each).creator()(0, 0).optimizer_spec
     )
     assert [group.get("lr") for group in found.at(2)] == [pytest.approx(0.081), None, 0.04]
+
+
+def adams(module: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adam(part.parameters(), lr=0.1) for part in module]
+
+
+class Phases(TorchModel):
+    """The second half is updated in every third step alone, as the page of several losses has it."""
+
+    calls = 0
+
+    def loss(self, batch: Any) -> Any:
+        self.calls += 1
+        return losses(self.module, *batch, every=self.calls)
+
+
+def losses(module: Any, x: torch.Tensor, y: torch.Tensor, every: int) -> dict[str, torch.Tensor]:
+    found = {"first": nn.functional.mse_loss(module[0](x), y)}
+    if every % 3 == 0:
+        target = module[0](x).detach()
+        found["second"] = nn.functional.mse_loss(module[1](x), target)
+    return found
+
+
+def halves() -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(3, 2) for _ in range(2)).double()
+
+
+@pytest.mark.parametrize("strategy", [ParameterServerStrategy(), AllreduceStrategy()])
+def test_one_half_may_be_updated_more_often_than_the_other(strategy: Any) -> None:
+    data = samples(24)
+
+    def create(worker: int, device: int) -> TorchModel:
+        return Phases(halves(), data=data, batch_size=12, optimizer=adams)
+
+    cluster = InProcessCluster(create, num_workers=2, strategy=strategy)
+    cluster.step(10)
+    torch.manual_seed(0)
+    module = halves()
+    optimizers = adams(module)
+    for step in range(1, 11):
+        module.zero_grad()
+        sum(losses(module, *data, every=step).values()).backward()  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step()
+    assert difference(cluster.weights(), snapshot(module)) < 1e-12
