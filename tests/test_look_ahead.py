@@ -17,6 +17,7 @@ from torch import nn
 import steepest
 from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy
 from steepest.engine.delayed_rows import divided
+from steepest.engine.row_exchange import RowExchange
 from steepest.engine.table_chunk import TableChunk
 from steepest.engine.table_counts import table_counts
 from steepest.errors import CheckpointError, ConfigurationError
@@ -178,6 +179,37 @@ def test_a_worker_that_dies_takes_only_its_own_delayed_gradient_along(
     cluster.step(6)
     assert not cluster.unmet
     assert row_of(cluster) == -6  # the mean over those that have one
+
+
+def test_what_is_not_pushed_is_known_at_the_versions_that_servers_may_have() -> None:
+    """The present step's, the next one, and that before, which other workers' servers may be at."""
+    job = falling(2)[0].job
+    assert job.tables is not None
+    rows = RowExchange(0, job.tables, job.holders, lambda *_: None)
+    rows.delayed.delays, rows.delayed.is_last = True, False
+    key = np.zeros(1, np.int32), np.zeros(1, np.int64)
+
+    def ready(*chunk: Any) -> None:
+        """Push nothing."""
+
+    def take(version: int) -> None:
+        rows.begin(0, version)
+        rows.begin_share(ready)
+        rows.push(0, *key, np.full((1, 1), float(version), "f4"), np.ones(1, np.int32))
+        rows.end_batch(1.0)
+        rows.end_share(ready)
+
+    def unpushed(version: int) -> float:
+        packed = rows.unpushed(version)["0"].numpy()
+        return float(RowGradients.unpack(packed, 1, "float32").gradients[0, 0])
+
+    for version in (3, 4, 5):
+        take(version)
+    assert [unpushed(version) for version in (4, 5, 6)] == [3.0, 4.0, 5.0]
+    rows.push_later(rows.unpushed(4))
+    assert unpushed(4) == unpushed(5) == 3.0
+    take(4)
+    assert [unpushed(4), unpushed(5)] == [3.0, 4.0]
 
 
 def test_gradients_of_rows_that_are_handed_on_are_checked() -> None:

@@ -58,6 +58,8 @@ class DelayedRows:
         self._rows = rows
         self._kept: _Kept | None = None  # of the step before the present one
         self._next: _Kept | None = None  # of the present one
+        # what was kept in the step before: servers may turn out not to have that step
+        self._before: _Kept | None = None
         self._version = -1  # of the present step
         self._sent = False  # whether `_kept` is part of its push
 
@@ -69,6 +71,7 @@ class DelayedRows:
     def begin(self, version: int) -> None:
         """Begin a step from a version, which may be the same again."""
         if version != self._version:
+            self._before = self._kept
             if self._sent:
                 self._kept, self._next = self._next, None
             self._version, self._sent = version, False
@@ -89,19 +92,22 @@ class DelayedRows:
         """Return the gradient that no update has, once a version is committed.
 
         Args:
-            version: the last that is committed.
+            version: the last that is committed. It is the present step's, the next one, or the one
+                before: weights may come from a server that dies before another one knows of them.
 
         Returns:
             For each group of tables with gradients its number, with them as flat bytes; and "weights":
             (2,) float64, that of one unit, and that of the samples. Empty if there is no gradient.
         """
         kept = self._next if self._sent and self._version < version else self._kept
+        kept = self._before if self._version > version else kept
         return Tensors() if kept is None else _packed(kept)
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Keep a gradient as `state` returned it, in place of what is kept; none if it is empty."""
         self._kept = _unpacked(self._rows.dealing, state) if state else None
-        self._next, self._sent, self._version = None, False, -1
+        self._next = self._before = None
+        self._sent, self._version = False, -1
 
     def begin_share(self, ready: ChunkReady) -> None:
         """Push the gradient of the step before, unless this step pushes its own too.
