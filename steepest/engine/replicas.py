@@ -533,6 +533,7 @@ class Replicas:
             )
             if self._devices[replica].type != "cpu":
                 arrive(None)  # the model computes with copies on its device
+                arrive = all_here
             collector.begin(self._own[replica][1])
             result = validate_computed(
                 self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive)
