@@ -79,6 +79,7 @@ def close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         assert np.abs(mine - theirs).max() < 1e-6 * np.abs(theirs).max()
 
 
+@pytest.mark.full  # the script below has MirroredStrategy, too
 def test_mirrored_central_storage_and_one_device_end_with_our_weights(tmp_path: Path) -> None:
     run(COMMON + MIRRORED + SAVE, tmp_path)
     close(ours(AllreduceStrategy(), 2), arrays(tmp_path / "allreduce.npz"))
