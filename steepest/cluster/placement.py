@@ -17,7 +17,7 @@ from steepest.cluster.ray_private import (
     reload_token,
     started_here,
 )
-from steepest.config.run import cluster_address, environment_variable
+from steepest.config.run import cluster_address, environment_variable, set_environment
 from steepest.errors import ConfigurationError, ResourcesError
 
 #: Environment variables of Ray's: whether a token is sent, and which; the first one counts.
@@ -61,7 +61,8 @@ def connect(address: str) -> None:
     named = [name for name in _TOKENS if environment_variable(name)]
     mode = environment_variable(_MODE)
     if named and not mode:
-        os.environ[_MODE] = mode = "token"
+        mode = "token"
+        set_environment({_MODE: mode})
         reload_token()
     try:
         ray.init(address=address, logging_level=logging.WARNING)

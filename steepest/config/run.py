@@ -266,13 +266,14 @@ def environment(values: Mapping[str, str | None]) -> Iterator[None]:
     """
     before = {name: os.environ.get(name) for name in values}
     try:
-        _set_environment(values)
+        set_environment(values)
         yield
     finally:
-        _set_environment(before)
+        set_environment(before)
 
 
-def _set_environment(values: Mapping[str, str | None]) -> None:
+def set_environment(values: Mapping[str, str | None]) -> None:
+    """Set environment variables of this process; None removes one."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)

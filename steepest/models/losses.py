@@ -99,13 +99,14 @@ def weigh(batch: Any, result: Any, share: Share | None, sums: bool = False) -> W
             + ("with reduction='sum' " if sums else "")
             + ("return it alone" if sums else "return it alone, or (loss, weight)")
         )
-    loss, weight = result if isinstance(result, tuple) else (result, None)
-    samples = samples_of(batch, share, weighed=weight is not None)
+    weighed = isinstance(result, tuple)
+    loss, weight = result if weighed else (result, None)
+    samples = samples_of(batch, share, weighed=weighed)
     parts: dict[str, torch.Tensor] = {}
     if isinstance(loss, Mapping) and loss:
         parts = {name: _checked(f"loss {name!r}", value) for name, value in loss.items()}
         loss = sum((value.reshape(()) for value in parts.values()), torch.zeros(()))
-    weight = float(samples) if weight is None else checked_weight(weight)
+    weight = checked_weight(weight) if weighed else float(samples)
     return Weighed(_checked("the loss", loss), parts, samples, weight)
 
 
