@@ -78,7 +78,8 @@ test-sagemaker: $(VENV)-shared/.installed
 	$(SHARED) -m pytest -m "$(CHOICE)" tests/test_sagemaker_toolkit.py
 
 test-spark: $(VENV)-spark/.installed
-	$(VENV)-spark/bin/python -m pytest -m "$(CHOICE)" --numprocesses=2 --dist=loadfile tests/test_spark*.py tests/test_parquet_rows.py
+	$(VENV)-spark/bin/python -m pytest -m "$(CHOICE)" --numprocesses=2 --dist=loadfile \
+	  $(addprefix tests/test_,spark_standalone.py spark_executors.py spark.py parquet_rows.py)  # the longest first
 
 demo: $(STAMP)
 	$(BIN)/steepest demo
