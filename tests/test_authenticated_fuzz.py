@@ -196,8 +196,8 @@ def take_step(cluster: InProcessCluster, said: str) -> None:
 def undisturbed_crowd() -> tuple[Message, ...]:
     """All that was said to and by the servers of some arrays and their users."""
     found: list[Message] = []
-    for optimizer in (None, momentum):
-        crowd = Crowd(zeros(), optimizer=optimizer)
+    for optimizer, copies in ((None, 1), (momentum, 1), (None, 2)):
+        crowd = Crowd(zeros(), optimizer=optimizer, replication=copies)
         recorder = Recorder(crowd.network)
         use(crowd)
         nan = crowd.users[0].push(like(crowd.initial, float("nan")))

@@ -78,8 +78,8 @@ def push_as_told(user: User, pipe: Pipe) -> None:
 def push_in_part(user: User, pipe: Pipe) -> None:
     """Pushes an update without the first chunk of each of these servers."""
     pipe.send("here")
-    owners, send = user.pusher._owners, user.pusher._send
-    left_out = {owners.index(server) for server in pipe.recv()}
+    pusher, send = user.pusher, user.pusher._send
+    left_out = {pusher._holders.index((server,)) for server in pipe.recv()}
 
     def send_in_part(target: Peer, message: Message) -> None:
         if message.kind is not Kind.PUSH or message.chunk not in left_out:

@@ -518,7 +518,9 @@ class JobState:
         new = [p.index for p in wanted.added if p.role == "worker"]
         old = [index for index in wanted.keep if index not in new]
         if plan[0] is None and old:
-            call(remote_functions.continue_streams, call(remote_functions.stream_place)[old[0]])
+            place = call(remote_functions.stream_place)[old[0]]
+            if place is not None:  # streams that are not divided stay open where they are
+                call(remote_functions.continue_streams, place)
         if (buffers := stock.buffers()) is not None:
             call(remote_functions.continue_from, *plan, *buffers, self._cluster.job.replicas)
             return
