@@ -84,7 +84,7 @@ def settle(trainer: DistributedSGD) -> None:
     """Takes some steps, before the fault, until all is ready for it: spare processes are up, a copy was taken."""
     trainer.step()
     cluster = trainer._live()
-    ray.get([placing for _, placing in trainer._supervisor.observation.reserve._spares])
+    ray.get([spare.placing for spare in trainer._supervisor.observation.reserve._spares])
     copies = cluster.run_config.failure.snapshot_every is not None
     while copies and trainer._supervisor.snapshots.taken is None:
         trainer.step()

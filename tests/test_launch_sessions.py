@@ -279,6 +279,7 @@ def test_what_is_no_number_of_workers_is_refused(calls: Calls, settings: dict[st
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="looks in /proc")
 
 
+@pytest.mark.full
 @pytest.mark.cluster
 @needs_proc
 def test_trainers_use_the_local_ray_and_its_processes_end(place: Place) -> None:  # noqa: F811

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -76,8 +76,8 @@ class Place:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def run(self, *command: str) -> str:
-        """Runs a program that must end well; returns what it printed."""
+    def run(self, *command: str, status: Sequence[int] = (0,)) -> str:
+        """Runs a program that must end with one of these statuses; returns what it printed."""
         with self.start(*command) as process:
             try:
                 output, _ = process.communicate(timeout=SECONDS)
@@ -85,7 +85,7 @@ class Place:
                 self.kill()
                 output, _ = process.communicate()
                 pytest.fail(f"still running after {SECONDS:g} s:\n{output}")
-        assert process.returncode == 0, output
+        assert process.returncode in status, output
         return output
 
     def script(self, body: str, *, forked: bool = True) -> str:
@@ -334,10 +334,12 @@ def test_sigterm_ends_a_program_that_waits_for_a_ray_that_is_gone(place: Place) 
 
 
 def doctor(place: Place, seconds: float) -> str:
-    """What the doctor prints if it takes so many seconds."""
+    """What the doctor prints if it takes so many seconds; it ends with 0 if it found all well."""
     limits = f"main._SECONDS = {seconds}; main._LAST_SECONDS = {seconds * 0.9}"
     program = f"{FORK}import sys; from steepest.cli import main; {limits}; sys.exit(main.main())"
-    return place.run(sys.executable, "-c", program, "doctor")
+    return place.run(
+        sys.executable, "-c", program, "doctor", status=(0,) if seconds > 50 else (0, 1)
+    )
 
 
 def test_the_doctor(place: Place) -> None:
@@ -366,4 +368,4 @@ def test_the_doctor_ends_when_its_time_is_over(place: Place, seconds: float) -> 
     if len(tried) == 6:  # a fast machine
         return
     assert re.fullmatch(rf"no time for .*\bssp: {seconds:g} s are all it takes", lines[-2])
-    assert lines[-1] == ("what was tried works: all is well" if tried else "nothing was tried")
+    assert lines[-1].startswith("what was tried works" if tried else "nothing was tried")

@@ -145,7 +145,7 @@ def test_who_is_silent_is_replaced_by_a_spare_process(
         TASK.creator(), num_workers=2, strategy=strategy, run_config=run_config
     ) as trainer:
         trainer.fit(steps=5, progress=False)
-        ray.get(trainer._supervisor.observation.reserve._spares[0][1])  # it is up
+        ray.get(trainer._supervisor.observation.reserve._spares[0].placing)  # it is up
         stopped = pids(trainer)[1]
         os.kill(stopped, signal.SIGSTOP)
         with caplog.at_level(logging.WARNING, "steepest"):

@@ -269,6 +269,7 @@ def test_hosts_whose_leader_dies_end_with_an_error() -> None:
         shutil.rmtree(next(hosts[0].place.directory.glob("steepest-*")))
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_program_and_ray() -> None:
     with job_of(1) as hosts:
         hosts[0].tell({"wait-at": 2})
