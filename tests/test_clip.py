@@ -194,6 +194,7 @@ def test_what_travels_narrow_is_clipped_as_it_arrives(name: str, wire_dtype: str
         assert norms_of(results) == pytest.approx(norms, rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EACH)
 @seeds(2)
 def test_asynchronously_each_push_is_clipped_by_itself(name: str, seed: int) -> None:

@@ -105,6 +105,7 @@ def make_talking(worker: int, device: int) -> TorchModel:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_models_talk_to_each_other_in_their_steps_and_a_failed_step_is_taken_again(
     strategy: str,
@@ -136,6 +137,7 @@ def test_by_actor_calls_there_are_none(strategy: Any) -> None:
         sgd.step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_a_worker_that_dies_in_the_middle_ends_the_others_waits(strategy: str) -> None:
     def die(view: Any) -> None:

@@ -118,6 +118,7 @@ def test_beside_a_relay_each_worker_packs_its_own(choice: str) -> None:
     check(cluster, WIDE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("way", ["allreduce", "ps"])
 def test_a_failed_step_leaves_no_trace(way: str, choice: str) -> None:

@@ -233,6 +233,7 @@ HEADERS = st.dictionaries(
 HEADER = HEADERS.map(json.dumps).map(str.encode)
 
 
+@pytest.mark.long
 @given(
     HEADER.flatmap(lambda header: st.binary(max_size=24).map(lambda data: headed(header, data)))
     | st.binary(max_size=40),

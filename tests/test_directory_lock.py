@@ -41,6 +41,7 @@ def holder(path: Path, how: str = "alone") -> Iterator[Child]:
         process.kill()
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["alone", "fork"])
 def test_a_second_driver_is_refused_until_the_first_is_killed(tmp_path: Path, how: str) -> None:

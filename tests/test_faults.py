@@ -174,6 +174,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_not_applied(factor: float) -
     assert at(cluster, 8)
 
 
+@pytest.mark.long
 @seeds(5, "shuffle")
 def test_repeated_pushes_and_reports_count_once(shuffle: int) -> None:
     cluster = make(shuffle=shuffle)
@@ -330,6 +331,7 @@ def test_a_snapshot_shows_one_version_over_all_servers(shuffle: int, pauses: lis
     assert versions == sorted(versions)
 
 
+@pytest.mark.long
 @seeds(5, "shuffle")
 def test_weights_and_optimizer_put_back_continue_as_if_nothing_had_happened(shuffle: int) -> None:
     cluster = make(shuffle=shuffle)

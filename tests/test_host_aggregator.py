@@ -58,6 +58,7 @@ def test_training_equals_serial_training_and_its_replay(places: str, devices: in
     assert difference(cluster.weights(), FLOAT64.train(len(cluster.workers) * devices, 12)) < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @EVERYWHERE
 @seeds(1)

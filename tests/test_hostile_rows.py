@@ -180,6 +180,7 @@ def test_a_pull_of_another_servers_rows_is_refused(caplog: pytest.LogCaptureFixt
         unharmed("sync", wrong, caplog)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", PUSHES)
 def test_a_wrong_push_is_refused(what: str, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("sync", "copies", "allreduce") if what == "an id twice" else ("sync",):

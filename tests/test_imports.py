@@ -166,6 +166,7 @@ print(sorted({"torch", "ray"} & set(sys.modules)))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ways", ["shared", "tcp"])
 def test_a_process_that_uses_a_parameter_server_with_numpy_arrays_never_imports_torch(
     tmp_path: Path, ways: str

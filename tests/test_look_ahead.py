@@ -157,6 +157,7 @@ def test_rows_are_as_old_as_was_allowed_and_no_older(staleness: int) -> None:
     assert row_of(cluster) == -10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("staleness", [2, 3])
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_step_that_failed_loses_no_delayed_gradient(staleness: int, worker: int) -> None:
@@ -305,6 +306,7 @@ def test_a_stream_that_ends_says_so_and_does_not_begin_anew(staleness: int | Non
     assert "the disk is gone" in str(outcomes[-1])
 
 
+@pytest.mark.long
 def test_a_generation_forgets_what_was_asked_for() -> None:
     plain, ahead = job(None), job(0)
     for cluster in (plain, ahead):

@@ -121,6 +121,7 @@ def test_buffers_are_each_replicas_own_until_they_are_averaged(
     assert merged["1.num_batches_tracked"] == STEPS
 
 
+@pytest.mark.long
 @BOTH
 @WORKERS
 def test_unused_and_frozen_parameters(
@@ -174,6 +175,7 @@ def test_modules_that_run_in_other_ways(
     assert difference(cluster.weights(), plain) < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @BOTH
 @WORKERS

@@ -137,6 +137,7 @@ def test_workers_of_a_node_compute_on_one_copy_to_which_users_do_not_write(
     assert same_bits(weights, apart.weights())
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_what_a_step_that_failed_has_written_is_forgotten(ray_cluster: None) -> None:
     """Or it would hide what is put, and every commit that follows."""

@@ -129,6 +129,7 @@ def test_every_way_gives_what_one_process_gives(
     close(cluster.state_dict(), wanted)
 
 
+@pytest.mark.long
 @grid(
     name=["momentum, in place", "momentum, storage", "spectral norm", "batch norm"],
     strategy=OTHERS,

@@ -38,7 +38,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 SECONDS = 60.0
 SIZE = 300_000  # three chunks
-TRANSPORTS = pytest.mark.parametrize("transport", ["wire", "ray"])
+TRANSPORTS = pytest.mark.parametrize(
+    "transport", ["wire", pytest.param("ray", marks=pytest.mark.long)]
+)
 
 
 def initial() -> dict[str, Any]:

@@ -77,6 +77,7 @@ def test_ones_that_users_push_add_up_to_their_number(
     check_ones(crowd, push_ones(crowd, 4, shuffle))
 
 
+@pytest.mark.long
 @some
 @given(size=crowds, shuffle=SEEDS)
 def test_messages_that_come_twice_count_once(size: tuple[int, int], shuffle: int) -> None:
@@ -430,6 +431,7 @@ class Cut:
         return [message] if left > 0 else []
 
 
+@pytest.mark.long
 @runs(100)
 @given(
     shuffle=SEEDS,

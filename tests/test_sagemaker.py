@@ -382,6 +382,7 @@ class Node:
             raise PeerLostError("the Ray node of this host ended")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dead", [True, False])
 def test_a_program_that_outlives_ray_or_ctrl_c_is_killed(
     monkeypatch: pytest.MonkeyPatch, dead: bool

@@ -349,6 +349,7 @@ def test_going_on_costs_the_same_at_any_step(calls: Callable[[], int]) -> None:
         assert calls() <= 4
 
 
+@pytest.mark.long
 def test_who_takes_over_from_a_dead_coordinator_has_a_short_way(
     calls: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +386,7 @@ def test_a_long_way_is_gone_in_parts(calls: Callable[[], int]) -> None:
     assert whole(spec, schedule, 25_000) == whole(spec, Schedule(spec), 25_000)
 
 
+@pytest.mark.long
 def test_while_a_schedule_has_a_long_way_nobody_is_blamed() -> None:
     """Time passes when nothing moves: here more than a step may take."""
     task = task_of(counting)

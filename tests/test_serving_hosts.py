@@ -47,6 +47,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("hosts", [1, 2, 3])
 @pytest.mark.parametrize(

@@ -293,6 +293,7 @@ def test_when_too_much_is_lent_payloads_go_through_the_socket(
     assert len(own) == 1, "one was lent, two were sent"
 
 
+@pytest.mark.long
 def test_a_closed_channel_takes_back_what_it_lent_and_leaves_nothing_behind(
     ends: tuple[object, object], leaving: Node, client: Node
 ) -> None:

@@ -67,6 +67,7 @@ FOUND = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.few(4)
 @pytest.mark.parametrize("seed", FOUND, ids=lambda seed: str(seed))
 def test_what_random_programs_have_found_stays_mended(seed: int) -> None:

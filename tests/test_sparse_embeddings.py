@@ -48,6 +48,7 @@ def test_a_sparse_embedding_is_refused(kind: type[nn.Module]) -> None:
         model(kind(WORDS, SIZE, sparse=True))
 
 
+@pytest.mark.long
 def test_one_of_a_compiled_module_is_named_plainly() -> None:
     with pytest.raises(ModelError, match="^'0', Embedding"):
         model(torch.compile(nn.Embedding(WORDS, SIZE, sparse=True), backend="eager"))

@@ -93,6 +93,7 @@ def test_the_bound_is_reached_by_who_is_faster(lead: int) -> None:
     assert max(watch.leads) == lead
 
 
+@pytest.mark.long
 @runs(12)
 @given(scripts=SPEEDS, name=st.sampled_from(["sync", "backup", "async", "async-drop"]))
 def test_every_mode_ends_its_steps_at_any_speeds(scripts: list[list[int]], name: str) -> None:
@@ -148,6 +149,7 @@ def test_asynchronous_training_hardly_notices_a_slow_worker() -> None:
     assert by[2] >= 0.8 * alone
 
 
+@pytest.mark.long
 def test_synchronous_training_falls_to_the_pace_of_the_slowest() -> None:
     healthy, *_ = pace("sync", [FAST, FAST])
     alone, *_ = pace("sync", [SLOW])
@@ -158,6 +160,7 @@ def test_synchronous_training_falls_to_the_pace_of_the_slowest() -> None:
     assert len(set(by.values())) == 1
 
 
+@pytest.mark.long
 def test_a_backup_worker_keeps_the_pace_of_the_healthy() -> None:
     healthy, *_ = pace("sync", [FAST, FAST])
     versions, by, committed = pace("backup", [FAST, FAST, SLOW])

@@ -59,6 +59,7 @@ def test_a_hybrid_job_is_replayed(name: str, staleness: int, workers: int) -> No
     explained(cluster, TASK)
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @long_grid(
     ("ssp-2", 3, 1),

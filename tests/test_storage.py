@@ -570,6 +570,7 @@ def test_save_and_restore_and_the_best_by_url(url: ObjectUrl) -> None:
                 use("ftp://a/b")
 
 
+@pytest.mark.long
 def test_a_driver_that_lost_its_lease_writes_nothing_more(url: ObjectUrl) -> None:
     def take(sgd: Any, result: Any) -> None:
         if result.step == 10:

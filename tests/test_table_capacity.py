@@ -177,6 +177,7 @@ def test_a_full_table_is_told_with_its_worker_and_step() -> None:
         trainer.evaluate(clicks(5))
 
 
+@pytest.mark.long
 def test_no_memory_for_more_rows_is_an_error_of_the_step_and_the_job_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

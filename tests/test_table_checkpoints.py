@@ -183,6 +183,7 @@ def states(saved: files.Checkpoint) -> list[TableState]:
     return [TableState.of_arrays(arrays).sorted() for _, arrays in sorted(shards.items())]
 
 
+@pytest.mark.long
 def test_a_chain_of_increments_is_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

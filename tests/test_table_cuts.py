@@ -19,6 +19,7 @@ from steepest.tables.shard import TableShard
 PUSHES = st.lists(st.sets(st.integers(0, 30), max_size=9), min_size=1, max_size=8)
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", [LRU(), LFU(), None])
 @given(before=PUSHES, meanwhile=PUSHES, most=st.integers(1, 7), since=st.booleans())

@@ -66,6 +66,7 @@ def of_one_bucket(count: int) -> list[int]:
     return found
 
 
+@pytest.mark.long
 @given(st.data())
 def test_ids_of_one_bucket_come_and_go(data: st.DataObject) -> None:
     ids = of_one_bucket(9)

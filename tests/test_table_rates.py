@@ -68,6 +68,7 @@ def by_torch(task: Task, name: str, rates: Callable[[int], float]) -> Weights:
     return {key: value.detach() for key, value in theirs.state_dict().items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", mostly_long(["sync", "allreduce"], "sync"))
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam"])
 def test_a_table_that_follows_has_the_schedule_of_the_model(name: str, mode: str) -> None:
@@ -131,6 +132,7 @@ def value(sgd: DistributedSGD) -> float:
     return float(sgd.export_table("t").values[0, 0])
 
 
+@pytest.mark.long
 def test_rates_that_are_set_reach_the_tables_that_follow(tmp_path: Path) -> None:
     """The second group's, here; a restored checkpoint and another size have them too."""
     task = falling(SGD(lr=8.0, follows=1))

@@ -98,6 +98,7 @@ def test_no_answer_to_the_dead_is_taken_for_one_to_a_successor() -> None:
     assert not lives[0] & lives[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", mostly_long(TOGETHER, "copies"))
 def test_after_an_error_the_rows_are_those_of_a_run_in_peace(name: str) -> None:
     cluster = make(name, TASK, faults=[Fault.raises("worker", 1, step=2)])

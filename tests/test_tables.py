@@ -197,6 +197,7 @@ DENSE: dict[str, tuple[RowOptimizer, Callable[[Any], torch.optim.Optimizer]]] = 
 CLOSE = {"float32": {"rtol": 2e-5, "atol": 2e-6}, "float64": {"rtol": 1e-12, "atol": 1e-13}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_optimizers_are_torchs_on_sparse_gradients(name: str, dtype: str) -> None:

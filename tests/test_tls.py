@@ -492,6 +492,7 @@ WRONG: dict[str, tuple[Callable[[TLSConfig, TLSConfig], TLSConfig], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("change", "said"), WRONG.values(), ids=WRONG.keys())
 def test_files_that_do_not_fit_are_refused_before_anything_starts(
     authority: Authority, change: Callable[[TLSConfig, TLSConfig], TLSConfig], said: str

@@ -178,6 +178,7 @@ def test_whoever_pulls_while_others_push_sees_one_version_and_none_goes_back(way
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ways", ["unix", "tcp"])
 def test_a_slow_reader_receives_the_version_that_it_asked_for(ways: str) -> None:
     with crew_of(group_of(LARGE), ways) as crew:

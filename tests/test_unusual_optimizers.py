@@ -112,6 +112,7 @@ def serial(task: Task, steps: int, batch: int = 6) -> dict[str, torch.Tensor]:
     return Task(task.module, make, task.data, batch_size=batch).train(1, steps)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_they_train_as_in_one_process(name: str) -> None:
     factory, split, together = KINDS[name]
@@ -134,6 +135,7 @@ def test_a_rule_of_large_matrices_is_found() -> None:
         assert OptimizerSpec.read(LargeOnly(module.parameters()), names).elementwise is split
 
 
+@pytest.mark.long
 def test_a_rule_that_sets_in_late_is_found() -> None:
     assert read(of(LateClipped)).coupled
     with pytest.raises(ConfigurationError, match="Hoarding keeps 'found' of type set"):
@@ -146,6 +148,7 @@ def trainer_of(task: Task, workers: int, strategy: Any) -> DistributedSGD:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["prodigy", "two"])
 def test_what_they_keep_goes_wherever_they_go(name: str, tmp_path: Path) -> None:
     task = Task(network, KINDS[name][0], samples(24), batch_size=6)
@@ -174,6 +177,7 @@ def test_what_they_keep_goes_wherever_they_go(name: str, tmp_path: Path) -> None
                 assert difference(trainer.weights(), expected) < 1e-12, strategy
 
 
+@pytest.mark.long
 def test_what_they_keep_survives_deaths() -> None:
     """From a snapshot, and from copies on other servers."""
     task = Task(network, two, samples(24), batch_size=6)
@@ -189,6 +193,7 @@ def test_what_they_keep_survives_deaths() -> None:
             assert difference(trainer.weights(), expected) < 1e-12
 
 
+@pytest.mark.long
 def test_workers_of_local_training_get_a_mean_of_what_has_one_form(tmp_path: Path) -> None:
     task = Task(network, of(Preconditioned), samples(24), batch_size=2)
     with quiet(), Simulation().running():
