@@ -274,6 +274,7 @@ def test_names_stand_for_settings() -> None:
 # -- how much is learned --------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.skipif(
     not (data_directory() or Path("/nowhere")).joinpath("mnist").is_dir(),
