@@ -205,6 +205,7 @@ def large_creator(worker: int, device: int) -> TorchModel:
     )
 
 
+@pytest.mark.full
 @pytest.mark.real
 def test_a_process_that_computes_with_pythons_lock_held_is_not_given_up() -> None:
     run_config = RunConfig(failure=FailureConfig(heartbeat=0.5))

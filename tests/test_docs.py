@@ -89,6 +89,7 @@ def test_the_readmes_examples_run_as_they_stand(
     assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 0)
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.ray
 def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(

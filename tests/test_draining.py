@@ -139,6 +139,7 @@ def test_a_death_meanwhile_does_not_make_it_forgotten(nodes: Nodes) -> None:
     run(nodes, INTERRUPTED)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("elsewhere", [pytest.param(True, marks=pytest.mark.full), False])
 def test_what_runs_on_a_node_that_will_go_moves_away(nodes: Nodes, elsewhere: bool) -> None:
     """To another node where there is one; else the others go on without it. Nothing is lost with the node."""

@@ -336,6 +336,7 @@ def test_a_process_with_a_server_that_is_killed(
         assert re.match(rf"{victim} on |4 samples" if alive else rf"{victim} on ", said)
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_worker_that_hangs() -> None:
     with DistributedSGD(

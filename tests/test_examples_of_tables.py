@@ -64,6 +64,7 @@ def test_tumours_stand_in_for_adult(
     assert capsys.readouterr().out.endswith(f"400 people, 3 updates: test AUC {area:.4f}\n")
 
 
+@pytest.mark.full
 @needs_adult
 @pytest.mark.long
 @pytest.mark.ray

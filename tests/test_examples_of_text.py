@@ -39,6 +39,7 @@ def table_losses(text: Any) -> tuple[float, float]:
     )
 
 
+@pytest.mark.full
 @needs_shakespeare
 @pytest.mark.long
 @pytest.mark.ray

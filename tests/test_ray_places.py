@@ -168,6 +168,8 @@ def test_without_ray_one_is_started_and_ended(place: Place) -> None:
     assert after == f"{logging.WARNING}\n"
 
 
+@pytest.mark.full
+@pytest.mark.full
 def test_inside_a_tune_trial(place: Place) -> None:
     pytest.importorskip("ray.tune", reason="pip install 'steepest[tune]'")
     place.python(
@@ -359,7 +361,7 @@ def test_the_doctor(place: Place) -> None:
 
 @pytest.mark.parametrize(
     "seconds",
-    [0.1, 5, pytest.param(3, marks=pytest.mark.full), pytest.param(7, marks=pytest.mark.full)],
+    [0.1, *(pytest.param(some, marks=pytest.mark.full) for some in (3, 5, 7))],
 )
 def test_the_doctor_ends_when_its_time_is_over(place: Place, seconds: float) -> None:
     output = doctor(place, seconds)
