@@ -125,6 +125,19 @@ def test_files_that_no_manifest_names_stay(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 7 + len(users)
 
 
+def test_a_write_can_be_ended_before_anything_is_made(tmp_path: Path) -> None:
+    seen: list[object] = []
+
+    def end(path: object) -> None:
+        seen.append(path)
+        raise CheckpointError("given up")
+
+    with pytest.raises(CheckpointError, match="given up"):
+        write(tmp_path / "saved", content(), end)
+    assert seen == [tmp_path / "saved"]
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_a_crash_in_the_middle_leaves_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException

@@ -283,10 +283,23 @@ def test_a_lost_worker_that_joins_again_is_forgiven() -> None:
 
 
 def test_nobody_misses_a_stranger_or_the_client() -> None:
-    coordinator = started()
+    coordinator = started(steps=2)
     assert coordinator.lost(worker_peer(9), "reset") == []
+    assert only(complete(coordinator), Kind.RESULT).version == 1  # the client is still there
     assert coordinator.lost(CLIENT, "reset") == []
     assert kinds(complete(coordinator)) == [("server 0", "COMMIT"), ("server 1", "COMMIT")]
+
+
+def test_a_process_of_an_earlier_life_cannot_join() -> None:
+    coordinator = started()
+    coordinator.handle(worker_peer(1), Message(Kind.JOIN, incarnation=2))
+    for life in (1, 2):  # of one that was given up, and a copy
+        assert coordinator.handle(worker_peer(1), Message(Kind.JOIN, incarnation=life)) == []
+    assert coordinator.generation == 2
+    report(coordinator, 0)
+    staged(coordinator, 0)
+    staged(coordinator, 1)
+    assert only(report(coordinator, 1, incarnation=2), Kind.RESULT).version == 1
 
 
 def test_the_deadline_of_a_step_names_who_is_awaited() -> None:

@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+from steepest.compression.codecs import Half
 from steepest.config.strategies import ParameterServerStrategy
 from steepest.data.sampler import SamplePlan
+from steepest.engine.server_chunk import ServerChunk
+from steepest.engine.staged_chunk import StagedPush
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Failure
+from steepest.messages.message import PushId
 from steepest.tensors.half_precision import WIRE_DTYPES, narrow, rounded
+from steepest.tensors.layout import ParameterLayout
 from tests.drawn import seeds
 from tests.modes import MODES, check, counters, make, trained
 from tests.reference import Task, difference, perceptron, samples, sgd
@@ -45,6 +50,21 @@ def test_rounding_is_torchs_own(wire: str) -> None:
     assert torch.equal(
         rounded(values.view(torch.uint8), dtype).view(torch.float32), values.to(dtype).float()
     )
+
+
+@WIRES
+@pytest.mark.parametrize("workers", [1, 3, 7])
+def test_the_mean_of_equal_gradients_is_that_gradient(wire: str, workers: int) -> None:
+    values = torch.rand(64, generator=torch.Generator().manual_seed(3)).to(WIRE_DTYPES[wire])
+    layout = ParameterLayout.plan([("w", (64,), torch.float32, True)])
+    held = ServerChunk(layout.chunks[0], layout, None, layout.chunk_view(layout.allocate(), 0))
+    pushes = [PushId(worker, 0, 1) for worker in range(workers)]
+    for push in pushes:
+        gradient = values.view(torch.uint8), 2.0, 2.0, frozenset[int](), Half(values.dtype)
+        held.staged[push] = StagedPush(frozenset([push.worker]), *gradient)
+    held.reduce(pushes)
+    assert held.mean is not None
+    assert torch.equal(held.mean, values.float())
 
 
 @pytest.mark.parametrize(

@@ -330,6 +330,24 @@ def test_a_replicas_stream_of_shares_skips_empty_ones(
     assert streamed == [share for share in asked if share][:5]
 
 
+def test_shares_that_lie_side_by_side_are_left_over_as_one_part() -> None:
+    plan = SamplePlan(24, 4, seed=1)
+    assert plan.remaining(9, (0, 1, 2, 6), shares=2, parts=2).left == ((0, 0, 6), (0, 12, 14))
+
+
+@given(sizes, batches, st.integers(1, 3), st.integers(1, 3))
+def test_the_samples_of_a_share_are_those_of_its_replicas(
+    samples: int, batch: int, shares: int, replicas: int
+) -> None:
+    plan, parts = SamplePlan(samples, batch, seed=1), shares * replicas
+    for share in range(3 * shares):
+        step, first = share // shares, share % shares * replicas
+        mine = [i for at in range(first, first + replicas) for i in plan.share(step, at, parts)]
+        assert plan.samples_of(share, shares, parts).tolist() == mine
+        ranges = plan.places(share, shares, parts)
+        assert [i for e, begin, end in ranges for i in plan.permutation(e)[begin:end]] == mine
+
+
 def test_shares_are_64_bit_integers() -> None:
     assert SamplePlan(10, 4, seed=0).share(0, 0, 2).dtype == np.int64
 

@@ -11,7 +11,7 @@ from steepest.engine.server import Server, ServerMode
 from steepest.engine.topology import HostMap, Topology
 from steepest.errors import ProtocolError
 from steepest.messages.gradients import Commit, HostPush, Push, PushStaged
-from steepest.messages.membership import Members
+from steepest.messages.membership import Members, WorkerEnded
 from steepest.messages.message import (
     COORDINATOR,
     Kind,
@@ -22,6 +22,7 @@ from steepest.messages.message import (
     worker_peer,
 )
 from steepest.messages.snapshots import InstallPut, Put
+from steepest.messages.users import UserLeft
 from steepest.tensors.layout import ParameterLayout
 from steepest.testing.inspection import buffers_of
 
@@ -189,6 +190,62 @@ def test_pushes_that_all_wait_for_each_other_are_never_copied() -> None:
             job.push(worker, 1, chunk, flat(1.0))
     assert [m.kind for m in job.sent] == [Kind.VERSION_STAGED]
     assert buffers_of(job.server) == 0
+
+
+# -- lives that are over, and decisions that others must know ------------------------------------
+
+
+def test_of_a_life_that_is_over_nothing_stays_and_nothing_is_taken() -> None:
+    job = Alone()
+    job.begin()
+    for worker in (0, 1):
+        job.push(worker, 1, TRAINABLE[0], flat(1.0))
+    over = WorkerEnded(1, 0, worker=1, life=0, pushes=())
+    job.server.handle(COORDINATOR, over.pack())
+    held = job.server.chunks[TRAINABLE[0]]
+    assert [*held.staged] == [PushId(0, 0, 1)]
+    for sequence in (1, 2):  # the rest of that push, and another one
+        job.push(1, sequence, TRAINABLE[1], flat(1.0))
+    assert job.server.refused == 2
+    job.push(0, 1, TRAINABLE[1], flat(1.0))
+    assert job.staged() == {(0, 1)}
+    successor = Push(1, 1, 1, 0, TRAINABLE[0], 1.0, 1.0, (), flat(1.0))
+    job.server.handle(worker_peer(1), successor.pack())
+    assert PushId(1, 1, 1) in held.staged
+
+
+def test_of_a_user_that_left_what_had_not_arrived_whole_is_dropped_and_the_coordinator_knows() -> (
+    None
+):
+    job = Alone(mode=ServerMode(together=False, open_to_all=True))
+    job.begin()
+    for user in (1, 100):
+        job.push(user, 1, TRAINABLE[0], flat(1.0))
+    job.server.lost(CLIENT, "reset")  # of the same number as a user
+    held = job.server.chunks[TRAINABLE[0]]
+    assert (len(held.staged), job.sent) == (2, [])
+    job.server.lost(worker_peer(1), "reset")
+    assert [*held.staged] == [PushId(100, 0, 1)]
+    assert [UserLeft.unpack(message) for message in job.sent] == [UserLeft(1)]
+
+
+@pytest.mark.parametrize(
+    ("index", "holders", "logged"),
+    [(1, (0, 1), 2), (0, (0, 1), 0), (2, (1, 2), 0), (1, (1,), 0)],
+)
+def test_the_second_server_alone_says_what_it_knows_and_only_if_chunks_have_copies(
+    index: int, holders: tuple[int, ...], logged: int
+) -> None:
+    """A server beside the coordinator would die with it; a third one would say the same again."""
+    job = Alone(index, holders, HostMap.apart(2, 3))
+    job.begin()
+    for chunk in TRAINABLE:
+        job.push(0, 1, chunk, flat(1.0))
+    job.commit(1, PushId(0, 0, 1))
+    job.put(1, 7.0)
+    job.server.handle(COORDINATOR, InstallPut(1, 2, install=[("client", 100, 1)]).pack())
+    assert job.server.version == 2
+    assert sum(m.kind is Kind.LOGGED for m in job.sent) == logged
 
 
 # -- pushes that come too early -----------------------------------------------------------------

@@ -233,6 +233,19 @@ def test_a_count_goes_on_where_there_is_no_gradient() -> None:
     assert difference(cluster.weights(), serial(task, 7)) < 1e-12
 
 
+def test_a_step_in_which_no_push_weighs_anything_is_counted() -> None:
+    module = nn.Linear(2, 1)
+    names = {id(p): name for name, p in module.named_parameters()}
+    layout = ParameterLayout.plan([("bias", (1,), torch.float32, True)])
+    spec = OptimizerSpec.read(Counting([module.bias]), names)
+    held = ServerChunk(layout.chunks[0], layout, spec, layout.chunk_view(layout.allocate(), 0))
+    for _ in range(3):
+        held.reduce([])
+        held.apply([{}], 1.0)
+    state = {about["key"]: (value, about["plain"]) for about, value in held.state()}
+    assert unpack(state) == {"group:k": 3}
+
+
 @pytest.mark.parametrize("name", ["prodigy", "d-adaptation", "counting"])
 def test_a_schedule_leaves_alone_what_the_optimizer_counts(name: str) -> None:
     def decay(optimizer: torch.optim.Optimizer) -> Any:

@@ -417,9 +417,7 @@ class ServerChunk(StagedChunk):
         """
         if self._optimizer is None:
             return
-        twin = ServerChunk(
-            self.chunk, self._layout, self._spec, self.weights.clone(), checked=False
-        )
+        twin = ServerChunk(self.chunk, self._layout, self._spec, self.weights.clone())
         try:
             for about, value in records:
                 twin.load_state(about, value.clone())
