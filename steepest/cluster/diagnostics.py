@@ -40,7 +40,8 @@ def raise_step_error(
     """Raise the error that a failed step stands for.
 
     Args:
-        failure: of any reason but "lost", for which see `raise_lost`.
+        failure: of any reason but "lost", for which see `raise_lost`, and "optimizer", for which see
+            `update_error`.
         places: where each process runs; a worker that raised is named with its host.
         late: of workers that are waited for: the name, its samples in words, and its frames of
             users' code.
@@ -77,6 +78,39 @@ def raise_step_error(
         f"{', '.join(failure.awaited)}; nothing of it was applied"
         + "".join(f"; {name} computes {samples}" for name, samples, _ in late if samples)
     ) from (RemoteTraceback(frames) if frames else None)
+
+
+def update_error(
+    failure: Failure, places: Mapping[Peer, Place], now: int | None
+) -> ModelRaisedError:
+    """Return the error for a server's optimizer that raised in the middle of an update.
+
+    Args:
+        failure: of reason "optimizer".
+        places: where each process ran; the server is named with its host.
+        now: steps committed in the state with which the job continues; None if it cannot.
+    """
+    step, where = failure.step + 1, ""
+    assert failure.peer is not None
+    if (
+        place := places.get(failure.peer) or places.get(worker_peer(failure.peer.index))
+    ) is not None:
+        where = f" on {place.host}"
+    then = (
+        f"the job is set back: weights and optimizer state are those after step {now}; mend it and "
+        "step again"
+    )
+    if now is None:
+        then = (
+            "there is no snapshot to go back to, so this trainer can only be shut down: restore a "
+            "checkpoint with a new one, and leave FailureConfig(snapshot_every=) as it is"
+        )
+    error = ModelRaisedError(
+        f"{failure.peer}{where}: the optimizer raised in step {step}: {failure.error}; parts of the "
+        f"model had the update by then and others not, so {then}"
+    )
+    error.__cause__ = RemoteTraceback(failure.traceback)
+    return error
 
 
 def _raise_of_worker(failure: Failure, places: Mapping[Peer, Place]) -> NoReturn:

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from steepest.cluster.diagnostics import has_answered
+from steepest.cluster.diagnostics import has_answered, update_error
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
 from steepest.cluster.optimizer_state import OptimizerState
@@ -110,7 +110,8 @@ class StockTaking:
         cluster, job = self._cluster, self._cluster.job
         role = "worker" if job.servers_in_workers else "server"
         cluster.extend_deadline()
-        if self._stopped is None and not any(peer.role == role for peer in dead):
+        whole = cluster.client.torn is None and not any(peer.role == role for peer in dead)
+        if self._stopped is None and whole:
             self._stopped = self._state.stopped(config)
         self.has_begun = True
         cluster.disconnect()
@@ -125,9 +126,12 @@ class StockTaking:
 
         Raises:
             PeerLostError: a chunk has no holder and no copy.
+            ModelRaisedError: the optimizer raised in the middle of an update, and there is no copy.
         """
-        cluster = self._cluster
+        cluster, torn = self._cluster, self._cluster.client.torn
         copy = self._snapshots.taken if standing is None else self._state.copy(standing)
+        if copy is None and torn is not None:
+            raise update_error(torn, cluster.places, None)
         if copy is None:
             peer, cause = next(iter(dead.items()))
             cluster.deaths.raise_lost(

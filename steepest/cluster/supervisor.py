@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import ray
 
 from steepest.cluster.applying import Applied, Applying
+from steepest.cluster.diagnostics import update_error
 from steepest.cluster.job_state import JobState
 from steepest.cluster.joining import Joining
 from steepest.cluster.launch import Cluster
@@ -28,6 +29,7 @@ from steepest.engine.client import Client
 from steepest.errors import (
     DeadlineError,
     ModelError,
+    ModelRaisedError,
     PeerLostError,
     ResourcesError,
     ShutdownError,
@@ -63,7 +65,8 @@ class Supervisor:
 
     Attributes:
         replaced: how many dead processes were replaced, or done without.
-        steps_lost: how many committed steps were lost because the state is that of a copy.
+        steps_lost: how many committed steps were lost because the state is that of a copy, and are
+            made again; those lost because the optimizer raised are not.
         snapshots: copies of the job's state.
     """
 
@@ -94,6 +97,8 @@ class Supervisor:
         self._trained = 0.0  # seconds
         self._in_use = in_use
         self._error: Exception | None = None  # of the thread, for whoever looks next
+        # of a user's optimizer that made an update in part, which was undone, for whoever looks next
+        self._mistake: ModelRaisedError | None = None
         self._ended = threading.Event()
         self._turn = (
             threading.Lock()
@@ -153,8 +158,11 @@ class Supervisor:
         """Look whether any process has turned silent, while calls of some of them are waited for.
 
         Raises:
-            PeerLostError: one has, and is ended.
+            PeerLostError: one has, and is ended; or no server sends weights, because the optimizer
+                raised.
         """
+        if self._cluster.client.torn is not None and not self._doing:
+            raise PeerLostError("servers send no weights: the optimizer raised")
         if not self._lock.acquire(blocking=False):
             return  # another thread looks
         try:
@@ -176,10 +184,12 @@ class Supervisor:
 
         Raises:
             PeerLostError: the job cannot continue.
-            ModelError, ModelRaisedError: a dead worker's successor could not build the job's model.
+            ModelError, ModelRaisedError: a dead worker's successor could not build the job's model;
+                or the optimizer raised, and the job was set back.
         """
         self._trained = trained
         self.snapshots.remember()
+        self.raise_mistake()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -196,7 +206,8 @@ class Supervisor:
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            if self._suspect is not None or self._state.pending is not None:
+            torn = self._cluster.client.torn is not None
+            if torn or self._suspect is not None or self._state.pending is not None:
                 return "now"
             if self._is_time():
                 self._due = self._find_due(patient=patient)
@@ -318,9 +329,11 @@ class Supervisor:
         Raises:
             PeerLostError: the job cannot continue.
             DeadlineError: successors that are needed did not come up.
+            ModelRaisedError: the optimizer raised, and there is no copy of the state from before.
         """
         with self._lock:
             began, before = time.monotonic(), self._cluster.job
+            client, places = self._cluster.client, dict(self._cluster.places)
             version, step = self._cluster.client.position.version, self._cluster.step
             said: dict[Any, str] = {}  # by the call that watched the process
             hosts = self._hosts_left()
@@ -334,6 +347,10 @@ class Supervisor:
                 self._doing, self._looked, self._due = "", 0.0, None
             if applied is None:
                 return
+            if client.torn is not None:
+                self._mistake = update_error(client.torn, places, self._cluster.step)
+            else:
+                self.steps_lost += max(step - self._cluster.step, 0)
             self._cluster.await_successors(())
             self._joining = Joining(self._cluster, self.observation)
             self.snapshots.interrupted()
@@ -342,7 +359,6 @@ class Supervisor:
             cluster = self._cluster
             now = cluster.client.position.version if alike else before.version_of(cluster.step)
             lost = max(version - now, 0)
-            self.steps_lost += max(step - self._cluster.step, 0)
             self.replaced += applied.replaced
             tell(self._cluster, applied, before, list(said.values()), lost, hosts, began)
             if any(start.cause for start in applied.joined.values()):
@@ -373,7 +389,8 @@ class Supervisor:
             cluster.await_successors(dead)
             try:
                 world = self._look_at(dead, worn_out, patient=patient)
-                if stock is not None or taking.has_begun:  # all stand still
+                torn = cluster.client.torn is not None
+                if torn or stock is not None or taking.has_begun:  # all stand still
                     world = replace(world, stuck=True)
                 elif self._decided(world, dead) is None:
                     return None
@@ -440,6 +457,7 @@ class Supervisor:
         Raises:
             PeerLostError, DeadlineError: the job cannot continue.
             ResourcesError: what the caller has asked for cannot be had.
+            ModelRaisedError: the optimizer raised, and the job was set back.
         """
         while not self._is_settled(asked=asked):
             starts = [call for start in self.observation.starting for call in start.building]
@@ -447,6 +465,13 @@ class Supervisor:
                 ray.wait(starts, num_returns=len(starts), timeout=_SHORT_SECONDS)
             else:
                 time.sleep(_SHORT_SECONDS)
+        self.raise_mistake()
+
+    def raise_mistake(self) -> None:
+        """Raise, once, for an optimizer that raised, when the job has been set back."""
+        mistake, self._mistake = self._mistake, None
+        if mistake is not None:
+            raise mistake
 
     def _is_settled(self, *, asked: bool) -> bool:
         """Make the changes that are due; return whether nothing is left to wait for."""
@@ -503,9 +528,11 @@ class Supervisor:
         Raises:
             PeerLostError, DeadlineError, ShutdownError: what failed was no death, or the job cannot
                 continue.
+            ModelRaisedError: the optimizer raised, and the job was set back.
         """
         cluster = self._cluster
         while True:
+            self.raise_mistake()
             before = self._processes()
             (client, _), changing, failed = before, self._is_changing, False
             if not changing:
@@ -563,7 +590,8 @@ class Supervisor:
             before: the processes when what failed began, see `_processes`; if others are there now,
                 one has died, and was handled.
         """
-        known = self._state.pending is not None or self._suspect is not None
+        torn = before[0].torn is not None
+        known = torn or self._state.pending is not None or self._suspect is not None
         if known or self._processes() != before:
             return True
         if (peer := before[0].lost_peer) is not None:

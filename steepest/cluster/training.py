@@ -162,6 +162,7 @@ class Training:
             stopped = stop is not None and done >= stop
             if due == "now" or (stopped and changing):
                 self._supervisor.change()
+                self._supervisor.raise_mistake()
             if self.cluster.client is not client:  # a callback may have had it changed, too
                 done = self._catch_up(client, plan, done, on_step)
                 client, plan, stopped = self.cluster.client, self.cluster.plan[0], True
@@ -355,6 +356,8 @@ class Training:
             return None
         if isinstance(outcome, PeerLostError):
             self._raise_lost(outcome)
+        if isinstance(outcome, Failure) and outcome.reason == "optimizer":
+            return None  # the supervisor sets the job back, and raises
         late = isinstance(outcome, Failure) and outcome.reason == "deadline"
         if late and supervisor.observation.dead():
             self._idle = True  # the coordinator has taken the rest back while a death is handled

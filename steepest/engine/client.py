@@ -137,6 +137,8 @@ class Client:
         position: the newest generation and version that the client has heard of.
         lost_peer: the first coordinator or server whose loss the client has heard of; None if there
             is none.
+        torn: the failure by which the servers' chunks are of no version, see `Failure`; None if
+            there is none.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class Client:
         self._ended: set[tuple[int, int]] = set()  # (worker, life) of each WORKER_LOST
         self._failure: PeerLostError | None = None  # after which nothing is answered any more
         self.lost_peer: Peer | None = None
+        self.torn: Failure | None = None
 
     def ask(self, steps: int, stats: bool, rates: RateChanges = ()) -> None:
         """Ask the coordinator for more steps; each ends as one entry of `outcomes`.
@@ -428,6 +431,8 @@ class Client:
         position = Position(outcome.generation, outcome.version)
         if position > self.position:  # else it is a copy: a failure begins a generation
             self.position = position
+            if isinstance(outcome, Failure) and outcome.reason == "optimizer":
+                self.torn = outcome
             self.outcomes.put(outcome)
 
     def _answer(self, sequence: int, answer: Any) -> None:

@@ -20,7 +20,7 @@ from steepest.engine.server_chunk import make_chunk
 from steepest.engine.staged_chunk import StagedChunk, StagedPush
 from steepest.engine.staging_progress import StagingProgress
 from steepest.engine.topology import Topology
-from steepest.errors import ProtocolError
+from steepest.errors import ProtocolError, describe_error
 from steepest.messages.gradients import (
     Commit,
     Decision,
@@ -32,7 +32,7 @@ from steepest.messages.gradients import (
     Refresh,
     VersionStaged,
 )
-from steepest.messages.membership import Members, WorkerEnded, WorkerJoined
+from steepest.messages.membership import Failed, Members, WorkerEnded, WorkerJoined
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, PushId, Send, worker_peer
 from steepest.messages.rows import PullRows
 from steepest.messages.snapshots import InstallPut, ReadOn, Snapshot
@@ -91,6 +91,8 @@ class Server:
         version: of the weights: the number of the last commit.
         generation: the last one that the coordinator began.
         refused: the number of pushes that were dropped.
+        torn: why the chunks are of no version, in words: the optimizer raised in the middle of an
+            update. Empty while they are of `version`.
         chunks: that this server holds, by index.
         answers_for: indices of those whose copies, if any, are on other servers.
         decisions: the coordinator's decisions, remembered where chunks have copies.
@@ -112,6 +114,7 @@ class Server:
         self.version = 0
         self.generation = 0
         self.refused = 0
+        self.torn = ""
         self._index = index
         self._send = send
         layout, holders = topology.layout, topology.holders
@@ -244,7 +247,7 @@ class Server:
             case Kind.HOST_PUSH:
                 self._stage(source, HostPush.unpack(message))
             case Kind.SNAPSHOT:
-                self._weights.answer(Snapshot.unpack(message), self._position)
+                self._weights.answer(Snapshot.unpack(message), self._position, self.torn)
             case Kind.READ_ON:
                 self._weights.rows.go_on(source, ReadOn.unpack(message).sequence)
             case Kind.PULL_ROWS:
@@ -453,6 +456,8 @@ class Server:
     def _commit(self, commit: Commit) -> None:
         """Apply some staged pushes as the next version, and send it to its readers.
 
+        Nothing is applied or sent once the optimizer has raised, see `torn`.
+
         Raises:
             ProtocolError: the commit cannot be applied here; nothing has changed.
         """
@@ -474,12 +479,12 @@ class Server:
         for held in self._in_order:
             if held.chunk.has_rows:
                 self.flush()  # the weights, with which workers go on meanwhile
-            if not commit.skip:
+            if not (commit.skip or self.torn):
                 self._apply(held, commit, hyper)
             for push in commit.pushes:
                 if push in held.staged:  # what an aggregator added up is staged as the first push
                     held.forget(push)
-            for reader, sequence in readers:
+            for reader, sequence in () if self.torn else readers:
                 skipped = self._is_left_out(reader)
                 self._weights.send(reader, held, self._position, sequence, skipped=skipped)
         if not self._together:
@@ -501,7 +506,16 @@ class Server:
             aggregated = self._hosts.aggregators
             held.reduce(push for push in commit.pushes if push in held.staged or not aggregated)
         held.clip(commit.clip)
-        held.apply(hyper, commit.rate, self._weights.make_way(held))
+        try:
+            held.apply(hyper, commit.rate, self._weights.make_way(held))
+        except BaseException as error:
+            if held.raised is not error or self._open_to_all:
+                raise
+            told = describe_error(error)
+            self.torn = (
+                f"its optimizer raised in the update to version {self.version}: {told['error']}"
+            )
+            self._send(COORDINATOR, Failed(self.generation, 0, self.version, **told).pack())
 
     def _check_commit(self, commit: Commit, hyper: list[dict[str, Any]]) -> None:
         """Check that all of a commit can be applied, before any of it is.

@@ -20,6 +20,9 @@ from steepest.optim.spec import Hyperparameters, OptimizerSpec
 from steepest.optim.torch_without_compiler import take_step
 from steepest.tensors.layout import Chunk, ParameterLayout
 
+#: State of torch's optimizers that has an element for each of the parameter's.
+_READ_BY_FUSED_KERNELS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum")
+
 
 class ServerChunk(StagedChunk):
     """One chunk on its server: weights, optimizer, staged pushes and their weighted mean.
@@ -240,13 +243,18 @@ class ServerChunk(StagedChunk):
                 parameter.grad = None if piece.entry in self.absent else view
         if not self._is_torchs:
             about_to_change()  # it may draw random numbers
-        self._step(self._optimizer)
-        for parameter in self._parameters:
-            parameter.grad = None
-        if rate != 1.0:
-            for group, lr in zip(self._optimizer.param_groups, own, strict=True):
-                group["lr"] = lr
-        self.mean = None
+        try:
+            self._step(self._optimizer)
+        except BaseException as error:
+            self.raised = error
+            raise
+        finally:
+            for parameter in self._parameters:
+                parameter.grad = None
+            if rate != 1.0:
+                for group, lr in zip(self._optimizer.param_groups, own, strict=True):
+                    group["lr"] = lr
+            self.mean = None
 
     def move(self, buffer: torch.Tensor) -> None:
         """Have the weights lie in other memory, which holds their values already."""
@@ -268,9 +276,11 @@ class ServerChunk(StagedChunk):
                 fused = [group for group in optimizer.param_groups if group.get("fused")]
         for group in fused:
             group["fused"] = False
-        take_step(optimizer)
-        for group in fused:
-            group["fused"] = True
+        try:
+            take_step(optimizer)
+        finally:
+            for group in fused:
+                group["fused"] = True
 
     def set_hyperparameters(self, hyper: Sequence[Hyperparameters]) -> None:
         """Set hyperparameters of the optimizer's groups.
@@ -384,7 +394,8 @@ class ServerChunk(StagedChunk):
             self.chunk.slices, self._names, self._parameters, strict=True
         ):
             if name == about["name"] and piece.start == about["start"]:
-                self._check_form(about["key"], value, parameter, self._optimizer)
+                if not about["plain"] and key in _READ_BY_FUSED_KERNELS:
+                    self._check_form(key, value, parameter, self._optimizer)
                 return parameter
         raise ProtocolError(
             f"no slice of {about['name']!r} at {about['start']} in chunk {self.chunk.index}"
@@ -399,7 +410,7 @@ class ServerChunk(StagedChunk):
         Raises:
             ProtocolError: it has not.
         """
-        fused = any(group.get("fused") for group in optimizer.param_groups) and key != "step"
+        fused = any(group.get("fused") for group in optimizer.param_groups)
         if fused and (value.numel(), value.dtype) != (parameter.numel(), parameter.dtype):
             raise ProtocolError(
                 f"optimizer state {key} of {value.numel()} elements and {value.dtype} for a slice "

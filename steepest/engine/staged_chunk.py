@@ -50,9 +50,11 @@ class StagedChunk(ABC):
     Attributes:
         chunk, weights: as given.
         staged: the pushes that are neither committed nor dropped.
+        raised: the exception that the user's optimizer raised in the last `apply`; None if none did.
     """
 
     def __init__(self, chunk: Chunk, weights: torch.Tensor) -> None:
+        self.raised: BaseException | None = None
         self.chunk = chunk
         self.weights = weights
         self.staged: dict[PushId, StagedPush] = {}
@@ -163,6 +165,10 @@ class StagedChunk(ABC):
             rate: factor of the learning rates.
             buffer: memory of the chunk's size for the new weights, when the old ones must not
                 change; None to change them in place.
+
+        Raises:
+            BaseException: what the user's optimizer raised, which is kept as `raised`; weights and
+                state may be updated in part.
         """
 
     @abstractmethod

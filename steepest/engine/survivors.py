@@ -23,7 +23,7 @@ class ServerState:
 
     Attributes:
         position: generation and version.
-        chunks: indices of the chunks.
+        chunks: indices of the chunks; none if the optimizer raised in the middle of an update.
         state: of the coordinator, from its last decision: ledger and history, and the schedule if
             one was sent.
         log: entries of the coordinator's log.
@@ -74,7 +74,7 @@ def catch_up(server: Server, heard: Iterable[Sequence[Decision]]) -> None:
 
 def state_of(servers: Sequence[Server]) -> ServerState:
     """Return the state that the servers of one process hold."""
-    chunks = frozenset(index for server in servers for index in server.chunks)
+    chunks = frozenset(index for server in servers if not server.torn for index in server.chunks)
     recent = servers[0].decisions.recent
     state = dict(recent[-1].state or {}) if recent else {}
     if servers[0].decisions.schedule:

@@ -88,17 +88,22 @@ class Result(Body):
 class Failure(Body):
     """The open step is given up, and the steps asked for after it with it.
 
-    The coordinator sends it to the client; a new generation begins with it.
+    The coordinator sends it to the client; a new generation begins with it. After one of reason
+    "optimizer", which may come between steps too, no server's state can be read, and no step taken:
+    other roles have to be made, with a state from before.
 
     Attributes:
         generation, version: of the coordinator from now on.
-        step: number of steps committed by now.
+        step: number of steps committed by now; of reason "optimizer", of those before the step whose
+            update raised.
         reason: "raised" (a worker's model or data; with worker, error, traceback, kind), "schedule"
-            (the schedule raised; with error, traceback, kind), "nonfinite" (with culprits), "lost"
-            (a process died; with peer, why) or "deadline" (with awaited, seconds).
+            (the schedule raised; with error, traceback, kind), "optimizer" (a server's optimizer
+            raised, and the committed update is applied in part; with peer, error, traceback, kind),
+            "nonfinite" (with culprits), "lost" (a process died; with peer, why) or "deadline" (with
+            awaited, seconds).
         culprits: (worker, parameter's name) for each NaN or infinity, see `VersionStaged`.
         worker: index of the worker whose model or data raised.
-        peer: the process that died.
+        peer: the process that died, or the server whose optimizer raised.
         why: the cause of its death, in words.
         error, traceback, kind: of the exception, see `steepest.errors.describe_error`.
         awaited: names of the processes that have not done their part.

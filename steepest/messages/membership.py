@@ -140,13 +140,16 @@ class Lease(Body):
 @body(Kind.FAILED)
 @dataclass(frozen=True)
 class Failed(Body):
-    """Computing a gradient raised an exception.
+    """Computing a gradient, or applying an update, raised an exception of the user's code.
 
-    A worker sends it to the coordinator when the model or its data raised.
+    A worker sends it to the coordinator when the model or its data raised, a server when the
+    optimizer raised, once.
 
     Attributes:
-        generation, incarnation: of the worker.
-        version: of the weights from which the gradient was being computed.
+        generation: of the sender.
+        incarnation: of the worker; 0 from a server.
+        version: of the weights from which the gradient was being computed; from a server, that
+            which the update was to make.
         error, traceback, kind: of the exception, see `steepest.errors.describe_error`.
     """
 

@@ -90,7 +90,7 @@ _TRAINING: Sayings = {
     ("aggregator", "server"): (HostPush,),
     ("aggregator", "worker"): (Weights, WeightsShared),
     ("server", "aggregator"): (Weights,),
-    ("server", "coordinator"): (VersionStaged, PushStaged, Logged),
+    ("server", "coordinator"): (VersionStaged, PushStaged, Logged, Failed),
     ("coordinator", "server"): (Refresh, WorkerJoined, WorkerEnded),
     ("coordinator", "worker"): (Members, Grant, Lease),
     ("client", "coordinator"): (Ask, Revoke, Stop, GiveUp, ReadLog),

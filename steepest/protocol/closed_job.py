@@ -62,6 +62,7 @@ class ClosedJob:
         self._client: Peer | None = None  # which asked for something last
         self._stats = True
         self._installs: list[tuple[Peer, int]] = []  # requests that wait for all workers to join
+        self._torn: dict[str, Any] | None = None  # about the first server whose optimizer raised
         self._step = OpenStep()
         # Of versions whose pushes are not counted yet: generation, version, reports and staleness
         # by worker, norm.
@@ -77,6 +78,8 @@ class ClosedJob:
             case Kind.JOIN:
                 self._require_member(source)
                 return self._join(source.index, Join.unpack(message).incarnation)
+            case Kind.FAILED if source.role == "server":
+                return self._update_failed(source, Failed.unpack(message))
             case Kind.FAILED:
                 self._require_member(source)
                 return self._failed(source.index, Failed.unpack(message))
@@ -263,6 +266,8 @@ class ClosedJob:
         self._client = client
         if self.losses:
             return self._fail_for_loss()
+        if self._torn is not None:
+            return self._fail("optimizer", self._torn)
         state, per_step = self.state, self.state.versions_per_step
         if self.limit + request.steps * per_step >= MOST:
             raise ProtocolError(f"ASK for {request.steps} steps: give fewer")
@@ -434,6 +439,23 @@ class ClosedJob:
         # the model may have written to its weights before it raised
         return self._fail("raised", about, reload=True)
 
+    def _update_failed(self, server: Peer, failed: Failed) -> Outgoing:
+        """Fail this step and all later ones: a server's optimizer raised in a committed update.
+
+        Others have applied it, so that the servers' chunks are of no version. Further servers that
+        say so are ignored.
+        """
+        if self._torn is not None:
+            return []
+        self._torn = {
+            "step": (failed.version - 1) // self.state.versions_per_step,
+            "peer": server,
+            "error": failed.error,
+            "traceback": failed.traceback,
+            "kind": failed.kind,
+        }
+        return self._fail("optimizer", self._torn)
+
     def _fail(self, reason: str, about: Mapping[str, Any], *, reload: bool = False) -> Outgoing:
         """Give the open step up: nothing of it is applied, and a new generation begins.
 
@@ -444,6 +466,7 @@ class ClosedJob:
         state = self.state
         out = self._begin_generation(reload=reload)
         if self._client is not None:
-            failure = driver.Failure(state.generation, state.version, state.step, reason, **about)
+            fields = {"step": state.step, "reason": reason, **about}
+            failure = driver.Failure(state.generation, state.version, **fields)
             out.append((self._client, failure.pack()))
         return out

@@ -1,0 +1,175 @@
+"""An optimizer of the user's that raises on a server is told once, as such, and the job goes back to a whole state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, ParameterServerStrategy
+from steepest.config.strategies import SimpleStrategy, StrategyConfig
+from steepest.errors import DeadlineError, ModelRaisedError, RemoteTraceback
+from steepest.messages.driver import Failure
+from steepest.messages.message import server_peer, worker_peer
+from steepest.testing import InProcessCluster
+from steepest.testing.simulation import Simulation, run_config
+from tests.reference import Task, difference, samples
+
+STEPS, WORKERS = 12, 2
+
+
+class Raising(torch.optim.SGD):
+    """Momentum; raises after it has updated a chunk, when so many others have been updated as `left` says.
+
+    Each number in `left` is of one exception; `before` is called before each.
+    """
+
+    left: list[int] = []
+    before: Callable[[], None] = staticmethod(lambda: None)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.left and self.left[0] == 0:
+            del self.left[0]
+            Raising.before()
+            raise ZeroDivisionError("no luck today")
+        if self.left:
+            self.left[0] -= 1
+
+
+TASK = Task(
+    optimizer=lambda module: Raising(module.parameters(), lr=0.1, momentum=0.9), data=samples(64)
+)
+STRATEGIES: dict[str, StrategyConfig] = {
+    "simple": SimpleStrategy(),
+    "ps": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
+    "copies": ParameterServerStrategy(num_servers=2, chunk_bytes=64, replication=2),
+    "allreduce": AllreduceStrategy(chunk_bytes=64),
+    "async": ParameterServerStrategy(num_servers=2, chunk_bytes=64, mode="async"),
+}
+
+
+@contextlib.contextmanager
+def simulated(strategy: StrategyConfig, snapshot_every: int) -> Iterator[DistributedSGD]:
+    """A trainer in a simulation."""
+    config = run_config(failure=FailureConfig(snapshot_every=snapshot_every))
+    with (
+        Simulation(1).running(sys.modules[__name__]),
+        DistributedSGD(
+            TASK.creator(), num_workers=WORKERS, strategy=strategy, run_config=config
+        ) as trainer,
+    ):
+        yield trainer
+
+
+@pytest.fixture(autouse=True)
+def _calm() -> Iterator[None]:
+    before = Raising.before
+    yield
+    Raising.left.clear()
+    Raising.before = before
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_servers_of_an_update_made_in_part_send_no_weights_and_take_no_steps(name: str) -> None:
+    cluster = InProcessCluster(TASK.creator(), num_workers=WORKERS, strategy=STRATEGIES[name])
+    cluster.step(3)
+    Raising.left.append(2)
+    found: list[Failure] = []
+    for _ in range(5):  # a step's result may come before its update raises
+        last = cluster.step(1)[-1]
+        found += [last] if isinstance(last, Failure) else []
+    about = found[0]
+    assert (about.reason, about.step) == ("optimizer", 5 if name == "simple" else 3)
+    assert about.peer in [server_peer(0), server_peer(1)]
+    assert about.error == "ZeroDivisionError: no luck today"
+    assert "in step" in about.traceback
+    assert "steepest/" not in about.traceback
+    assert {(each.reason, each.step, each.peer) for each in found[1:]} == {
+        (about.reason, about.step, about.peer)
+    }
+    with pytest.raises(DeadlineError, match="optimizer raised in the update to version .*no luck"):
+        cluster.snapshot("state")
+
+
+@pytest.mark.parametrize("name", ["ps", "copies", "allreduce"])
+def test_a_job_goes_back_to_its_snapshot_and_on_from_there(name: str) -> None:
+    expected = TASK.trace(WORKERS, STEPS)
+    with simulated(STRATEGIES[name], snapshot_every=1) as trainer:
+        trainer.fit(steps=4, progress=False)
+        Raising.left.append(2)
+        with pytest.raises(
+            ModelRaisedError, match=r"server \d on .*: the optimizer raised in step 5: Zero"
+        ) as caught:
+            trainer.fit(steps=STEPS - 4, progress=False)
+        assert isinstance(caught.value.__cause__, RemoteTraceback)
+        assert "no luck today" in str(caught.value.__cause__)
+        assert "steepest/engine" not in str(caught.value.__cause__)
+        step = trainer._training.step
+        assert step <= 5
+        assert f"are those after step {step}" in str(caught.value)
+        assert difference(trainer.weights(), expected[step]) < 1e-12
+        trainer.fit(steps=STEPS - step, progress=False)
+        assert difference(trainer.weights(), expected[STEPS]) < 1e-12
+        stats = trainer.stats()
+        assert (stats.replaced, stats.events) == (0, ())
+
+
+@pytest.mark.parametrize("way", ["weights", "step", "evaluate", "set_weights"])
+def test_between_calls_it_is_told_by_the_next_one_and_once(way: str) -> None:
+    expected = TASK.trace(WORKERS, STEPS)
+    with simulated(STRATEGIES["ps"], snapshot_every=1) as trainer:
+        trainer.step()
+        trainer._supervisor.snapshots.ensure()
+        zeros = {name: torch.zeros_like(value) for name, value in trainer.weights().items()}
+        Raising.left.append(1)
+        trainer.step()  # the coordinator has committed it before servers apply it
+        calls: dict[str, Callable[[], Any]] = {
+            "weights": trainer.weights,
+            "step": trainer.step,
+            "evaluate": lambda: trainer.evaluate(TASK.data),
+            "set_weights": lambda: trainer.set_weights(zeros),
+        }
+        with pytest.raises(ModelRaisedError, match="the optimizer raised in step 2: Zero"):
+            calls[way]()
+        step = trainer._training.step
+        assert step < 2
+        assert difference(trainer.weights(), expected[step]) < 1e-12
+        trainer.fit(steps=STEPS - step, progress=False)
+        assert difference(trainer.weights(), expected[STEPS]) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["simple", "ps", "copies", "allreduce"])
+def test_without_a_snapshot_every_later_call_says_so(name: str) -> None:
+    with simulated(STRATEGIES[name], snapshot_every=0) as trainer:
+        trainer.step()
+        Raising.left += [0, 0, 0, 0, 0, 0, 0, 0]  # copies too
+        with pytest.raises(ModelRaisedError, match="no snapshot to go back to"):
+            trainer.fit(steps=2, progress=False)
+        for call in (trainer.step, trainer.weights, trainer.state_dict, trainer.step):
+            with pytest.raises(ModelRaisedError, match="the optimizer raised in step 2: Zero"):
+                call()
+
+
+@pytest.mark.parametrize("name", ["ps", "copies", "allreduce"])
+def test_a_process_may_die_at_the_same_time(name: str) -> None:
+    expected = TASK.trace(WORKERS, STEPS)
+    with simulated(STRATEGIES[name], snapshot_every=1) as trainer:
+        trainer.fit(steps=4, progress=False)
+        Raising.left.append(2)
+        victim = trainer._live().places[worker_peer(1)].pid
+        Raising.before = lambda: os.kill(victim, signal.SIGKILL)
+        with contextlib.suppress(ModelRaisedError):  # not where all of it dies
+            trainer.fit(steps=STEPS - 4, progress=False)
+        step = trainer._training.step
+        assert difference(trainer.weights(), expected[step]) < 1e-12
+        if step < STEPS:
+            trainer.fit(steps=STEPS - step, progress=False)
+        assert difference(trainer.weights(), expected[STEPS]) < 1e-12
