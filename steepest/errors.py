@@ -16,7 +16,8 @@ SteepestError
 └── ShutdownError                        the trainer was used after `shutdown()`
 
 `DistributedSGD.step` and `fit` raise a StepError for a step that is not committed; weights and
-optimizer state are then those of the last commit, less what a dead process alone held. Each
+optimizer state are then those of the last commit, less what a dead process alone held. Where the
+optimizer raised on a server, they are those of the last snapshot, and the message says which. Each
 subclass names a cause. Other calls raise the same classes for the same causes: a start, a
 handshake, an evaluation, a push or a collective operation can meet an exception of the user's code,
 a deadline or a dead process as a step can.
@@ -46,7 +47,7 @@ class StepError(SteepestError):
     """The job's processes did not do what they were asked.
 
     From `step` and `fit`: the step was not committed, and weights and optimizer state are those of
-    the last commit.
+    the last commit; of the last snapshot if the optimizer raised on a server.
     """
 
 

@@ -225,7 +225,9 @@ class DistributedSGD(Checkpointing):
         Raises:
             ConfigurationError: `fetch_stats` is not True or False.
             StepError: the step was not committed, for one of these causes.
-            ModelRaisedError: the model or its data raised; the traceback is the cause.
+            ModelRaisedError: the model or its data raised; or the optimizer did, in this step or in
+                the one before it, and the job was set back as the message says. The traceback is
+                the cause.
             ModelError: the model breaks its protocol: it writes to trained parameters, or a metric
                 is no number.
             NonFiniteError: a gradient holds NaN or infinity.
