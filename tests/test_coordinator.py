@@ -13,6 +13,7 @@ import pytest
 from steepest.engine.coordinator_role import CoordinatorRole
 from steepest.errors import ProtocolError
 from steepest.messages.driver import Counters
+from steepest.messages.fields import MOST
 from steepest.messages.gradients import Report
 from steepest.messages.membership import Grant, Members
 from steepest.messages.message import Kind, Message, Peer, server_peer, worker_peer
@@ -215,6 +216,15 @@ def test_steps_asked_for_add_up() -> None:
     assert [m.version for _, m in ask(coordinator, 2)] == [5, 5]
     complete(coordinator)
     assert [m.version for _, m in ask(coordinator, 1)] == [6, 6]
+
+
+def test_more_steps_than_a_version_can_count_are_refused() -> None:
+    coordinator = started(steps=3)
+    with pytest.raises(ProtocolError, match="ASK for .* give fewer"):
+        ask(coordinator, MOST - 3)
+    assert coordinator.limit == 3
+    ask(coordinator, MOST - 4)
+    assert coordinator.limit == MOST - 1
 
 
 def test_what_was_granted_can_be_taken_back() -> None:
