@@ -47,7 +47,15 @@ class Noisy(Dataset[Any]):
         return torch.full((3,), index / 10) + noise, torch.tensor([index / 7])
 
 
-def creator(happened: list[str], data: Any = None) -> Any:
+class Drawing(torch.optim.SGD):
+    """Draws random numbers, as one that adds noise to its updates does."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.rand(1)
+        return super().step(closure)
+
+
+def creator(happened: list[str], data: Any = None, optimizer: Any = torch.optim.SGD) -> Any:
     def create(worker_index: int, device_index: int) -> TorchModel:
         module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         return TorchModel(
@@ -55,7 +63,7 @@ def creator(happened: list[str], data: Any = None) -> Any:
             loss=nn.functional.mse_loss,
             data=Noisy(happened) if data is None else data(),
             batch_size=2,
-            optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+            optimizer=lambda m: optimizer(m.parameters(), lr=0.01),
         )
 
     return create
@@ -64,8 +72,9 @@ def creator(happened: list[str], data: Any = None) -> Any:
 def job(
     happened: list[str], name: str = "ps", workers: int = 2, **options: Any
 ) -> InProcessCluster:
+    made = {key: options.pop(key) for key in ("data", "optimizer") if key in options}
     return InProcessCluster(
-        creator(happened, options.pop("data", None)),
+        creator(happened, **made),
         num_workers=workers,
         strategy=STRATEGIES[name],
         **options,
@@ -96,6 +105,14 @@ def test_no_bit_changes_whatever_uses_the_generators_between_steps(
     monkeypatch.setattr(Replicas, "load_ahead", load_and_disturb)
     disturbed.step(9)
     assert same_bits(ahead.weights(), disturbed.weights())
+
+
+def test_an_optimizer_may_draw_random_numbers_between_a_batch_and_its_computation() -> None:
+    ahead, one_by_one = (job([], optimizer=Drawing) for _ in range(2))
+    ahead.step(5)
+    for _ in range(5):
+        one_by_one.step(1)
+    assert same_bits(ahead.weights(), one_by_one.weights())
 
 
 def test_the_next_batch_is_read_before_the_weights_come_and_the_last_grants_no_more() -> None:
