@@ -192,7 +192,19 @@ def test_pushes_that_all_wait_for_each_other_are_never_copied() -> None:
     assert buffers_of(job.server) == 0
 
 
-# -- lives that are over, and decisions that others must know ------------------------------------
+# -- generations and lives that are over, and decisions that others must know --------------------
+
+
+def test_a_copy_of_a_beginning_voids_nothing() -> None:
+    job = Alone()
+    for generation in (1, 2):
+        job.begin(generation)
+    job.push(0, 1, TRAINABLE[0], flat(1.0), generation=2)
+    for generation in (1, 2):
+        job.begin(generation)
+    job.push(0, 1, TRAINABLE[1], flat(1.0), generation=2)
+    assert job.server.generation == 2
+    assert job.staged() == {(0, 1)}
 
 
 def test_of_a_life_that_is_over_nothing_stays_and_nothing_is_taken() -> None:
