@@ -557,14 +557,36 @@ def test_what_happened_before_the_first_tick_is_not_ages_ago() -> None:
     assert only(coordinator.tick(5010.0), Kind.FAILURE).values()["reason"] == "deadline"
 
 
-def test_shares_leased_before_the_first_tick_have_all_their_time() -> None:
+def leasing() -> Coordinator:
+    """A coordinator that commits each push by itself, and whose two workers have joined."""
     state = CommitState(
         members=frozenset(range(2)), servers=(0,), holding=frozenset([0]), rule=CommitEach()
     )
-    coordinator = Coordinator(ClosedJob(state, step_timeout=10.0), lambda step: [{}])
+    job = ClosedJob(state, step_timeout=10.0, replaces=True)
+    coordinator = Coordinator(job, lambda step: [{}])
     for worker in range(2):
         coordinator.handle(worker_peer(worker), Message(Kind.JOIN))
+    return coordinator
+
+
+def test_shares_leased_before_the_first_tick_have_all_their_time() -> None:
+    coordinator = leasing()
     ask(coordinator, 3)
     assert coordinator.tick(5000.0) == []
     assert coordinator.tick(5009.0) == []
     assert only(coordinator.tick(5010.0), Kind.FAILURE).values()["reason"] == "deadline"
+
+
+def test_a_successor_among_workers_that_go_on_waits_for_all_weights_before_its_first_share() -> (
+    None
+):
+    coordinator = leasing()
+    ask(coordinator, 3)
+    coordinator.lost(worker_peer(1), "reset")
+    out = coordinator.handle(worker_peer(1), Message(Kind.JOIN, incarnation=1))
+    assert kinds(out) == [
+        ("worker 1", "MEMBERS"),
+        ("server 0", "WORKER_JOINED"),
+        ("worker 1", "LEASE"),
+    ]
+    assert Members.unpack(only(out, Kind.MEMBERS)) == Members(1, 0, [0, 1], reload=True)
