@@ -9,16 +9,19 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, ParameterServerStrategy
 from steepest.config.strategies import SimpleStrategy, StrategyConfig
+from steepest.engine.survivors import state_of
 from steepest.errors import DeadlineError, ModelRaisedError, RemoteTraceback
 from steepest.messages.driver import Failure
 from steepest.messages.message import server_peer, worker_peer
 from steepest.testing import InProcessCluster
 from steepest.testing.simulation import Simulation, run_config
+from tests.crowd import Crowd, values
 from tests.reference import Task, difference, samples
 
 STEPS, WORKERS = 12, 2
@@ -173,3 +176,76 @@ def test_a_process_may_die_at_the_same_time(name: str) -> None:
         if step < STEPS:
             trainer.fit(steps=STEPS - step, progress=False)
         assert difference(trainer.weights(), expected[STEPS]) < 1e-12
+
+
+@pytest.mark.parametrize("replication", [1, 2])
+def test_users_of_a_parameter_server_are_told_until_a_whole_state_is_loaded(
+    replication: int,
+) -> None:
+    initial = {"a": np.zeros((5, 3)), "b": np.zeros(7)}
+    crowd = Crowd(
+        initial,
+        2,
+        2,
+        optimizer=lambda parameters: Raising(parameters, lr=0.5, momentum=0.9),
+        replication=replication,
+    )
+    one, other = crowd.users
+    update = {name: np.ones_like(array) for name, array in initial.items()}
+    for _ in range(3):
+        crowd.wait(one.push(update))
+    saved, expected = crowd.state(), crowd.pull()[1]
+    Raising.left.append(0)
+    told = "server [01]: its optimizer raised.*no luck today.*load_state_dict"
+    crowd.wait(one.push(update))  # committed before it is applied
+    for future in (one.push(update), one.push_pull(update)[0], other.push(update), other.pull()[0]):
+        with pytest.raises(ModelRaisedError, match=told) as caught:
+            crowd.wait(future)
+        assert "in step" in str(caught.value.__cause__)
+    with pytest.raises(ModelRaisedError, match="server [01]: its optimizer raised"):
+        crowd.state()
+    crowd.settle()
+    assert crowd.idle()
+    crowd.wait(one.client.install(0, saved.weights, saved.records))
+    assert all((crowd.pull()[1][name] == expected[name]).all() for name in initial)
+    pulled = [crowd.wait(user.push_pull(update)[0]) for user in (one, other)]
+    assert pulled[1] == pulled[0] + 1
+    serial = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([serial], lr=0.5, momentum=0.9)
+    for _ in range(5):
+        serial.grad = torch.ones_like(serial)
+        optimizer.step()
+    assert values(crowd.pull()[1]) == {serial.item()}
+
+
+def test_a_push_that_wants_the_arrays_of_the_update_that_raises_is_told() -> None:
+    crowd = Crowd(
+        np.zeros(20), 2, 1, optimizer=lambda parameters: Raising(parameters, lr=0.5, momentum=0.9)
+    )
+    crowd.wait(crowd.users[0].push(np.ones(20)))
+    Raising.left.append(1)
+    future, _ = crowd.users[0].push_pull(np.ones(20))
+    with pytest.raises(ModelRaisedError, match="raised in the update to version 2: ZeroDivision"):
+        crowd.wait(future)
+    crowd.settle()
+    assert crowd.idle()
+
+
+def test_a_copy_that_did_not_raise_serves_when_a_server_dies() -> None:
+    crowd = Crowd(
+        np.zeros(20),
+        3,
+        1,
+        replication=2,
+        optimizer=lambda parameters: Raising(parameters, lr=0.5, momentum=0.9),
+    )
+    crowd.wait(crowd.users[0].push(np.ones(20)))
+    assert all(state_of([server]).chunks for server in crowd.servers)
+    Raising.left.append(0)
+    crowd.wait(crowd.users[0].push(np.ones(20)))
+    crowd.settle()
+    (torn,) = [i for i, server in enumerate(crowd.servers) if server.torn is not None]
+    assert not state_of([crowd.servers[torn]]).chunks
+    crowd.replace(torn)
+    version, pulled = crowd.pull()
+    assert (version, values(pulled)) == (2, {-0.5 - 0.95})

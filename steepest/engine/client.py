@@ -18,8 +18,10 @@ from steepest.engine.optimizer_records import checked_state_size, state_fields, 
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
+    ModelRaisedError,
     PeerLostError,
     ProtocolError,
+    RemoteTraceback,
     ShutdownError,
 )
 from steepest.messages.driver import (
@@ -474,7 +476,10 @@ class Client:
                 f"versions {read.snapshot.version} and {end.version} in one snapshot"
             )
         if end.given_up:
-            error = DeadlineError(f"{source} gave up a snapshot: {end.given_up}")
+            error: Exception = DeadlineError(f"{source} gave up a snapshot: {end.given_up}")
+            if end.traceback:
+                error = ModelRaisedError(f"{source}: {end.given_up}")
+                error.__cause__ = RemoteTraceback(end.traceback)
             self.give_up(read.future, error)
             return
         read.snapshot.version = end.version

@@ -142,7 +142,7 @@ class OutgoingWeights:
             self._narrowed[chunk.index] = (at, narrowed)
         return narrowed
 
-    def answer(self, order: Snapshot, at: Key, torn: str = "") -> None:
+    def answer(self, order: Snapshot, at: Key) -> None:
         """Send a snapshot to its reader: weights, optimizer state, rows, and the end of it.
 
         It is of the chunks that this server answers for. Of rows the first are sent, and the others
@@ -151,12 +151,7 @@ class OutgoingWeights:
         Args:
             order: the coordinator's SNAPSHOT.
             at: generation and version of the server.
-            torn: why the chunks are of no version, so that only that is sent; empty if they are.
         """
-        if torn:
-            end = SnapshotEnd(at[0], order.sequence, at[1], given_up=torn)
-            self._send(order.reader, end.pack())
-            return
         reader, holders = order.reader, self._holders
         asked = [held for i, held in self._chunks.items() if holders[i][0] == self._index]
         wanted = [h for h in asked if order.chunks is None or h.chunk.index in order.chunks]

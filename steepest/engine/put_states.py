@@ -156,7 +156,7 @@ class PutStates:
         for index in tried:
             self._chunks[index].try_state(parts[index])
 
-    def install(self, client: Peer, sequence: int) -> None:
+    def install(self, client: Peer, sequence: int) -> bool:
         """Make a state that a client has put the state of this server.
 
         Nothing changes if no part of it has come. Weights that are being read stay as they are, in
@@ -165,10 +165,13 @@ class PutStates:
         Args:
             client: that has put it.
             sequence: number of the client's request.
+
+        Returns:
+            Whether nothing is left of the state before: weights and optimizer state are new.
         """
         put = self._puts.pop((client, sequence), None)
         if put is None:
-            return
+            return False
         if client not in self._lost:
             self._installed[client] = sequence
         self._puts = {
@@ -186,6 +189,7 @@ class PutStates:
                 self._chunks[index].load_state(about, value)
             for held in self._chunks.values():
                 held.end_state()
+        return put.replaces_state
 
     def lost(self, peer: Peer) -> None:
         """Note that a client's channel is closed: its successor numbers requests from one again."""

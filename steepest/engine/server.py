@@ -15,12 +15,13 @@ from steepest.engine.incoming_weights import Key, where_lent
 from steepest.engine.optimizer_records import checked_state_size
 from steepest.engine.outgoing_weights import OutgoingWeights
 from steepest.engine.put_states import PutStates
+from steepest.engine.raised_update import RaisedUpdate
 from steepest.engine.row_pulls import RowPulls
 from steepest.engine.server_chunk import make_chunk
 from steepest.engine.staged_chunk import StagedChunk, StagedPush
 from steepest.engine.staging_progress import StagingProgress
 from steepest.engine.topology import Topology
-from steepest.errors import ProtocolError, describe_error
+from steepest.errors import ProtocolError
 from steepest.messages.gradients import (
     Commit,
     Decision,
@@ -32,7 +33,7 @@ from steepest.messages.gradients import (
     Refresh,
     VersionStaged,
 )
-from steepest.messages.membership import Failed, Members, WorkerEnded, WorkerJoined
+from steepest.messages.membership import Members, WorkerEnded, WorkerJoined
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, PushId, Send, worker_peer
 from steepest.messages.rows import PullRows
 from steepest.messages.snapshots import InstallPut, ReadOn, Snapshot
@@ -91,8 +92,8 @@ class Server:
         version: of the weights: the number of the last commit.
         generation: the last one that the coordinator began.
         refused: the number of pushes that were dropped.
-        torn: why the chunks are of no version, in words: the optimizer raised in the middle of an
-            update. Empty while they are of `version`.
+        torn: the update in which the optimizer raised, if no whole state was installed since: the
+            chunks are of no version. None while they are of `version`.
         chunks: that this server holds, by index.
         answers_for: indices of those whose copies, if any, are on other servers.
         decisions: the coordinator's decisions, remembered where chunks have copies.
@@ -114,7 +115,7 @@ class Server:
         self.version = 0
         self.generation = 0
         self.refused = 0
-        self.torn = ""
+        self.torn: RaisedUpdate | None = None
         self._index = index
         self._send = send
         layout, holders = topology.layout, topology.holders
@@ -247,7 +248,11 @@ class Server:
             case Kind.HOST_PUSH:
                 self._stage(source, HostPush.unpack(message))
             case Kind.SNAPSHOT:
-                self._weights.answer(Snapshot.unpack(message), self._position, self.torn)
+                order = Snapshot.unpack(message)
+                if self.torn is None:
+                    self._weights.answer(order, self._position)
+                else:
+                    self._send_torn(order.reader, order.sequence, self.torn)
             case Kind.READ_ON:
                 self._weights.rows.go_on(source, ReadOn.unpack(message).sequence)
             case Kind.PULL_ROWS:
@@ -258,6 +263,11 @@ class Server:
                 self.carry_out(decision.unpack(message))
             case _:
                 raise ProtocolError(f"a server does not take {message.kind.name}")
+
+    def _send_torn(self, reader: Peer, sequence: int, torn: RaisedUpdate) -> None:
+        """Send a reader why it gets no weights."""
+        end = torn.to_reader(self._position, sequence, open_to_all=self._open_to_all)
+        self._send(reader, end.pack())
 
     def carry_out(self, decision: Decision) -> None:
         """Act on one of the coordinator's decisions, and remember it where chunks have copies.
@@ -456,7 +466,8 @@ class Server:
     def _commit(self, commit: Commit) -> None:
         """Apply some staged pushes as the next version, and send it to its readers.
 
-        Nothing is applied or sent once the optimizer has raised, see `torn`.
+        Nothing is applied once the optimizer has raised, see `torn`; users of a parameter server
+        are sent why, workers nothing.
 
         Raises:
             ProtocolError: the commit cannot be applied here; nothing has changed.
@@ -479,14 +490,17 @@ class Server:
         for held in self._in_order:
             if held.chunk.has_rows:
                 self.flush()  # the weights, with which workers go on meanwhile
-            if not (commit.skip or self.torn):
+            if not commit.skip and self.torn is None:
                 self._apply(held, commit, hyper)
             for push in commit.pushes:
                 if push in held.staged:  # what an aggregator added up is staged as the first push
                     held.forget(push)
-            for reader, sequence in () if self.torn else readers:
+            for reader, sequence in readers if self.torn is None else ():
                 skipped = self._is_left_out(reader)
                 self._weights.send(reader, held, self._position, sequence, skipped=skipped)
+        if self.torn is not None and self._open_to_all:
+            for reader, sequence in readers:
+                self._send_torn(reader, sequence, self.torn)
         if not self._together:
             for push in commit.pushes:
                 self._done.add(push)
@@ -509,13 +523,10 @@ class Server:
         try:
             held.apply(hyper, commit.rate, self._weights.make_way(held))
         except BaseException as error:
-            if held.raised is not error or self._open_to_all:
+            if held.raised is not error:
                 raise
-            told = describe_error(error)
-            self.torn = (
-                f"its optimizer raised in the update to version {self.version}: {told['error']}"
-            )
-            self._send(COORDINATOR, Failed(self.generation, 0, self.version, **told).pack())
+            self.torn = RaisedUpdate.of(self.version, error)
+            self._send(COORDINATOR, self.torn.to_coordinator(self.generation).pack())
 
     def _check_commit(self, commit: Commit, hyper: list[dict[str, Any]]) -> None:
         """Check that all of a commit can be applied, before any of it is.
@@ -626,7 +637,8 @@ class Server:
     def _install(self, puts: Iterable[Sequence[Any]]) -> None:
         """Install states that clients have put; each entry is a client's (role, index, request)."""
         for role, index, sequence in puts:
-            self._puts.install(Peer(role, index), sequence)
+            if self._puts.install(Peer(role, index), sequence):
+                self.torn = None
 
     def _stage_early(self) -> None:
         """Stage the pushes that came early; those that are still early are kept again."""

@@ -74,7 +74,9 @@ def catch_up(server: Server, heard: Iterable[Sequence[Decision]]) -> None:
 
 def state_of(servers: Sequence[Server]) -> ServerState:
     """Return the state that the servers of one process hold."""
-    chunks = frozenset(index for server in servers if not server.torn for index in server.chunks)
+    chunks = frozenset(
+        index for server in servers if server.torn is None for index in server.chunks
+    )
     recent = servers[0].decisions.recent
     state = dict(recent[-1].state or {}) if recent else {}
     if servers[0].decisions.schedule:

@@ -108,7 +108,7 @@ _TRAINING: Sayings = {
 }
 _OPEN: Sayings = {
     ("worker", "coordinator"): (Pushed, Read),
-    ("server", "coordinator"): (PushStaged, UserLeft, Logged),
+    ("server", "coordinator"): (PushStaged, UserLeft, Logged, Failed),
     ("server", "worker"): (SnapshotEnd,),
     ("coordinator", "worker"): (PushCommitted, PushRefused),
     ("coordinator", "server"): (InstallPut,),

@@ -171,6 +171,8 @@ class SnapshotEnd(Body):
         version: of the snapshot.
         state: of the coordinator, where the reader asked for "state" or "standing".
         given_up: why the rest is not sent, in words; empty where all was.
+        traceback: of the optimizer that raised, from a parameter server by itself; it sends such an
+            end also instead of the weights that a push makes, under the push's number.
     """
 
     generation: Generation
@@ -178,6 +180,7 @@ class SnapshotEnd(Body):
     version: Version
     state: Annotated[dict[str, Any] | None, STATE] = None
     given_up: Annotated[str, TEXT] = ""
+    traceback: Annotated[str, TEXT] = ""
 
 
 @body(Kind.PUT)

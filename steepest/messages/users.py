@@ -6,7 +6,7 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from steepest.messages.fields import CULPRITS, FLAG, WORKER
+from steepest.messages.fields import CULPRITS, FLAG, TEXT, WORKER
 from steepest.messages.gradients import Pulled
 from steepest.messages.message import Kind
 from steepest.messages.schema import Body, Sequence, Version, body
@@ -49,17 +49,22 @@ class PushCommitted(Body):
 @body(Kind.PUSH_REFUSED)
 @dataclass(frozen=True)
 class PushRefused(Body):
-    """A push holds NaN or infinity, and is not applied.
+    """A push is not applied.
 
-    The coordinator sends it to the user, with ``nonfinite="refuse"``.
+    The coordinator sends it to the user of a push that holds NaN or infinity, with
+    ``nonfinite="refuse"``; and of every push since a server's optimizer has raised.
 
     Attributes:
         sequence: of the push.
         culprits: (worker, array's name) for each array with NaN or infinity.
+        raised: the server whose optimizer raised, and what, in words; empty if none did.
+        traceback: of what it raised.
     """
 
     sequence: Sequence
-    culprits: Annotated[Row[Row[Any]], CULPRITS]
+    culprits: Annotated[Row[Row[Any]], CULPRITS] = ()
+    raised: Annotated[str, TEXT] = ""
+    traceback: Annotated[str, TEXT] = ""
 
 
 @body(Kind.USER_LEFT)

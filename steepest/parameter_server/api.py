@@ -194,6 +194,8 @@ class ParameterServer:
 
         Raises:
             ConfigurationError: a name is unknown, or `range` or `out` does not fit.
+            ModelRaisedError: the optimizer raised, and `load_state_dict` was not called since; its
+                traceback is the cause.
             DeadlineError: no answer came within `timeout` seconds.
             PeerLostError: a server was shut down by another process, or died without a copy.
             ShutdownError: this handle is shut down.
@@ -219,6 +221,8 @@ class ParameterServer:
                 was sent.
             NonFiniteError: the update holds NaN or infinity (see `nonfinite`); nothing of it was
                 applied.
+            ModelRaisedError: the optimizer raised in an earlier update, and `load_state_dict` was
+                not called since; nothing of this one was applied.
             DeadlineError: no answer came within `timeout` seconds; the update may still be
                 committed.
             PeerLostError: a server was shut down by another process, or died without a copy.
@@ -262,6 +266,8 @@ class ParameterServer:
             out: as for `pull`.
 
         Raises:
+            ModelRaisedError: the optimizer raised, in this update or an earlier one; its traceback
+                is the cause.
             ConfigurationError, NonFiniteError, DeadlineError, PeerLostError, ShutdownError: as
                 `push`.
         """
@@ -310,6 +316,9 @@ class ParameterServer:
         The dict has "version", "arrays" by name, the "update" rule, and the "optimizer" state,
         empty if there is none. It consists of plain tensors in dicts and lists, as `torch.save`,
         and `torch.load` with ``weights_only=True``, take them.
+
+        Raises:
+            ModelRaisedError, DeadlineError, PeerLostError, ShutdownError: as `pull`.
         """
         snapshot: Snapshot = self._run_again(
             lambda connection: connection.client.read("state"), "the state"

@@ -123,7 +123,7 @@ class Keeper:
         moves = []
         for index, server in enumerate(servers):
             given = []
-            if index not in alive:
+            if index not in alive or not states[index].chunks:  # its optimizer raised
                 mine = [c for c, holders in enumerate(group.holders) if index in holders]
                 sources = [whole.holders[chunk][0] for chunk in mine]
                 given = [

@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from steepest.errors import NonFiniteError, PeerLostError, ProtocolError, ShutdownError
+from steepest.errors import (
+    ModelRaisedError,
+    NonFiniteError,
+    PeerLostError,
+    ProtocolError,
+    RemoteTraceback,
+    ShutdownError,
+)
 from steepest.messages.gradients import Push, Weights
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
 from steepest.messages.snapshots import Read, SnapshotEnd
@@ -108,7 +115,8 @@ class Pusher:
 
         Returns:
             The future of the version that the update makes. It raises NonFiniteError if the update
-            is refused, PeerLostError or ShutdownError if it may or may not be committed.
+            is refused, ModelRaisedError if the servers' optimizer raised in it or in an earlier
+            one, PeerLostError or ShutdownError if it may or may not be committed.
         """
         self._sequence += 1
         return self._begin(self._sequence, _Request(_running(), update, wanted))
@@ -120,7 +128,8 @@ class Pusher:
             wanted: memory for them by array name; empty to learn the version alone.
 
         Returns:
-            The future of that version. It raises PeerLostError or ShutdownError.
+            The future of that version. It raises ModelRaisedError if the servers' optimizer has
+            raised, PeerLostError or ShutdownError.
         """
         self._reads += 1
         return self._begin(self._reads, _Request(_running(), None, wanted))
@@ -250,7 +259,11 @@ class Pusher:
                 request.confirmed = True
                 self._finish_if_complete(PushCommitted.unpack(message), request)
             case Kind.PUSH_REFUSED:
-                culprits = PushRefused.unpack(message).culprits
+                refused = PushRefused.unpack(message)
+                if refused.raised:
+                    self._fail_by_optimizer(message.sequence, refused.raised, refused.traceback)
+                    return
+                culprits = refused.culprits
                 names = ", ".join(repr(name) for _, name in culprits if name) or "the array"
                 self._end(message.sequence).set_exception(
                     NonFiniteError(
@@ -263,10 +276,24 @@ class Pusher:
                 self._take(Weights.unpack(message), request)
             case Kind.SNAPSHOT_END:
                 end = SnapshotEnd.unpack(message)
+                if end.given_up:
+                    why = f"{source}: {end.given_up}"
+                    self._fail_by_optimizer(message.sequence, why, end.traceback)
+                    return
                 request.servers.discard(source.index)
                 self._finish_if_complete(end, request)
             case _:
                 raise ProtocolError(f"a parameter server's user does not take {message.kind.name}")
+
+    def _fail_by_optimizer(self, sequence: int, why: str, traceback: str) -> None:
+        """Fail a request because the servers' optimizer raised in its update, or an earlier one."""
+        self._leave_memory(self._requests[sequence])
+        error = ModelRaisedError(
+            f"{why}; parts of the arrays have that update and others not: load_state_dict() a state "
+            "from before it"
+        )
+        error.__cause__ = RemoteTraceback(traceback)
+        self._end(sequence).set_exception(error)
 
     def _take(self, weights: Weights, request: _Request) -> None:
         """Take a chunk of weights, copying what was not received into its place."""

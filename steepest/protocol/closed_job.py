@@ -48,6 +48,7 @@ class ClosedJob:
         joined: indices of the workers that have joined and are not lost.
         losses: the workers and servers that are lost and not replaced, each with the reason.
         limit: the version up to which steps are granted.
+        torn: see `Membership.torn`; once it is set, no step is taken any more.
     """
 
     def __init__(self, state: CommitState, *, step_timeout: float, replaces: bool = False) -> None:
@@ -55,6 +56,7 @@ class ClosedJob:
         self.joined: set[int] = set()
         self.losses: dict[Peer, str] = {}
         self.limit = 0
+        self.torn: Mapping[str, Any] | None = None
         self._step_timeout = step_timeout
         self._replaces = replaces
         self._incarnations: dict[int, int] = {}  # of each worker that ever joined
@@ -62,7 +64,6 @@ class ClosedJob:
         self._client: Peer | None = None  # which asked for something last
         self._stats = True
         self._installs: list[tuple[Peer, int]] = []  # requests that wait for all workers to join
-        self._torn: dict[str, Any] | None = None  # about the first server whose optimizer raised
         self._step = OpenStep()
         # Of versions whose pushes are not counted yet: generation, version, reports and staleness
         # by worker, norm.
@@ -266,8 +267,8 @@ class ClosedJob:
         self._client = client
         if self.losses:
             return self._fail_for_loss()
-        if self._torn is not None:
-            return self._fail("optimizer", self._torn)
+        if self.torn is not None:
+            return self._fail("optimizer", self.torn)
         state, per_step = self.state, self.state.versions_per_step
         if self.limit + request.steps * per_step >= MOST:
             raise ProtocolError(f"ASK for {request.steps} steps: give fewer")
@@ -445,16 +446,16 @@ class ClosedJob:
         Others have applied it, so that the servers' chunks are of no version. Further servers that
         say so are ignored.
         """
-        if self._torn is not None:
+        if self.torn is not None:
             return []
-        self._torn = {
+        self.torn = {
             "step": (failed.version - 1) // self.state.versions_per_step,
             "peer": server,
             "error": failed.error,
             "traceback": failed.traceback,
             "kind": failed.kind,
         }
-        return self._fail("optimizer", self._torn)
+        return self._fail("optimizer", self.torn)
 
     def _fail(self, reason: str, about: Mapping[str, Any], *, reload: bool = False) -> Outgoing:
         """Give the open step up: nothing of it is applied, and a new generation begins.

@@ -264,6 +264,8 @@ class Coordinator:
     def _commit(self, pushes: tuple[Staged, ...], *, skip: bool) -> Outgoing:
         """Make pushes the next version, or a version that changes nothing (`skip`)."""
         state = self._state
+        if (torn := self.membership.torn) is not None:
+            return self.membership.refuse(pushes, "optimizer", torn)
         try:
             hyper = self._hyperparameters(state.step)
         except BaseException as error:  # noqa: BLE001 - the user's; sent to the driver

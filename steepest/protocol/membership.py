@@ -23,6 +23,13 @@ class Membership(Protocol):
         """Versions and staged pushes, which the coordinator acts on too."""
 
     @property
+    def torn(self) -> Mapping[str, Any] | None:
+        """About the server whose optimizer raised in a committed update; None while servers are whole.
+
+        The fields of a `Failure`. Nothing is committed meanwhile.
+        """
+
+    @property
     def limit(self) -> int:
         """The version up to which steps are granted; the present version when none is."""
 
@@ -96,6 +103,6 @@ class Membership(Protocol):
 
         Args:
             pushes: that the rule chose for the next version.
-            reason: "nonfinite" or "schedule".
+            reason: "nonfinite", "schedule", or "optimizer" for `torn`.
             about: the fields of a `Failure` that say more.
         """

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from steepest.errors import ProtocolError
 from steepest.messages.gradients import Discard
-from steepest.messages.membership import Members
+from steepest.messages.membership import Failed, Members
 from steepest.messages.message import Kind, Message, Peer, PushId, worker_peer
 from steepest.messages.snapshots import Install, Installed, InstallPut
 from steepest.messages.users import PushCommitted, Pushed, PushRefused, UserLeft
@@ -26,11 +27,16 @@ class OpenGroup:
 
     Args:
         state: without members, and with a rule that commits each push by itself and drops none.
+
+    Attributes:
+        torn: see `Membership.torn`; a client's installing of a whole state ends it.
     """
 
     def __init__(self, state: CommitState) -> None:
         assert isinstance(state.staging, StagedEach)
         self.state = state
+        self.torn: Mapping[str, Any] | None = None
+        self._installed = 0  # the version that a client installed last
         self._staging = state.staging
         # Answers that wait until another server knows the version, oldest first.
         self._waiting: deque[tuple[int, Peer, Message]] = deque()
@@ -41,8 +47,10 @@ class OpenGroup:
         return self.state.version
 
     def handle(self, source: Peer, message: Message) -> Outgoing:
-        """Act on USER_LEFT of a server, or INSTALL of a client."""
+        """Act on USER_LEFT or FAILED of a server, or INSTALL of a client."""
         match message.kind:
+            case Kind.FAILED if source.index in self.state.servers:
+                return self._update_failed(source, Failed.unpack(message))
             case Kind.USER_LEFT if source.index in self.state.servers:
                 return self._abandon(UserLeft.unpack(message).worker, source.index)
             case Kind.INSTALL:
@@ -134,19 +142,33 @@ class OpenGroup:
         raise AssertionError(f"the rule of an open group dropped {pushes}")
 
     def refuse(self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]) -> Outgoing:
-        """Have servers discard pushes that hold NaN or infinity, and tell each user why."""
-        assert reason == "nonfinite", reason
+        """Have servers discard pushes, and send each user why.
+
+        They hold NaN or infinity, or what servers hold is of no version.
+        """
+        assert reason in ("nonfinite", "optimizer"), reason
         self._staging.take(pushes)
         out = self._discard([push.id for push in pushes])
         for push in pushes:
-            refused = PushRefused(push.sequence, about["culprits"])
+            refused = PushRefused(push.sequence, about.get("culprits", ()))
+            if reason == "optimizer":
+                raised = f"{about['peer']}: its optimizer raised: {about['error']}"
+                refused = replace(refused, raised=raised, traceback=about["traceback"])
             out.append((worker_peer(push.worker), refused.pack()))
         return out
+
+    def _update_failed(self, server: Peer, failed: Failed) -> Outgoing:
+        """Refuse all pushes from now on, unless a client has installed another state since."""
+        if self.torn is None and failed.version > self._installed:
+            self.torn = {"peer": server, "error": failed.error, "traceback": failed.traceback}
+        return []
 
     def _install(self, client: Peer, install: Install) -> Outgoing:
         """Install the state that a client has put, as the next version."""
         self.state.advance()
         generation, version = self.state.generation, self.state.version
+        if install.anew:
+            self.torn, self._installed = None, version
         order = InstallPut(generation, version, [[*client, install.sequence]])
         installed = Installed(generation, install.sequence, version)
         return [*self.state.to_servers(order), *self._when_known(client, installed.pack())]
