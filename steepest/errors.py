@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import FrameType
 
 
@@ -154,17 +154,30 @@ def _traceback_of(error: BaseException) -> str:
     return "".join(shown.format())
 
 
-def describe_stack(frame: FrameType) -> str:
-    """Return where a thread is, as text: the frames of user code alone, outermost first.
+def describe_stack(frame: FrameType, *, whole: bool = False) -> str:
+    """Return where a thread is, as text, outermost frame first.
 
     Args:
         frame: the innermost of the thread.
+        whole: return all frames but those with which a thread begins, instead of those of user code
+            alone.
     """
     walked = list(traceback.walk_stack(frame))
-    whole = reversed(traceback.StackSummary.extract(iter(walked)))
+    frames = reversed(traceback.StackSummary.extract(iter(walked)))
     packages = [_package_of(each) for each, _ in reversed(walked)]
-    shown = traceback.StackSummary.from_list(itertools.compress(whole, _of_user(packages)))
+    chosen = _of_user(packages)
+    if whole:
+        begun = list(itertools.accumulate(package != "threading" for package in packages))
+        chosen = [count > 0 for count in begun]
+    shown = traceback.StackSummary.from_list(itertools.compress(frames, chosen))
     return _shortened("".join(shown.format()), _TRACEBACK_LIMIT)
+
+
+def listed(names: Iterable[object], most: int = 8) -> str:
+    """Return names for a sentence, each once; of more than `most` the first, and how many more."""
+    each = list(dict.fromkeys(map(str, names)))
+    more = [f"{len(each) - most} more"] if len(each) > most else []
+    return ", ".join([*each[:most], *more])
 
 
 def _package_of(frame: FrameType) -> str:

@@ -12,15 +12,17 @@ from typing import Any
 
 import ray
 
+from steepest.cluster.activity import log_report
 from steepest.cluster.diagnostics import drop_calls, raise_remote, who_raised
 from steepest.cluster.locations import Place
 from steepest.cluster.program import Program
 from steepest.cluster.seats import Placement
+from steepest.cluster.signs_of_life import SignsOfLife
 from steepest.config.run import RunConfig
 from steepest.data.sampler import SamplePlan
 from steepest.engine.client import Client
 from steepest.engine.job import Job
-from steepest.errors import DeadlineError, PeerLostError, ShutdownError
+from steepest.errors import DeadlineError, PeerLostError, ShutdownError, listed
 from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.observe.results import Event
 from steepest.transport.channel import Address
@@ -33,7 +35,6 @@ log = logging.getLogger(__name__)
 _UP_FACTOR = 4.0
 LOOK_SECONDS = 0.3
 _MOST_SAMPLES = 64  # of a share, in an error
-_MOST_NAMES = 8  # of processes in an error
 
 
 class JobContext:
@@ -53,6 +54,7 @@ class JobContext:
         plan: which samples belong to which worker, and the seed, for workers that join later.
         events: what happened to processes, oldest first.
         awaited: dead processes whose deaths are being handled.
+        signs: of life, of all processes.
         unfrozen: names of frozen parameters that are to be trained, see `Job.unfrozen`.
         meanwhile: called again and again while calls of processes are waited for; what it raises
             ends the waiting.
@@ -79,6 +81,7 @@ class JobContext:
         self.plan: tuple[SamplePlan | None, int] = (None, seed)
         self.events: list[Event] = []
         self.awaited: Set[Peer] = frozenset()
+        self.signs = SignsOfLife(run_config.failure.heartbeat)
         self.unfrozen: frozenset[str] = frozenset()
         self.router = Router()
         self.token = secrets.token_bytes(32)
@@ -110,6 +113,18 @@ class JobContext:
         samples = self.samples_of(self.step * job.shares + peer.index)
         found = f"step {self.step + 1}, the first without a result, has for it {samples}"
         return f"{why}; {found}" if samples else why
+
+    def silence(self, actor: Any) -> float:
+        """Return for how many seconds a process had given no sign of life when last looked at."""
+        return self.signs.silence(actor)
+
+    def processes(self) -> list[Any]:
+        """Return the handles of all processes, with a role or without; any thread may ask."""
+        return list(self.actors.values())
+
+    def share_in_words(self, share: int) -> str:
+        """Return the step of which a share is, in words."""
+        return f"step {share // self.job.shares + 1}"
 
     def samples_of(self, share: int) -> str:
         """Return the samples of a share in words; "" where data choose their own samples."""
@@ -163,7 +178,11 @@ class JobContext:
         """
         limit = self.run_config.deadlines.start * (1 + _UP_FACTOR)
         who = [str(name) for name in names]
-        return results_of(refs, what, who, self._deadline, limit, self.meanwhile)
+        try:
+            return results_of(refs, what, who, self._deadline, limit, self.meanwhile)
+        except DeadlineError as error:
+            log_report(self, str(error))
+            raise
 
     def substitute(self, peer: Peer, actor: Any, place: Place, listening: Address) -> None:
         """Note that another process is a worker now.
@@ -209,9 +228,9 @@ def results_of(
         _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
         late = [name for ref, name in zip(refs, names, strict=True) if ref in waiting]
         others = [name for name in names if name not in late]
-        did = f" ({_listed(others)} did)" if others else ""
+        did = f" ({listed(others)} did)" if others else ""
         raise DeadlineError(
-            f"{_listed(late)} did not {what} within {limit:g} s{did}: raise "
+            f"{listed(late)} did not {what} within {limit:g} s{did}: raise "
             "DeadlineConfig(start=...)"
         ) from None
     except ray.exceptions.RayTaskError as error:
@@ -224,13 +243,6 @@ def results_of(
         raise PeerLostError(
             f"a process died before it could {what}: {' '.join(str(error).split())}"
         ) from None
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the names of processes, each once; of many the first, and how many more."""
-    each = list(dict.fromkeys(names))
-    more = [f"{len(each) - _MOST_NAMES} more"] if len(each) > _MOST_NAMES else []
-    return ", ".join([*each[:_MOST_NAMES], *more])
 
 
 def _awaited(refs: list[Any], deadline: float, meanwhile: Callable[[], None]) -> list[Any]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from steepest.cluster.activity import log_report
 from steepest.cluster.chunk_transport import Holdings, carry, holdings
 from steepest.cluster.context import LOOK_SECONDS, JobContext
 from steepest.cluster.deaths import Deaths
@@ -30,6 +31,7 @@ from steepest.cluster.membership import Membership
 from steepest.cluster.placement import fitting, worker_bundle
 from steepest.cluster.process import Process
 from steepest.cluster.ray_private import check as check_ray
+from steepest.cluster.report_signal import report_on_sigusr1
 from steepest.cluster.room import reserve, reserve_for_servers
 from steepest.cluster.seats import spread
 from steepest.cluster.termination import end_on_sigterm
@@ -118,6 +120,7 @@ class Cluster(JobContext):
         self.ending: list[Callable[[], None]] = []
         try:
             end_on_sigterm()
+            report_on_sigusr1(self)
             bundle = self.bundle = worker_bundle(
                 chosen.devices_per_worker, chosen.gpu, run_config.resources.cpus_per_worker
             )
@@ -468,6 +471,10 @@ class Cluster(JobContext):
         self._seats = {actor: seat for actor, seat in self._seats.items() if actor in known}
         return {*seats} - {seat for actor, seat in self._seats.items() if actor in here}
 
+    def processes(self) -> list[Any]:
+        """Return the handles of all processes, with a role or without; any thread may ask."""
+        return self.lease.actors
+
     def holdings(self) -> Holdings:
         """Return the processes that hold each chunk."""
         return holdings(self.job, lambda server: self.actors[self.process_of(server)])
@@ -568,6 +575,7 @@ class Cluster(JobContext):
             self.deaths.raise_if_dead()  # the better explanation
             raise
         except FutureTimeoutError:
+            log_report(self, "the driver's router")
             raise DeadlineError(
                 f"the driver's router was busy for {self.run_config.deadlines.step:g} s"
             ) from None
@@ -588,6 +596,7 @@ class Cluster(JobContext):
             return future.result(0)
         except FutureTimeoutError:
             self.deaths.raise_if_dead()
+            log_report(self, f"a wait of {limit:g} s for {what}")
             raise DeadlineError(f"waited {limit:g} s in vain for {what}") from None
         except PeerLostError as error:
             self.deaths.lost(self.client.lost_peer or server_peer(0), str(error))

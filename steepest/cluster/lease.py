@@ -37,6 +37,12 @@ class DriverLease:
         with self._lock:
             self._actors.append(weakref.ref(actor))
 
+    @property
+    def actors(self) -> list[Any]:
+        """The processes whose handles are referenced, dead ones among them; any thread may ask."""
+        with self._lock:
+            return [actor for one in self._actors if (actor := one()) is not None]
+
     def end(self) -> None:
         """Renew no lease any more; may be called twice."""
         self._ended.set()
@@ -48,8 +54,9 @@ class DriverLease:
     def _renew(self) -> None:
         with self._lock:
             self._actors = [one for one in self._actors if one() is not None]
-            actors = [actor for one in self._actors if (actor := one()) is not None]
-        for actor in actors if ray.is_initialized() else ():  # else a call would begin Ray anew
+        for actor in (
+            self.actors if ray.is_initialized() else ()
+        ):  # else a call would begin Ray anew
             try:
                 actor.renew_lease.remote()
             except Exception as error:  # noqa: BLE001 - Ray ends meanwhile, or ended; others go on

@@ -18,7 +18,6 @@ from steepest.cluster.growth import Growth
 from steepest.cluster.launch import Cluster
 from steepest.cluster.leaving import Leaving
 from steepest.cluster.locations import by_calls
-from steepest.cluster.signs_of_life import SignsOfLife
 from steepest.cluster.snapshots import Snapshots
 from steepest.cluster.starting import Reserve, Start, Starting
 from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig
@@ -76,7 +75,7 @@ class Observation:
         self.reserve = Reserve(cluster)
         self.growth = Growth(cluster, self.starting)
         self.leaving = Leaving(cluster, self.starting)
-        self.signs = SignsOfLife(cluster.run_config.failure.heartbeat)
+        self.signs = cluster.signs
         self._cluster = cluster
         self._snapshots = snapshots
         self._failures: Counter[int] = Counter()  # by seat

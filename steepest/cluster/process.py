@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 import torch
 
+from steepest.cluster.activity import Activity, activity_of
 from steepest.cluster.lease import ProcessLease
 from steepest.cluster.locations import Place, make_transport
 from steepest.cluster.processor_time import processor_use
@@ -207,6 +208,10 @@ class Process:
         None between two steps. Also while the router is in the middle of a long step.
         """
         return None if self._worker is None else self._worker.computing, self.router.where()
+
+    def doing(self) -> Activity:
+        """Return what the process is doing; also while the router is in the middle of a long step."""
+        return activity_of(self._name, self._place, self.router, self.where()[0])
 
     def lost_peers(self) -> list[Peer]:
         """Return the peers whose channels to this process have closed."""

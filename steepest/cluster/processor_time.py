@@ -6,6 +6,15 @@ import os
 from pathlib import Path
 
 _STOPPED = "TtXZ"  # stopped, traced, dead, defunct
+_STATES = {
+    "R": "computes, or waits for a processor",
+    "S": "sleeps",
+    "D": "waits for a disk or a file system",
+    "T": "is stopped by a signal",
+    "t": "is stopped by a debugger",
+    "Z": "has ended",
+    "X": "has ended",
+}
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -27,6 +36,15 @@ def processor_use(pid: int) -> tuple[float, bool] | None:
         return None
     seconds = (int(fields[10]) + int(fields[11])) / _TICKS
     return seconds, any(map(_is_runnable, Path(f"/proc/{pid}/task").glob("*/stat")))
+
+
+def processor_state(pid: int) -> str:
+    """Return what the kernel says of a process of this node, in words; any thread may ask."""
+    try:
+        state = _fields(Path(f"/proc/{pid}/stat"))[0]
+    except OSError:
+        return "is gone" if Path("/proc/self/stat").exists() else ""
+    return _STATES.get(state, f"is in state {state}")
 
 
 def _is_runnable(stat: Path) -> bool:

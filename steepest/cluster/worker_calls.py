@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from steepest.cluster.activity import log_report
 from steepest.cluster.context import JobContext
 from steepest.cluster.deaths import Deaths
 from steepest.cluster.diagnostics import (
@@ -99,6 +100,7 @@ class WorkerCalls:
                     self._deaths.raise_if_dead()
                     if time.monotonic() > deadline:
                         silent = ", ".join(str(worker_peer(index)) for index in refs.values())
+                        log_report(context, f"{silent} asked to {what}")
                         raise DeadlineError(
                             f"{silent} did not answer within {seconds:g} s at version {position[1]}"
                         )

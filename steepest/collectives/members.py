@@ -401,3 +401,7 @@ class MemberCollective(Collective):
 
     def tick(self, now: float) -> None:
         """Do nothing: waits look at the time themselves."""
+
+    def doing(self) -> str:
+        """Return nothing: an operation that waits is found in the stack of the worker's thread."""
+        return ""

@@ -23,6 +23,7 @@ from steepest.errors import (
     ProtocolError,
     RemoteTraceback,
     ShutdownError,
+    listed,
 )
 from steepest.messages.driver import (
     Ask,
@@ -148,6 +149,7 @@ class Client:
     ) -> None:
         self.outcomes: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
         self.position = Position(0, 0)
+        self._since = time.monotonic()  # when a step last ended
         self._layout = layout
         self._holders = holders
         self._servers = num_servers
@@ -432,7 +434,7 @@ class Client:
     def _end_step(self, outcome: Result | Failure) -> None:
         position = Position(outcome.generation, outcome.version)
         if position > self.position:  # else it is a copy: a failure begins a generation
-            self.position = position
+            self.position, self._since = position, time.monotonic()
             if isinstance(outcome, Failure) and outcome.reason == "optimizer":
                 self.torn = outcome
             self.outcomes.put(outcome)
@@ -536,6 +538,22 @@ class Client:
 
     def tick(self, now: float) -> None:
         """Do nothing: deadlines are those of the callers, who wait for futures."""
+
+    def doing(self) -> str:
+        """Return what the driver has asked for and not been sent, in words, see `Role.doing`."""
+        found = []
+        for read in list(self._reads.values()):
+            servers = listed(map(server_peer, sorted(read.awaited)))
+            found.append(f"waits for the state that is read of {servers}")
+        for install in list(self._installs.values()):
+            parts = len(install.unacknowledged)
+            who = f"servers to take {parts} parts of" if parts else "the coordinator to install"
+            found.append(f"waits for {who} a state")
+        if self._answers:
+            found.append(f"waits for {len(self._answers)} answers of the coordinator")
+        seconds = time.monotonic() - self._since
+        known = f"knows of version {self.position.version}; no step has ended for {seconds:.1f} s"
+        return listed([known, *found])
 
 
 def _state_part(request: int, chunk: int, fields: dict[str, Any]) -> Callable[[int], PutState]:

@@ -83,6 +83,10 @@ class CoordinatorRole:
         self._carry_out(self.coordinator.tick(now))
         self._send_results()
 
+    def doing(self) -> str:
+        """Return what the coordinator waits for, in words; seconds are those at the last `tick`."""
+        return self.coordinator.membership.doing()
+
     def _results_are_due(self) -> bool:
         """Return whether results leave now, rather than with those of the steps after them."""
         more = self.coordinator.version < self.coordinator.limit

@@ -10,6 +10,7 @@ import torch
 
 from steepest.compression.codecs import sum_of_squares
 from steepest.compression.gradient_compressor import GradientCompressor
+from steepest.engine.in_words import pushes_in_words
 from steepest.engine.incoming_weights import ArrivingWeights, Key, where_lent
 from steepest.engine.topology import Topology
 from steepest.errors import ProtocolError
@@ -122,6 +123,17 @@ class HostAggregator:
 
     def tick(self, now: float) -> None:
         """Do nothing: an aggregator has no deadlines of its own."""
+
+    def doing(self) -> str:
+        """Return which pushes are not here yet, in words, see `Role.doing`."""
+        lacking = {
+            chunk: set(self._workers) - gathering.pushes.keys()
+            for chunk, gathering in list(self._gathering.items())
+            if not gathering.is_sent
+        }
+        if not lacking:
+            return "waits for pushes"
+        return f"waits for pushes from version {self._step[1]} of {pushes_in_words(lacking)}"
 
     # -- weights -------------------------------------------------------------------------------
 

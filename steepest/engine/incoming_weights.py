@@ -140,6 +140,11 @@ class ArrivingWeights:
         chunks = self._trainable if entry is None else self._layout.chunks_of[entry]
         return all(self._newest[chunk] >= key for chunk in chunks)
 
+    def missing(self, key: Key) -> list[int]:
+        """Return the chunks of a version that have not come, nor later ones; any thread may ask."""
+        chunks = self._awaited.get(key, self._trainable if self.newest[1] >= 0 else self._all)
+        return [chunk for chunk in chunks if self._newest[chunk] < key]
+
     def completed(self, key: Key) -> bool:
         """Return whether all chunks of a version are here.
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from steepest.compression.gradient_compressor import GradientCompressor
+from steepest.engine.in_words import chunks_in_words
 from steepest.engine.incoming_weights import ArrivingWeights
 from steepest.engine.topology import Topology
+from steepest.errors import listed
 from steepest.messages.gradients import Push, Weights, WeightsShared
 from steepest.messages.message import Kind, Message, Peer, Send, aggregator_peer, server_peer
 from steepest.tensors.memory import Memory, as_tensor
@@ -164,6 +166,15 @@ class PushPull:
     def has(self, entry: int | None, key: tuple[int, int]) -> bool:
         """Return whether a trainable parameter is here, see `ArrivingWeights.has`."""
         return self._weights.has(entry, key)
+
+    def missing(self, key: tuple[int, int]) -> str:
+        """Return in words the chunks of a version that have not come, and who sends them; "" for none."""
+        by_sender: dict[Peer, list[int]] = {}
+        for chunk in self._weights.missing(key):
+            by_sender.setdefault(self._targets[chunk][0], []).append(chunk)
+        return listed(
+            f"{chunks_in_words(chunks)} of {sender}" for sender, chunks in sorted(by_sender.items())
+        )
 
     def destination(self, message: Message, size: int) -> Memory | None:
         """Return the memory for an arriving payload: for weights, where the model uses them.

@@ -15,7 +15,7 @@ from steepest.engine.delayed_rows import DelayedRows
 from steepest.engine.incoming_weights import where_lent
 from steepest.engine.row_collector import Place, RowCollector
 from steepest.engine.row_memory import ROW_MEMORY
-from steepest.errors import ConfigurationError, ProtocolError
+from steepest.errors import ConfigurationError, ProtocolError, listed
 from steepest.messages.message import Message, Peer, Send, server_peer
 from steepest.messages.rows import PullRows, Rows
 from steepest.tables.dealing import Dealing
@@ -298,6 +298,12 @@ class RowExchange(RowCollector):
 
     def _has_come(self, asked: _Asked) -> bool:
         return all(request in self._answers for request, _ in asked.parts)
+
+    def doing(self) -> str:
+        """Return in words which servers have not sent rows that they were asked for; "" for none."""
+        asked = dict(self._awaited)
+        servers = {server for request, server in asked.items() if request not in self._answers}
+        return f"rows of {listed(map(server_peer, sorted(servers)))}" if servers else ""
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Return the memory for rows that arrive; None to drop those that nobody awaits."""

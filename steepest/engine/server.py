@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from steepest.checkpoint.files import disassemble
 from steepest.engine.early_pushes import EarlyPushes
+from steepest.engine.in_words import pushes_in_words
 from steepest.engine.incoming_weights import Key, where_lent
 from steepest.engine.optimizer_records import checked_state_size
 from steepest.engine.outgoing_weights import OutgoingWeights
@@ -116,6 +118,7 @@ class Server:
         self.generation = 0
         self.refused = 0
         self.torn: RaisedUpdate | None = None
+        self._since = time.monotonic()  # when it took its present position
         self._index = index
         self._send = send
         layout, holders = topology.layout, topology.holders
@@ -314,6 +317,26 @@ class Server:
         """Drop the snapshots whose readers do not read on."""
         self._weights.rows.tick(now)
 
+    def doing(self) -> str:
+        """Return which pushes are not here yet, in words, see `Role.doing`."""
+        version, lasting = self.version + 1, f", for {time.monotonic() - self._since:.1f} s"
+        if self.torn or not self._trainable:
+            return (
+                f"is of no version: {self.torn}" if self.torn else "holds no chunk that is trained"
+            )
+        if not self._together:
+            return (
+                f"waits for pushes to make version {version}: {self._progress.in_words()}{lasting}"
+            )
+        if self._progress.version_is_whole:
+            return (
+                f"has reduced version {version}, and waits for COMMIT of the coordinator{lasting}"
+            )
+        lacking = {
+            held.chunk.index: self._members - held.contributors() for held in self._trainable
+        }
+        return f"waits for pushes of version {version} of {pushes_in_words(lacking)}{lasting}"
+
     # -- stage ---------------------------------------------------------------------------------
 
     def _stage(self, source: Peer, pushed: Push | HostPush) -> None:
@@ -479,7 +502,7 @@ class Server:
         if self._spec is not None and (self._changed or any(hyper)):
             self._changed = True  # what a schedule leaves alone later returns to the recipe's value
             hyper = self._spec.hyperparameters(hyper)
-        self.version = commit.version
+        self.version, self._since = commit.version, time.monotonic()
         contributors = {push.worker for push in commit.pushes}
         self._left_out = (
             self._left_out | contributors if commit.skip else self._left_out - contributors
@@ -607,6 +630,7 @@ class Server:
         if (begun.generation, begun.version) <= self._position:
             return  # a copy
         self.generation, self.version = begun.generation, begun.version
+        self._since = time.monotonic()
         self._members = frozenset(begun.workers)
         for held in self._trainable:
             held.discard()

@@ -7,7 +7,8 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from steepest.engine.staged_chunk import StagedChunk
-from steepest.messages.message import PushId
+from steepest.errors import listed
+from steepest.messages.message import PushId, worker_peer
 from steepest.protocol.push_tracking import MOST_CULPRITS
 
 #: The sum of squares of a whole gradient, None where it is not checked, and (worker, parameter) of
@@ -54,6 +55,15 @@ class StagingProgress:
     def pushes(self) -> list[PushId]:
         """The pushes of which some chunks are staged and others missing."""
         return list(self._pushes)
+
+    def in_words(self) -> str:
+        """Return which pushes have come in part; any thread may ask."""
+        partial = [
+            f"push {push.sequence} of {worker_peer(push.worker)} lacks {progress.missing} of "
+            f"{self._chunks} chunks"
+            for push, progress in list(self._pushes.items())
+        ]
+        return listed(partial) or "none has come in part"
 
     def is_partial(self, push: PushId) -> bool:
         """Return whether some chunks of a push are staged and others missing."""

@@ -25,6 +25,7 @@ from steepest.errors import (
     PeerLostError,
     ShutdownError,
     describe_error,
+    listed,
 )
 from steepest.messages.gradients import Report
 from steepest.messages.membership import Failed, Grant, Join, Lease, Members
@@ -129,6 +130,7 @@ class Worker:
         self._granted = (0, -1)  # generation and version of the last lease
         self._calls = WaitingCalls()
         self._failure: PeerLostError | None = None  # after which no newer version will come
+        self._since = time.perf_counter()  # when the last step or call began, or the role did
         self._waited = 0.0  # seconds between the last report and the weights that followed it
         self._pushed_at = 0.0
 
@@ -319,6 +321,32 @@ class Worker:
     def tick(self, now: float) -> None:
         """Do nothing: the coordinator has each step's deadline."""
 
+    def doing(self) -> str:
+        """Return what the worker computes or waits for, in words, see `Role.doing`."""
+        share, arriving, rows = self.computing, self._arriving, self._exchange.rows
+        since, pushed_at = self._since, self._pushed_at
+        if self._calling:
+            text = "runs a function between two steps"
+        elif share is not None and not self._stepping:
+            text = f"loads the first batch of share {share}"
+        elif share is not None:
+            text = f"computes share {share} from the weights of version {self._pushed[1]}"
+            weights = "" if arriving is None else self._exchange.missing(arriving)
+            coming = [words for words in (weights, rows.doing() if rows else "") if words]
+            text += f" (still to come: {listed(coming)})" if coming else ""
+        elif self._stopped:
+            text = f"has version {self.version}, and takes no more steps"
+        elif self.version < self._floor or self._pushed == (self.generation, self.version):
+            wanted = max(self._floor, self.version + 1)
+            missing = self._exchange.missing((self.generation, wanted))
+            text = f"waits for the weights of version {wanted}"
+            text += f" (still to come: {missing})" if missing else ""
+            since = pushed_at or since
+        else:
+            text = f"has version {self.version}, and waits to be granted a step"
+            since = pushed_at + self._waited if pushed_at else since
+        return f"{text}, for {time.perf_counter() - since:.1f} s"
+
     # -- steps ---------------------------------------------------------------------------------
 
     def _take_grant(self, grant: Grant) -> None:
@@ -373,7 +401,8 @@ class Worker:
         if not ready:
             return False
         # such a function may wait for rows of embedding tables, and no step begins meanwhile
-        self._stepping = self._calling = True
+        self._stepping, self._since = True, time.perf_counter()
+        self._calling = True
         self._superseded = self._stopped
         if self._exchange.rows is not None:
             self._exchange.rows.position = (self.generation, self.version)
@@ -395,7 +424,7 @@ class Worker:
         if self._calls.are_exact:
             self._run_calls(version)
         self._stepping, self._superseded, self._waiting = True, False, 0.0
-        self.computing = share
+        self.computing, self._since = share, time.perf_counter()
         try:
             self._compute(share, version)
         finally:
@@ -483,6 +512,7 @@ class Worker:
         """Load the next step's first batch, while the weights of its version are awaited."""
         granted = version == self._pushed[1] + 1 and version < self._limit
         if granted and not self._stepping and not self._stopped:
+            self._since = time.perf_counter()
             self.computing = version * self._members + self._index
             self._replicas.load_ahead(self.computing)
             self.computing = None

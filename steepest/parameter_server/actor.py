@@ -11,6 +11,7 @@ from steepest.transport.channel import Address
 from steepest.transport.ray_calls import Answer, Callee
 
 if TYPE_CHECKING:
+    from steepest.cluster.activity import Activity
     from steepest.cluster.locations import Place
     from steepest.engine.chunk_transfer import ChunkState
     from steepest.engine.survivors import ServerState
@@ -95,6 +96,10 @@ class ServerActor:
     def place(self) -> Place:
         """Return where the process runs, see `Process.place`."""
         return self._process.place()
+
+    def doing(self) -> Activity:
+        """Return what the process is doing, see `Process.doing`."""
+        return self._process.doing()
 
     def counters(self) -> dict[str, int]:
         """Return the counters of the process, see `Process.counters`."""

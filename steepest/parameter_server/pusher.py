@@ -16,6 +16,7 @@ from steepest.errors import (
     ProtocolError,
     RemoteTraceback,
     ShutdownError,
+    listed,
 )
 from steepest.messages.gradients import Push, Weights
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
@@ -357,6 +358,16 @@ class Pusher:
 
     def tick(self, now: float) -> None:
         """Do nothing: the calling threads keep the deadlines."""
+
+    def doing(self) -> str:
+        """Return which requests are not answered, in words, see `Role.doing`."""
+        found = []
+        for sequence, request in list(self._requests.items()):
+            servers = {self._holders[chunk][0] for chunk in request.chunks} | request.servers
+            of = [*([] if request.confirmed else [COORDINATOR]), *map(server_peer, sorted(servers))]
+            what = f"push {sequence}" if sequence < _READS else f"pull {sequence - _READS}"
+            found.append(f"waits for {listed(of)} to answer {what}")
+        return listed(found)
 
 
 def _running() -> Future[int]:

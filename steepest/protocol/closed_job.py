@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steepest.errors import ProtocolError
+from steepest.errors import ProtocolError, listed
 from steepest.messages import driver
 from steepest.messages.fields import MOST
 from steepest.messages.gradients import Refresh, Report
@@ -136,13 +136,32 @@ class ClosedJob:
                 self._since = now
             if now - self._since < self._step_timeout:
                 return []
-        members = self.state.members
-        absent = members - self.joined
-        workers = overdue or sorted(
-            absent or (members if self.state.rule.together else leases.busy)
-        )
-        awaited = [str(peer) for peer in self.state.staging.awaited(workers)]
+        awaited = [str(peer) for peer in self._awaited(overdue)]
         return self._fail("deadline", {"awaited": awaited, "seconds": self._step_timeout})
+
+    def _awaited(self, overdue: Sequence[int] = ()) -> list[Peer]:
+        """Return the workers, or servers, that the open step waits for.
+
+        Args:
+            overdue: workers with a share that is overdue, which count alone if there are any.
+        """
+        state = self.state
+        absent = state.members - self.joined
+        busy = state.members if state.rule.together else state.leases.busy
+        return state.staging.awaited(overdue or sorted(absent or busy))
+
+    def doing(self) -> str:
+        """Return what the open step waits for, in words, see `Membership.doing`."""
+        state = self.state
+        if absent := state.members - self.joined:
+            return f"waits for {listed(map(worker_peer, sorted(absent)))} to join"
+        if state.schedule_behind:
+            return "steps the learning-rate schedule to its place"
+        if self._client is None or state.version >= self.limit:
+            return f"is asked for no step; version {state.version} is committed"
+        seconds = self._now - self._since
+        lasting = f", for {seconds:.1f} s" if math.isfinite(seconds) else ""
+        return f"waits for {listed(self._awaited())} to make version {state.version + 1}{lasting}"
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
         """Wait for a lost worker's successor, or fail the open step, see `Membership.lost`."""

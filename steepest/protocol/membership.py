@@ -64,6 +64,9 @@ class Membership(Protocol):
             now: in seconds on the caller's clock.
         """
 
+    def doing(self) -> str:
+        """Return what is waited for, in words; any thread may ask while decisions are made."""
+
     def is_over(self, worker: int, incarnation: int) -> bool:
         """Return whether the process that made a push is no member any more."""
 

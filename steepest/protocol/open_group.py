@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from steepest.errors import ProtocolError
+from steepest.errors import ProtocolError, listed
 from steepest.messages.gradients import Discard
 from steepest.messages.membership import Failed, Members
 from steepest.messages.message import Kind, Message, Peer, PushId, worker_peer
@@ -88,6 +88,17 @@ class OpenGroup:
     def tick(self, now: float) -> Outgoing:
         """Return nothing: users keep their own deadlines."""
         return []
+
+    def doing(self) -> str:
+        """Return which pushes are not complete, in words, see `Membership.doing`."""
+        version, open_ = self.state.version, self._staging.awaited_by_push()
+        if not open_:
+            return f"waits for pushes; version {version} is committed"
+        words = [
+            f"push {push.sequence} of {worker_peer(push.worker)} lacks {listed(peers)}"
+            for push, peers in open_
+        ]
+        return f"waits to commit version {version + 1}: {listed(words)}"
 
     def is_over(self, worker: int, incarnation: int) -> bool:
         """Return False: a user's push is committed even if the user has left since."""

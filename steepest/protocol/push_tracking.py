@@ -248,6 +248,18 @@ class StagedEach(Staging):
             self._track(push).report = report
             self._check_complete(push)
 
+    def awaited_by_push(self) -> list[tuple[PushId, list[Peer]]]:
+        """Return the incomplete pushes, each with its worker or the servers that are waited for."""
+        return [
+            (
+                push,
+                [server_peer(server) for server in sorted(self.holding - progress.servers.keys())]
+                or [worker_peer(push.worker)],
+            )
+            for push, progress in list(self._tracked.items())
+            if push not in self._complete
+        ]
+
     def is_closed(self, push: PushId) -> bool:
         """Return whether a push is decided on or void; what is said of it then comes too late."""
         return push in self._closed

@@ -250,9 +250,16 @@ class World:
                 return 0.0, False
         return None
 
+    def processor_state(self, pid: int) -> str:
+        """Return what the kernel says of a process of this node."""
+        for process in self.living():
+            if process.pid == pid and process.where is self.here_node():
+                return "is stopped by a signal" if process.stopped else "sleeps"
+        return "is gone"
+
     def stand_ins(self) -> list[tuple[Any, Any]]:
         """Return each thing that concerns processes and channels, with its stand-in."""
-        from steepest.cluster.processor_time import processor_use
+        from steepest.cluster.processor_time import processor_state, processor_use
         from steepest.transport.sockets import WireTransport
 
         transport = type("Transport", (SimulatedTransport,), {"wires": self.wires})
@@ -262,5 +269,6 @@ class World:
         return [
             (os, operating),
             (processor_use, self.processor_use),
+            (processor_state, self.processor_state),
             (WireTransport, transport),
         ]

@@ -25,6 +25,7 @@ from steepest.transport.channel import Channel, Event, Transport, overlap
 log = logging.getLogger(__name__)
 _LOCAL_SECONDS = 0.002  # of messages between roles of one process, before others are heard
 _LOST_PEERS = 1024
+_LOOKS = 3  # at the state of a role that works meanwhile
 T = TypeVar("T")
 
 
@@ -65,6 +66,13 @@ class Role(Protocol):
 
     def tick(self, now: float) -> None:
         """Take note of the time: `now` is in seconds, monotonic."""
+
+    def doing(self) -> str:
+        """Return what the role does or waits for, in words, and for how long; "" for nothing.
+
+        Called on any thread while the role works: it changes nothing, and may raise what comes of
+        that.
+        """
 
 
 #: Starts a daemon thread, given its body and its name, and returns it.
@@ -443,10 +451,24 @@ class Router:
 
         self._thread = start_thread(body, name)
 
-    def where(self) -> str:
-        """Return the frames of users' code in which the router's thread is; any thread may ask."""
+    def where(self, *, whole: bool = False) -> str:
+        """Return the frames in which the router's thread is; any thread may ask.
+
+        Args:
+            whole: return all frames, instead of those of users' code alone.
+        """
         frame = sys._current_frames().get(self._ident)
-        return "" if frame is None else describe_stack(frame)
+        return "" if frame is None else describe_stack(frame, whole=whole)
+
+    def doing(self) -> list[tuple[Peer, str]]:
+        """Return what each role does or waits for, see `Role.doing`; any thread may ask."""
+        found = [(peer, _doing(role)) for peer, role in list(self._roles.items())]
+        return [(peer, words) for peer, words in found if words]
+
+    @property
+    def busy(self) -> float:
+        """Seconds since the router's thread last looked at the time; within `tick_seconds` if idle."""
+        return time.monotonic() - self._ticked if self._ticked else 0.0
 
     def _end(self, error: BaseException | None) -> None:
         self._stopping.set()
@@ -514,6 +536,17 @@ class Router:
         self._stopping, self.finished = threading.Event(), Future()
         self._stopping.set()
         self.finished.set_exception(ShutdownError(self._why))
+
+
+def _doing(role: Role) -> str:
+    """Return what a role does; its state may change while it is read."""
+    error: Exception | None = None
+    for _ in range(_LOOKS):
+        try:
+            return role.doing()
+        except Exception as changed:  # noqa: BLE001 - whatever a half-made change raises
+            error = changed
+    return f"cannot be asked: {error!r}"
 
 
 _routers: weakref.WeakSet[Router] = weakref.WeakSet()
