@@ -130,3 +130,26 @@ def test_what_a_callback_asks_for_in_vain_ends_no_training(
         with pytest.raises(ResourcesError, match="no room for more workers"):
             trainer.resize(6)
         assert trainer.fit(steps=5, progress=False).step == 15
+
+
+@pytest.mark.parametrize("way", ["strategy", "servers"])
+def test_who_asks_for_something_else_is_not_refused_for_workers_that_a_callback_asked_for_in_vain(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    simulation = Simulation(5, cpus=(2, 2))
+    strategy = ParameterServerStrategy(num_servers=1)
+    with (
+        simulation.running(),
+        DistributedSGD(TASK.creator(), 2, strategy=strategy, run_config=CONFIG) as trainer,
+    ):
+        trainer.fit(steps=5, callbacks=[At(lambda sgd: sgd.resize(6))], progress=False)
+        with caplog.at_level(logging.WARNING, logger="steepest"):
+            if way == "strategy":
+                trainer.set_strategy("allreduce")
+                assert isinstance(trainer.strategy, AllreduceStrategy)
+            else:
+                trainer.resize(num_servers=2)
+                assert trainer.strategy.num_servers == 2
+        assert "no room for more workers" in caplog.text
+        assert trainer.fit(steps=5, progress=False).step == 10
+        assert trainer.num_workers == 2

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from steepest.cluster.launch import Cluster
 from steepest.cluster.observation import Observation, Wanted
 from steepest.config.strategies import StrategyConfig
 from steepest.errors import ResourcesError, SteepestError
+
+log = logging.getLogger(__name__)
 
 
 class Wishes:
@@ -23,6 +26,7 @@ class Wishes:
         self._observation = observation
         self._before: Wanted | None = None  # what was wanted before the user asked for a change
         self._of_workers = False  # whether their number was asked for
+        self._of_more = False  # whether something else was asked for after it
         self._refused: SteepestError | None = None
 
     def want(self, config: StrategyConfig, workers: int | None) -> None:
@@ -44,27 +48,50 @@ class Wishes:
         exactly = None if workers is None else Wanted.exactly(config, workers)
         observation.wanted = exactly or replace(before, config=config)
         self._before = self._before or before
+        self._of_more = workers is None and self._of_workers
         self._of_workers = self._of_workers or workers is not None
         observation.growth.asked, self._refused = self._of_workers, None
         if not observation.dead():
             try:
                 observation.start_missing()
-            except ResourcesError:
-                self._take_back()
-                raise
+            except ResourcesError as error:
+                if not self._of_more:
+                    self._take_back()
+                    raise
+                log.warning("%s", error)
+                self._take_back_workers()  # the next look starts what else is missing
 
     def refuse(self, error: SteepestError) -> None:
-        """Want what there is, because processes cannot be had; see `are_granted`."""
+        """Want what there is, because processes cannot be had; see `are_granted`.
+
+        If something else was asked for after another number of workers, which a callback did then,
+        that number alone is taken back at first.
+        """
+        if self._of_more:
+            self._take_back_workers()
+            return
         self._refused = error if self._before is not None else None
         self._take_back()
+
+    def _take_back_workers(self) -> None:
+        """Want the workers that were wanted before, or those that there are; what else was asked for stays."""
+        observation, config = self._observation, self._observation.wanted.config
+        observation.growth.cancel()
+        observation.growth.asked, self._of_workers, self._of_more = False, False, False
+        assert self._before is not None
+        observation.wanted = replace(self._were_wanted(self._before), config=config)
 
     def _take_back(self) -> None:
         observation, before = self._observation, self._before
         observation.growth.cancel()
         observation.growth.asked, self._before, self._of_workers = False, None, False
         if before is not None:
-            most = self._cluster.job.num_workers if before.exact else before.most
-            observation.wanted = replace(before, most=most)
+            observation.wanted = self._were_wanted(before)
+
+    def _were_wanted(self, before: Wanted) -> Wanted:
+        """Return what was wanted before; of workers as many as there are, where the number is fixed."""
+        most = self._cluster.job.num_workers if before.exact else before.most
+        return replace(before, most=most)
 
     @property
     def _is_granted(self) -> bool:
@@ -77,7 +104,7 @@ class Wishes:
     def end_if_granted(self) -> None:
         """Note that the user has what was asked for, if it is so."""
         if self._before is not None and self._is_granted:
-            self._before, self._of_workers = None, False
+            self._before, self._of_workers, self._of_more = None, False, False
             self._observation.growth.asked = False
 
     def are_granted(self, *, asked: bool) -> bool:
