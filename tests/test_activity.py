@@ -11,7 +11,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import ray
 from torch import nn
 
 from steepest import (
@@ -19,6 +21,7 @@ from steepest import (
     DeadlineConfig,
     DistributedSGD,
     FailureConfig,
+    ParameterServer,
     ParameterServerStrategy,
     TorchModel,
 )
@@ -30,6 +33,7 @@ from steepest.engine.topology import HostMap
 from steepest.errors import DeadlineError
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.testing.simulation import Simulation, pause, run_config
+from tests.modes import MODES, make
 from tests.reference import samples, sgd
 
 X, Y = samples(64)
@@ -109,6 +113,21 @@ def test_roles_of_asynchronous_training_name_the_worker_that_has_a_share() -> No
     found = held_up(ParameterServerStrategy(mode="async", num_servers=1))
     assert re.fullmatch(r"waits for worker 1 to make version \d", found["coordinator"])
     assert found["server 0"].endswith(": none has come in part")
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_roles_of_all_modes_can_be_asked_at_any_moment(name: str) -> None:
+    cluster, seen = make(name), set[str]()
+
+    def ended() -> bool:
+        seen.update(words(cluster).values())
+        return cluster.client.outcomes.qsize() == 3
+
+    cluster.client.ask(3, True)
+    cluster.network.run_until(ended, "three steps")
+    assert not [text for text in seen if "cannot be asked" in text]
+    assert any(text.startswith("waits for the weights of version ") for text in seen)
+    assert any(re.search(r"waits for .*pushes .*version \d", text) for text in seen)
 
 
 def test_chunks_in_words() -> None:
@@ -250,3 +269,24 @@ def test_sigusr1_to_a_driver_prints_what_each_process_does_and_training_goes_on(
         assert re.search(r"in _select\n", text), "a process that waits for messages"
         assert "does not answer" not in text
     assert re.search(r"thread MainThread:\n(.*\n)* +File .*, in on_step\n", printed.text)
+
+
+@pytest.mark.ray
+@pytest.mark.long
+def test_a_server_of_arrays_that_is_stopped_is_shown_as_mute(
+    ray_cluster: None, handler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ParameterServer(np.zeros(4), num_servers=2, timeout=3.0) as server:
+        server.push(np.ones(4))
+        places = ray.get([each.place.remote() for each in server._access.servers])
+        os.kill(places[1].pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineError):
+                server.pull()
+        finally:
+            os.kill(places[1].pid, signal.SIGCONT)
+        assert signal.getsignal(signal.SIGUSR1) is report_signal._begin
+    (found,) = reports(caplog)
+    assert found.splitlines()[1].startswith("server 1 does not answer within 2 s; ")
+    assert re.search(r"(?m)^steepest server 0 on [\d.]+ \(pid \d+\):$", found)
+    assert re.search(r"waits for server 1 to answer pull \d+\n", found)

@@ -11,16 +11,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
 from steepest.cluster.diagnostics import drop_calls, last_line
-from steepest.cluster.locations import Place
 from steepest.cluster.processor_time import processor_state, processor_use
 from steepest.errors import describe_stack, listed
 from steepest.messages.message import Peer
 from steepest.transport.router import Router
+
+if TYPE_CHECKING:  # users of a parameter server do without torch
+    from steepest.cluster.locations import Place
 
 log = logging.getLogger("steepest.deadlines")
 _ANSWER_SECONDS = 2.0  # that a process has to answer
@@ -40,7 +42,7 @@ class Activity:
 
     Attributes:
         name: of the process.
-        place: where it runs.
+        host, pid: where it runs.
         roles: each role's name, and what it does or waits for, in words.
         busy: seconds since the router's thread last took a message or looked at the time.
         computing: number of the share that its worker computes; None for none.
@@ -48,7 +50,8 @@ class Activity:
     """
 
     name: str
-    place: Place
+    host: str
+    pid: int
     roles: Sequence[tuple[str, str]]
     busy: float
     computing: int | None
@@ -58,7 +61,8 @@ class Activity:
 def activity_of(name: str, place: Place, router: Router, computing: int | None) -> Activity:
     """Return what the process is doing in which this is called, on any thread."""
     roles = [(str(peer), words) for peer, words in router.doing()]
-    return Activity(name, place, roles, router.busy, computing, router.where(whole=True))
+    stack = router.where(whole=True)
+    return Activity(name, place.host, place.pid, roles, router.busy, computing, stack)
 
 
 class Watched(Protocol):
@@ -72,9 +76,8 @@ class Watched(Protocol):
     def actors(self) -> Mapping[Peer, Any]:
         """Ray's handle of each process that has a role, by role."""
 
-    @property
-    def router(self) -> Router:
-        """The driver's."""
+    def roles(self) -> Sequence[tuple[Peer, str]]:
+        """Return the roles in this process, and what each does or waits for, see `Router.doing`."""
 
     def processes(self) -> Sequence[Any]:
         """Return the handles of all processes, with a role or without."""
@@ -191,7 +194,8 @@ class _Report:
     def _name(self, actor: Any) -> str:
         """Return the name of a process, with the place where it runs if that is known."""
         name = self._names.get(actor, "a process without a role")
-        return _placed(name, self._places[actor]) if actor in self._places else name
+        place = self._places.get(actor)
+        return name if place is None else f"{name} on {place.host} (pid {place.pid})"
 
     def _about(self, actor: Any, before: tuple[float, bool] | None) -> str:
         """Return what is known of a process that does not answer.
@@ -235,7 +239,7 @@ class _Report:
     def _lines_of(self, process: Activity) -> list[str]:
         """Return the line of a process, and those of its roles."""
         busy = f", busy for {process.busy:.1f} s" if process.busy > _BUSY_SECONDS else ""
-        lines = [f"{_placed(process.name, process.place)}{busy}:"]
+        lines = [f"{process.name} on {process.host} (pid {process.pid}){busy}:"]
         for role, words in process.roles:
             lines.append(f"    {role} {words}")
         if process.computing is not None:
@@ -249,7 +253,7 @@ class _Report:
     def _driver(self) -> list[str]:
         """Return the lines of this process: its roles, and the stacks of steepest's threads."""
         lines = [f"the driver (pid {os.getpid()}):"]
-        for peer, words in self._context.router.doing():
+        for peer, words in self._context.roles():
             lines.append(f"    {'client' if peer.role == 'client' else peer} {words}")
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         main = threading.main_thread().ident or 0
@@ -268,11 +272,6 @@ class _Report:
             plural = "threads" if len(threads) > 1 else "thread"
             lines += _indented(f"{plural} {listed(threads)}:", stack)
         return [*lines, *([f"    and {others} threads of other code"] if others else [])]
-
-
-def _placed(name: str, place: Place) -> str:
-    """Return the name of a process with the place where it runs."""
-    return f"{name} on {place.host} (pid {place.pid})"
 
 
 def _outside(frame: FrameType) -> FrameType | None:

@@ -118,6 +118,10 @@ class JobContext:
         """Return for how many seconds a process had given no sign of life when last looked at."""
         return self.signs.silence(actor)
 
+    def roles(self) -> list[tuple[Peer, str]]:
+        """Return the roles in the driver, and what each does or waits for, see `Router.doing`."""
+        return self.router.doing()
+
     def processes(self) -> list[Any]:
         """Return the handles of all processes, with a role or without; any thread may ask."""
         return list(self.actors.values())

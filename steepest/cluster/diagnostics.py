@@ -8,12 +8,11 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from steepest.cluster.locations import Place
 from steepest.cluster.remote_error import RemoteError
 from steepest.cluster.unpicklable import why_unpicklable
 from steepest.errors import (
@@ -28,6 +27,9 @@ from steepest.errors import (
 )
 from steepest.messages.driver import Failure
 from steepest.messages.message import Peer, worker_peer
+
+if TYPE_CHECKING:
+    from steepest.cluster.locations import Place
 
 _LINES = 12
 _NAMED = 4  # processes that raised the same

@@ -320,10 +320,10 @@ class Server:
     def doing(self) -> str:
         """Return which pushes are not here yet, in words, see `Role.doing`."""
         version, lasting = self.version + 1, f", for {time.monotonic() - self._since:.1f} s"
-        if self.torn or not self._trainable:
-            return (
-                f"is of no version: {self.torn}" if self.torn else "holds no chunk that is trained"
-            )
+        if self.torn is not None:
+            return f"is of no version: its optimizer raised {self.torn.error}"
+        if not self._trainable:
+            return "holds no chunk that is trained"
         if not self._together:
             return (
                 f"waits for pushes to make version {version}: {self._progress.in_words()}{lasting}"

@@ -20,8 +20,10 @@ from weakref import WeakValueDictionary
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from steepest.cluster.activity import log_report
 from steepest.cluster.held_resources import Holder, hold, let_go
 from steepest.cluster.remote_error import RemoteError
+from steepest.cluster.report_signal import report_on_sigusr1
 from steepest.config.run import TLSConfig, check_tls
 from steepest.config.strategies import TRANSPORTS
 from steepest.errors import (
@@ -39,6 +41,7 @@ from steepest.parameter_server.arrays import Arrays, ArrayTree
 from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.keeper import Keeper
+from steepest.parameter_server.watched import WatchedServers
 from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import segment_of
 from steepest.transport.ray_calls import threads_for
@@ -161,6 +164,8 @@ class ParameterServer:
                 group, tuple(servers), listening, token, *limits, transport, identity
             )
             _handles[id(self)] = self
+            self._watched: WatchedServers | None = self._watch()
+            report_on_sigusr1(self._watched)
             first = self._access.callees(1)
             _get(
                 [s.connect.remote(first, patience) for s in servers[1:]],
@@ -410,7 +415,7 @@ class ParameterServer:
 
     def _close(self) -> None:
         """Close this process' connection; no call uses this handle again."""
-        self._shut_down = True
+        self._shut_down, self._watched = True, None
         with _opening:
             connection = _connections.pop(self._access.token, None)
         if connection is not None:
@@ -497,7 +502,15 @@ class ParameterServer:
     ) -> T:
         """Begin a request on this process' connection and wait for it, see `Connection.run`."""
         connection = self._connection()
-        return connection.run(lambda: begin(connection), what, (memory or {}).values())
+        try:
+            return connection.run(lambda: begin(connection), what, (memory or {}).values())
+        except DeadlineError as error:
+            log_report(self._watch(), str(error))
+            raise
+
+    def _watch(self) -> WatchedServers:
+        """Return what a report of the servers' processes needs to know."""
+        return WatchedServers(self._access, functools.partial(_connections.get, self._access.token))
 
     def _run_again(self, begin: Callable[[Connection], Future[T]], what: str) -> T:
         """Do as `_run` for a request about the whole state, and again if a server dies in it."""

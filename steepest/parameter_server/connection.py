@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
-from steepest.messages.message import COORDINATOR
+from steepest.messages.message import COORDINATOR, Peer
 from steepest.parameter_server.pusher import Pusher
 from steepest.tensors.allocator import Recycler
 from steepest.tensors.memory import Bytes
@@ -105,6 +105,10 @@ class Connection:
                 raise failure
             self._client = self._host_client()
         return self._client
+
+    def doing(self) -> list[tuple[Peer, str]]:
+        """Return what the roles of this user wait for, in words; any thread may ask."""
+        return self._router.doing()
 
     def run(self, begin: Callable[[], Future[T]], what: str, memory: Iterable[Bytes] = ()) -> T:
         """Begin a request, wait for it, and return its result.

@@ -1,0 +1,54 @@
+"""What a report of the servers' processes needs to know, see `steepest.cluster.activity`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from steepest.messages.message import Peer, server_peer
+from steepest.parameter_server.access import Access, is_forked
+from steepest.parameter_server.connection import Connection
+
+if TYPE_CHECKING:
+    from steepest.cluster.locations import Place
+
+
+class WatchedServers:
+    """The servers of a parameter server, of which a report is to be made.
+
+    Args:
+        access: how the servers are reached.
+        connection: returns this process' connection to them; None for none.
+    """
+
+    def __init__(self, access: Access, connection: Callable[[], Connection | None]) -> None:
+        self._access = access
+        self._connection = connection
+
+    @property
+    def places(self) -> Mapping[Peer, Place]:
+        """Nothing: where servers run is not known before they answer."""
+        return {}
+
+    @property
+    def actors(self) -> Mapping[Peer, Any]:
+        """Ray's handle of each server; none in a forked child, from which no server can be asked."""
+        servers = () if is_forked() else self._access.servers
+        return {server_peer(index): server for index, server in enumerate(servers)}
+
+    def roles(self) -> list[tuple[Peer, str]]:
+        """Return what this process waits for, as a user of the servers."""
+        connection = self._connection()
+        return [] if connection is None else connection.doing()
+
+    def processes(self) -> list[Any]:
+        """Return the handles of the servers."""
+        return list(self.actors.values())
+
+    def silence(self, actor: Any) -> float:
+        """Return 0: no signs of life are asked for between reports."""
+        return 0.0
+
+    def share_in_words(self, share: int) -> str:
+        """Return nothing: servers compute no shares of samples."""
+        return ""
