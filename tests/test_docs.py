@@ -196,6 +196,17 @@ def test_what_a_page_refers_to_is_there(page: str) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", *map(str, DOCS)])
+def test_methods_and_arguments_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    called = set(re.findall(r"\bsgd\.(\w+)", text))
+    assert called <= set(dir(steepest.DistributedSGD))
+    for name in set(steepest.__all__) - {"JaxModel", "TensorFlowModel"}:  # make test-jax has them
+        for arguments in re.findall(rf"(?<![\w.]){name}\(([^()]*)\)", text):
+            known = inspect.signature(getattr(steepest, name)).parameters
+            assert set(re.findall(r"(\w+)=", arguments)) <= set(known), f"{name}({arguments})"
+
+
 def is_there(name: str) -> bool:
     """Whether a dotted name is a module's, or that of something in one."""
     try:

@@ -241,12 +241,12 @@ class ParameterServerStrategy(_OnTheWire):
             with which a step computes may lack. With 1 they are asked for a step before they are
             needed, and come while that step computes. From 2 on they are asked for
             ``table_staleness - 1`` steps before, and their gradients travel while the next step
-            computes, and are part of that one's update; what is under way in this manner when a
-            worker dies, or processes get other roles, is lost. With 0 the next step's rows are
-            asked for when this one's gradient is sent, which changes no number. To know which rows,
-            the module's forward pass over that batch is begun beforehand, without gradients, and
-            ended at its last look-up: what it does until there must do no harm. None asks for rows
-            in the step. Not together with backup workers.
+            computes, and are part of that one's update; a worker that dies loses those that it has
+            not sent. With 0 the next step's rows are asked for when this one's gradient is sent,
+            which changes no number. To know which rows, the module's forward pass over that batch
+            is run beforehand, without gradients, up to its last look-up: that part runs twice, so
+            it should have no side effects. None asks for rows in the step. Not together with backup
+            workers.
 
     Raises:
         ConfigurationError: a value is out of range, or two do not go together.
