@@ -54,6 +54,8 @@ FIRST = {
         "fault_scripts",
         "step_messages",
         "table_jobs",
+        "host_aggregator",
+        "compression",
     ],
     "engine/staging_progress": ["pushes", "modes", "clip", "permissions"],
     "engine/outgoing_weights": [
@@ -62,7 +64,7 @@ FIRST = {
         "snapshots",
         "precision",
         "modes",
-        "chunk_transfer",
+        "table_exports",
     ],
     "engine/early_pushes": ["server", "permissions", "replication"],
     "engine/server_chunk": [

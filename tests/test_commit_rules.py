@@ -211,6 +211,15 @@ def test_counting_takes_no_memory_wherever_it_begins(first: int) -> None:
     assert ranges_of(counted) == [(first, first + 499)]
 
 
+def test_beyond_1024_gaps_the_lowest_is_closed() -> None:
+    counted = SequenceSet()
+    for number in range(0, 2 * 1025, 2):
+        counted.add(number)
+    assert len(ranges_of(counted)) == 1024
+    assert 1 in counted
+    assert 3 not in counted
+
+
 def test_pushes_are_done_by_worker_and_life() -> None:
     done = ClosedPushes()
     done.add(PushId(1, 0, 5))

@@ -285,6 +285,18 @@ def test_early_pushes_are_kept_for_two_steps_and_copies_of_each_worker() -> None
     assert job.server.refused == 2
 
 
+def test_an_early_push_that_is_refused_when_its_turn_comes_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = Alone()
+    for worker in (7, 1):  # the first is no member
+        job.push(worker, 1, TRAINABLE[0], flat(1.0))
+    job.begin()
+    assert [*job.server.chunks[TRAINABLE[0]].staged] == [PushId(1, 0, 1)]
+    assert "refused PUSH from worker 7" in caplog.text
+    assert "worker 7 is no member" in caplog.text
+
+
 def test_the_memory_of_an_early_push_that_is_dropped_is_used_again() -> None:
     job, size = Alone(), flat(0.0).numel()
     first = Push(1, 0, 1, 0, TRAINABLE[0], 1.0, 1.0).pack()
