@@ -169,8 +169,13 @@ def test_a_process_may_die_at_the_same_time(name: str) -> None:
         Raising.left.append(2)
         victim = trainer._live().places[worker_peer(1)].pid
         Raising.before = lambda: os.kill(victim, signal.SIGKILL)
-        with contextlib.suppress(ModelRaisedError):  # not where all of it dies
+        told = False
+        try:
             trainer.fit(steps=STEPS - 4, progress=False)
+        except ModelRaisedError:  # not where all of it dies
+            told = True
+        lines = [event.line for event in trainer.stats().events]
+        assert not told or not any("made again" in line for line in lines), lines
         step = trainer._training.step
         assert difference(trainer.weights(), expected[step]) < 1e-12
         if step < STEPS:

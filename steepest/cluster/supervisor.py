@@ -360,7 +360,9 @@ class Supervisor:
             now = cluster.client.position.version if alike else before.version_of(cluster.step)
             lost = max(version - now, 0)
             self.replaced += applied.replaced
-            tell(self._cluster, applied, before, list(said.values()), lost, hosts, began)
+            again = client.torn is None
+            dead = list(said.values())
+            tell(self._cluster, applied, before, dead, lost, hosts, began, again=again)
             if any(start.cause for start in applied.joined.values()):
                 self.observation.refill_reserve()
 

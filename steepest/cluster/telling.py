@@ -19,6 +19,8 @@ def tell(
     lost: int,
     hosts: str,
     began: float,
+    *,
+    again: bool,
 ) -> None:
     """Note what was done, unless the number of processes is as before and none has died.
 
@@ -27,15 +29,27 @@ def tell(
         applied: what was done.
         before: the job that it was.
         said: of each dead process, what it was, and why it died.
-        lost: updates that are made again.
+        lost: updates that are lost.
         hosts: addresses of nodes that were left, and why.
         began: when the change began, of `time.monotonic`.
+        again: whether lost updates are made again; not where the optimizer raised.
     """
     job, transition = cluster.job, applied.transition
     sizes = f"{job.global_batch} samples a step, from step {cluster.step + 1} on"
     took = f"training stopped for {time.monotonic() - began:.2f} s"
+    then = ", and made again" if again else ""
     if said:
-        cluster.note(*_of_deaths(cluster, applied, before, said, lost, sizes, took))
+        cluster.note(
+            *_of_deaths(
+                cluster,
+                applied,
+                before,
+                said,
+                f"{lost} updates since the last copy are lost{then}" if lost else "",
+                sizes,
+                took,
+            )
+        )
     elif transition.replaced or transition.left:
         who = ", ".join(map(str, sorted(transition.replaced | transition.left)))
         line = f"{hosts}: {who} moved away; {job.num_workers} workers, {sizes}; {took}"
@@ -76,17 +90,13 @@ def _of_deaths(
     applied: Applied,
     before: Job,
     said: Sequence[str],
-    lost: int,
+    lost: str,
     sizes: str,
     took: str,
 ) -> tuple[str, str]:
-    """Return kind and line of a change that followed deaths, see `tell`."""
+    """Return kind and line of a change that followed deaths, see `tell`; `lost` is in words, "" for none."""
     job, transition = cluster.job, applied.transition
-    what = (
-        f"{lost} updates since the last copy are lost, and made again"
-        if lost
-        else nothing_lost(before, applied.dead)
-    )
+    what = lost or nothing_lost(before, applied.dead)
     who = f"{', '.join(said)} died"
     if transition.replaced:
         line = f"{who}; others took over what they held at step {cluster.step + 1}, {what}; {took}"
