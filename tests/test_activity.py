@@ -26,13 +26,16 @@ from steepest import (
     TorchModel,
 )
 from steepest.cluster import report_signal
-from steepest.cluster.activity import report
+from steepest.cluster.activity import activity_of, report
+from steepest.cluster.deaths import persistently
+from steepest.cluster.locations import Place
 from steepest.config.strategies import StrategyConfig
 from steepest.engine.in_words import chunks_in_words
 from steepest.engine.topology import HostMap
 from steepest.errors import DeadlineError
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.testing.simulation import Simulation, pause, run_config
+from steepest.transport.router import Router
 from tests.modes import MODES, make
 from tests.reference import samples, sgd
 
@@ -128,6 +131,25 @@ def test_roles_of_all_modes_can_be_asked_at_any_moment(name: str) -> None:
     assert not [text for text in seen if "cannot be asked" in text]
     assert any(text.startswith("waits for the weights of version ") for text in seen)
     assert any(re.search(r"waits for .*pushes .*version \d", text) for text in seen)
+
+
+def test_a_call_that_does_not_return_is_shown_where_it_is() -> None:
+    begun, going_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        going_on.wait()
+
+    thread = threading.Thread(target=persistently, args=(wait, 0))
+    thread.start()
+    try:
+        begun.wait()
+        found = activity_of("a worker", Place("node", "host", 1, ()), Router(), None)
+    finally:
+        going_on.set()
+        thread.join()
+    (stack,) = found.calls
+    assert "in persistently" in stack
 
 
 def test_chunks_in_words() -> None:

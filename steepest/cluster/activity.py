@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,10 +30,10 @@ _REPORT_SECONDS = 4.0  # that a report takes, at most
 _OWN_MODULES = (__name__, "steepest.cluster.report_signal")
 _MOST_LINES = 40  # of one stack
 _MOST_STACKS = 24  # of processes, and of the driver's threads
+_MOST_CALLS = 4  # of one process
 _MOST_NAMES = 16  # of processes that are listed for one stack
-_BUSY_SECONDS = (
-    1.0  # from which on a router's thread is called busy; an idle one ticks in half of it
-)
+#: From which on a router's thread is called busy; an idle one ticks in half of it.
+_BUSY_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Activity:
         busy: seconds since the router's thread last took a message or looked at the time.
         computing: number of the share that its worker computes; None for none.
         stack: of the router's thread, outermost frame first.
+        calls: stacks of Ray's threads that are in a call of this process, such as one that waits for
+            the router's thread.
     """
 
     name: str
@@ -56,13 +58,40 @@ class Activity:
     busy: float
     computing: int | None
     stack: str
+    calls: Sequence[str] = ()
 
 
 def activity_of(name: str, place: Place, router: Router, computing: int | None) -> Activity:
     """Return what the process is doing in which this is called, on any thread."""
     roles = [(str(peer), words) for peer, words in router.doing()]
+    # threads of this library's own have names, and this one asks
+    own = {each.ident for each in threading.enumerate() if each.name.startswith("steepest")}
+    found, _ = _stacks_of_threads(own | {threading.get_ident()})
+    calls = list(found)
     stack = router.where(whole=True)
-    return Activity(name, place.host, place.pid, roles, router.busy, computing, stack)
+    return Activity(name, place.host, place.pid, roles, router.busy, computing, stack, calls)
+
+
+def _stacks_of_threads(
+    without: Set[int | None], main: int | None = None
+) -> tuple[dict[str, list[int]], int]:
+    """Return the stacks of this process' threads that are in code of steepest.
+
+    Args:
+        without: threads that are left out.
+        main: a thread that comes first, whatever code it is in.
+
+    Returns:
+        The threads in each stack, and how many others there are. A thread that makes a report is
+        where it was asked for it.
+    """
+    frames = {each: at for each, at in sys._current_frames().items() if each not in without}
+    stacks: dict[str, list[int]] = {}
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        at = _outside(frames[ident])
+        if at is not None and (ident == main or _is_of_steepest(at)):
+            stacks.setdefault(describe_stack(at, whole=True), []).append(ident)
+    return stacks, len(frames) - sum(map(len, stacks.values()))
 
 
 class Watched(Protocol):
@@ -246,6 +275,8 @@ class _Report:
             with contextlib.suppress(Exception):  # the job is being put together
                 step = self._context.share_in_words(process.computing)
                 lines += [f"    its share is of {step}"] if step else []
+        for stack in process.calls[:_MOST_CALLS]:
+            lines += _indented("a call is in:", stack)
         return lines
 
     # -- the driver ----------------------------------------------------------------------------
@@ -256,19 +287,9 @@ class _Report:
         for peer, words in self._context.roles():
             lines.append(f"    {'client' if peer.role == 'client' else peer} {words}")
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        main = threading.main_thread().ident or 0
-        frames = sys._current_frames()
-        in_order = sorted(frames, key=lambda ident: ident != main)
-        stacks: dict[str, list[str]] = {}
-        others = 0
-        for ident in in_order:
-            at = _outside(frames[ident])
-            if at is not None and (ident == main or _is_of_steepest(at)):
-                name = names.get(ident, "a thread")
-                stacks.setdefault(describe_stack(at, whole=True), []).append(name)
-            else:
-                others += 1
-        for stack, threads in list(stacks.items())[:_MOST_STACKS]:
+        stacks, others = _stacks_of_threads(set(), threading.main_thread().ident)
+        for stack, idents in list(stacks.items())[:_MOST_STACKS]:
+            threads = [names.get(ident, "a thread") for ident in idents]
             plural = "threads" if len(threads) > 1 else "thread"
             lines += _indented(f"{plural} {listed(threads)}:", stack)
         return [*lines, *([f"    and {others} threads of other code"] if others else [])]

@@ -54,9 +54,8 @@ class DriverLease:
     def _renew(self) -> None:
         with self._lock:
             self._actors = [one for one in self._actors if one() is not None]
-        for actor in (
-            self.actors if ray.is_initialized() else ()
-        ):  # else a call would begin Ray anew
+        # where Ray has ended a call would begin it anew
+        for actor in self.actors if ray.is_initialized() else ():
             try:
                 actor.renew_lease.remote()
             except Exception as error:  # noqa: BLE001 - Ray ends meanwhile, or ended; others go on
