@@ -32,11 +32,7 @@ class BetweenTurns:
 
 @contextlib.contextmanager
 def apart_from_models() -> Iterator[None]:
-    """Run code of the process in the middle of a model's forward pass.
-
-    A server of the same process may update weights meanwhile, to which the autocast, the inference
-    mode and the transformations of torch.func that the pass is within do not apply.
-    """
+    """Run other code amid a forward pass, without its autocast, inference mode and torch.func transformations."""
     transforms = torch._C._functorch.maybe_current_level() is not None
     with (
         torch.inference_mode(False),

@@ -195,11 +195,8 @@ class Client:
         return self._request(Stop)
 
     def _request(self, make: Callable[[int], Body]) -> Future[Any]:
-        """Send the coordinator a request, and return a future of the one message that answers it.
-
-        Args:
-            make: returns the request with a number.
-        """
+        """Send the coordinator what `make` returns for a request's number."""
+        # Return the future of the message that answers it.
         self._requests += 1
         future: Future[Any] = Future()
         self._answers[self._requests] = future
@@ -468,11 +465,7 @@ class Client:
             self._end_snapshot(source, SnapshotEnd.unpack(message), read)
 
     def _end_snapshot(self, source: Peer, end: SnapshotEnd, read: _Read) -> None:
-        """Note that a server has sent its part; with the last one, set the read's future.
-
-        Raises:
-            ProtocolError: its part is of another version than those of the servers before.
-        """
+        """Note that a server sent its part; the last sets the read's future. ProtocolError: versions differ."""
         if read.snapshot.version not in (-1, end.version):
             raise ProtocolError(
                 f"versions {read.snapshot.version} and {end.version} in one snapshot"
@@ -494,10 +487,8 @@ class Client:
             read.future.set_result(read.snapshot)
 
     def _acknowledge(self, source: Peer, received: PutReceived) -> None:
-        """Note that a server has a part of a state; with the last one, have the state installed.
-
-        If the server refuses the part, the installation has failed.
-        """
+        """Note that a server has a part of a state; the last has it installed."""
+        # A part refused fails the installation.
         install = self._installs.get(received.sequence)
         if install is None or received.number not in install.unacknowledged:
             return  # a copy

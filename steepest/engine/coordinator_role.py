@@ -118,10 +118,7 @@ class CoordinatorRole:
             self._flush()
 
     def _send_results(self) -> None:
-        """Send the clients' messages that wait, in order, up to a result that must still wait.
-
-        Where servers have copies, a result waits until another process has heard of its commit.
-        """
+        """Send clients' waiting messages in order, up to a result whose commit, with copies, no other has heard of."""
         self._sent_at = time.monotonic()
         while self._results:
             peer, message = self._results[0]

@@ -21,17 +21,11 @@ Gradients = Sequence[RowGradients | None]
 
 
 class _Kept(NamedTuple):
-    """A gradient of rows that has not been pushed.
-
-    Attributes:
-        gradients: by group of tables.
-        unit: weight of one unit of it.
-        total: weight of the worker's samples.
-    """
+    """A gradient of rows that has not been pushed, by group of tables."""
 
     gradients: Gradients
-    unit: float
-    total: float
+    unit: float  # weight of one unit of the gradients
+    total: float  # weight of the worker's samples
 
 
 class DelayedRows:
@@ -110,23 +104,15 @@ class DelayedRows:
         self._sent, self._version = False, -1
 
     def begin_share(self, ready: ChunkReady) -> None:
-        """Push the gradient of the step before, unless this step pushes its own too.
-
-        Called where the step's gradient is computed, rather than pushed again as it is.
-        """
+        """Push the gradient of the step before, unless this step pushes its own too."""
+        # Not called when a gradient is pushed again.
         self._next = None
         if not self._pushes_own:
             self._push(self._kept, ready)
 
     def end_share(self, gradients: Gradients, unit: float, total: float, ready: ChunkReady) -> None:
-        """Keep the gradient of the present step; or push it, with that of the step before.
-
-        Args:
-            gradients: by group of tables, in units of `unit`.
-            unit: weight of one unit of it.
-            total: weight of the worker's samples.
-            ready: see `ChunkReady`.
-        """
+        """Keep the gradient of the present step, or push it with that of the step before."""
+        # `unit` and `total`: see `_Kept`.
         own = _Kept(gradients, unit, total)
         if self._pushes_own:
             self._push(self._with_kept(own), ready)
@@ -134,11 +120,9 @@ class DelayedRows:
             self._next = own
 
     def _with_kept(self, own: _Kept) -> _Kept:
-        """Return a gradient together with the one before, each as the mean that it is.
-
-        Where workers have samples of other weights than in the step before, one push cannot have both
-        of their means: then the gradients before count by the weights of the present ones.
-        """
+        """Return a gradient together with the one before, each as the mean that it is."""
+        # One push cannot have both means if the samples' weights changed: then the earlier count by the present
+        # weights.
         before = self._kept
         if before is None:
             return own
@@ -171,11 +155,7 @@ def _packed(kept: _Kept) -> Tensors:
 
 
 def _unpacked(dealing: Dealing, state: Mapping[str, torch.Tensor]) -> _Kept:
-    """Return the gradient of a state that is not empty.
-
-    Raises:
-        CheckpointError: it is no gradient of such tables.
-    """
+    """Return the gradient of a state that is not empty; CheckpointError: it is no gradient of such tables."""
     gradients: list[RowGradients | None] = [None] * len(dealing.groups)
     try:
         unit, total = state["weights"].tolist()

@@ -25,13 +25,8 @@ class EarlyPushes:
         self._counts: Counter[Peer] = Counter()
 
     def keep(self, source: Peer, pushed: Push | HostPush, workers: int) -> Push | HostPush | None:
-        """Keep a push; return the oldest one of its sender, which is dropped if there are too many.
-
-        Args:
-            source: the sender: a worker, or an aggregator.
-            pushed: one chunk of its gradient.
-            workers: the number of workers for which the sender pushes.
-        """
+        """Keep a sender's push of a chunk for `workers` workers."""
+        # Return its oldest one, which is dropped, if there are too many.
         self._pushes.append((source, pushed))
         self._counts[source] += 1
         if self._counts[source] <= self._most * workers:

@@ -42,14 +42,7 @@ class GradientSum:
         self._missing = list(self._layout.chunk_elements)
 
     def end(self, weight: float) -> None:
-        """End a batch.
-
-        Args:
-            weight: of the batch.
-
-        Raises:
-            ModelError: `ready` was not called for every trainable parameter.
-        """
+        """End a batch of some weight; ModelError: `ready` was not called for every trainable parameter."""
         for index in self._layout.trainable_chunks:
             if self._missing[index] > 0:
                 names = ", ".join(
@@ -65,11 +58,8 @@ class GradientSum:
         self._total += weight
 
     def ready(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
-        """Take an entry's gradient, or its part in a chunk, see `steepest.models.protocol.Ready`.
-
-        A chunk is added to the sum when the last of its entries is here, and passed on then if this
-        is the last batch.
-        """
+        """Take an entry's gradient, or its part in a chunk, see `steepest.models.protocol.Ready`."""
+        # A chunk is added when the last of its entries is here, and passed on then if this is the last batch.
         self._weight = weight
         if present and weight:
             self._present.add(entry)

@@ -159,11 +159,8 @@ class HostAggregator:
     # -- gradients -----------------------------------------------------------------------------
 
     def _gather(self, source: Peer, push: Push) -> None:
-        """Keep a worker's chunk of a gradient; push the sum on with the last worker's.
-
-        Raises:
-            ProtocolError: the worker is another host's, or cannot have weights of that version.
-        """
+        """Keep a worker's chunk; push the sum with the last worker's."""
+        # ProtocolError: another host's worker, or version.
         if source.index not in self._workers:
             raise ProtocolError(
                 f"worker {source.index} is not of the host of aggregator {self._index}"
@@ -210,14 +207,7 @@ class HostAggregator:
     def _send_on(
         self, chunk: int, pushes: dict[int, Push], payload: torch.Tensor | None, unit: float
     ) -> None:
-        """Send one HOST_PUSH to the chunk's server.
-
-        Args:
-            chunk: its index.
-            pushes: those that it stands for, by worker.
-            payload: flat bytes of the sum of their gradients in units of `unit`; None without any.
-            unit: weight of one unit of the payload.
-        """
+        """Send a chunk's server one HOST_PUSH for `pushes`, by worker: their sum's flat bytes, in units of `unit`."""
         first = next(iter(pushes.values()))
         total = math.fsum(push.total for push in pushes.values())
         absent = [frozenset(push.absent) for push in pushes.values() if push.payload is not None]
@@ -234,10 +224,7 @@ class HostAggregator:
         self._send(self._owners[chunk], host_push.pack())
 
     def _add_up(self, chunk: int, weighing: list[Push]) -> torch.Tensor:
-        """Return the sum of some gradients, in units of the first one's weight.
-
-        It lies in memory of this aggregator's own, until the chunk's next sum.
-        """
+        """Return the sum of gradients, in units of the first one's weight; the chunk's next sum overwrites it."""
         if not self._sum.numel():
             self._sum = torch.empty(self._layout.nbytes, dtype=torch.uint8)
         total = self._layout.chunk_view(self._sum, chunk)

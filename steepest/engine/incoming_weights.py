@@ -74,18 +74,8 @@ class ArrivingWeights:
         return self._views[index][0]
 
     def destination(self, message: Message, size: int) -> Memory | None:
-        """Return the memory for an arriving chunk: its part of the vector where that can be.
-
-        Args:
-            message: WEIGHTS without the payload, unless that is lent inside the host.
-            size: of the payload, in bytes.
-
-        Returns:
-            `size` bytes; None to drop a chunk that is not newer than the one in the vector.
-
-        Raises:
-            ProtocolError: there is no such chunk, or it has another size.
-        """
+        """Return memory of `size` bytes for an arriving WEIGHTS: in the vector where that can be."""
+        # None to drop an old chunk. ProtocolError: there is no such chunk, or it has another size.
         if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._layout.chunks):
             raise ProtocolError(f"{self._reader} takes no payload of {message.kind.name}")
         view, address = self._views[message.chunk]
@@ -100,15 +90,8 @@ class ArrivingWeights:
         return view if is_new else None
 
     def receive(self, message: Message) -> Weights | None:
-        """Write a chunk that has arrived to the vector, unless it lies there already.
-
-        Returns:
-            The message's fields; None, with nothing changed, if the chunk is not newer than the one
-            in the vector.
-
-        Raises:
-            ProtocolError: the message is not WEIGHTS.
-        """
+        """Write an arrived chunk to the vector; return its fields, or None for one not newer."""
+        # ProtocolError: it is no WEIGHTS.
         if message.kind is not Kind.WEIGHTS:
             raise ProtocolError(f"{self._reader} does not take {message.kind.name}")
         weights = Weights.unpack(message)
@@ -131,12 +114,7 @@ class ArrivingWeights:
         return weights
 
     def has(self, entry: int | None, key: Key) -> bool:
-        """Return whether a trainable parameter is here whole, at some version or a later one.
-
-        Args:
-            entry: of the layout; None for all trainable ones.
-            key: generation and version.
-        """
+        """Return whether a trainable parameter (None: all) is here whole, at a generation and version or later."""
         chunks = self._trainable if entry is None else self._layout.chunks_of[entry]
         return all(self._newest[chunk] >= key for chunk in chunks)
 
@@ -146,10 +124,7 @@ class ArrivingWeights:
         return [chunk for chunk in chunks if self._newest[chunk] < key]
 
     def completed(self, key: Key) -> bool:
-        """Return whether all chunks of a version are here.
-
-        If so, that version and earlier ones are not awaited any more.
-        """
+        """Return whether all chunks of a version are here; if so, it and earlier ones are not awaited any more."""
         if self._awaited.get(key, {0}):
             return False
         self._awaited = {later: chunks for later, chunks in self._awaited.items() if later > key}

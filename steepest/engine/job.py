@@ -131,11 +131,7 @@ class Job:
             self._require_followed(table)
 
     def _require_followed(self, table: Table) -> None:
-        """Check that a table follows a learning rate that servers know, if any.
-
-        Raises:
-            ConfigurationError: it does not.
-        """
+        """Check that a table follows a learning rate that servers know, if any; ConfigurationError otherwise."""
         if (group := table.optimizer.follows) is None:
             return
         groups = self.description.optimizer_spec.groups
@@ -425,11 +421,7 @@ def build_models(
 
 
 def _count(name: str, value: Any) -> int:
-    """Return a number of samples that a model has under some name, as an int.
-
-    Raises:
-        ModelError: it is no positive integer.
-    """
+    """Return a number of samples that a model has as an int; ModelError: it is no positive integer."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ModelError(
             f"the model's {name} is {value!r:.200}: it must be a positive number of samples"

@@ -50,15 +50,8 @@ def lent_to(function: str, replicas: Replicas) -> Iterator[None]:
 
 
 def _require_settings(function: str, replicas: Replicas) -> None:
-    """Check that models have the batch size and data that the job has; give them these again.
-
-    Args:
-        function: the name of the user's function that has had the models.
-        replicas: of the models.
-
-    Raises:
-        ConfigurationError: they had not; says what the function has set.
-    """
+    """Check that a user's function left the models the job's batch size and data, and give them these again."""
+    # ConfigurationError says what the function has set.
     for model, (batch_size, data) in zip(replicas.models, replicas.settings, strict=True):
         if (now := model.batch_size) != batch_size:
             model.batch_size = batch_size

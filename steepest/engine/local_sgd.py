@@ -154,12 +154,8 @@ class LocalReplicas(Replicas):
     def _hold_gradient(
         self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> None:
-        """Keep one chunk of an inner gradient, as its mean, until the backward pass has ended.
-
-        Args:
-            index: of the chunk.
-            payload, unit, total, absent: see `steepest.engine.replicas.ChunkReady`.
-        """
+        """Keep a chunk of an inner gradient, as its mean, until the backward pass has ended."""
+        # arguments: see `ChunkReady`.
         held = self._held[index]
         if not unit:
             return
@@ -190,12 +186,8 @@ class LocalReplicas(Replicas):
             self.rows.scale(factor)
 
     def _push_difference(self, weight: float, chunk_ready: ChunkReady) -> None:
-        """Push the weights before minus the weights now, chunk by chunk, last layers first.
-
-        Args:
-            weight: of the samples behind the difference.
-            chunk_ready: see `Replicas.compute`.
-        """
+        """Push the weights before minus the weights now, chunk by chunk, last layers first."""
+        # `weight`: of the samples behind it.
         for index in reversed(self._dense):
             dtype = self.layout.chunks[index].dtype
             base, now, difference = (

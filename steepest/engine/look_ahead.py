@@ -62,10 +62,8 @@ class LookAhead:
         self._rows.forget_looked_at()
 
     def take(self, place: Place) -> Any:
-        """Return the batch of a place, with the generators as they are after loading it.
-
-        An error of the data that came of loading it beforehand is raised here.
-        """
+        """Return the batch of a place, with the generators as they are after loading it."""
+        # Raise what loading it ahead raised.
         kept = self._loaded.pop(place, None)
         if kept is None:
             return self._load(place)
@@ -86,11 +84,8 @@ class LookAhead:
             self._look([number + self._step], models, skip=number)
 
     def _look(self, numbers: list[int], models: tuple[Model, ...], skip: int) -> None:
-        """Load the batches of some shares, and ask for the rows of all but one share.
-
-        Errors are told where the batch is computed: of its data by `take`, of its forward pass by
-        the pass itself.
-        """
+        """Load the batches of some shares, and ask for the rows of all but one share."""
+        # Errors are raised later: the data's by `take`, the forward pass' by the pass itself.
         for place in (place for number in numbers for place in self._places(number)):
             if place in self._loaded:
                 continue

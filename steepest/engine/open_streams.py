@@ -30,13 +30,8 @@ class OpenStreams:
         self._batches: dict[Place, Any] = {}
 
     def begin(self, replica: int, source: Any, step: int, micro: int) -> None:
-        """Have a stream that is about to be opened begin where the job is in its pass.
-
-        Args:
-            replica: index on this worker.
-            source: of the replica.
-            step, micro: of its next batch: the step, and the batch's number among the replica's own.
-        """
+        """Have a stream about to be opened begin where the job is in its pass."""
+        # step, micro: of its next batch, the number among the replica's own.
         if hasattr(source, "passes"):
             place = self.places[replica]
             source.begin = 0 if place is None else place.at(step, micro)
@@ -45,14 +40,8 @@ class OpenStreams:
     def took(
         self, replica: int, source: Any, at: tuple[int, int], part: tuple[int, int], micros: int
     ) -> None:
-        """Note where a pass begins, if the batch just taken is the replica's first of it.
-
-        Args:
-            replica, source: as of `begin`.
-            at: the step and micro of the batch.
-            part: the replica's index among all of the job, and how many these are.
-            micros: batches of a replica in a step.
-        """
+        """Note where a pass begins, if the batch taken at (step, micro) is the replica's first of it."""
+        # part: the replica's index among all of the job, and how many these are; micros: its batches in a step.
         passes = getattr(source, "passes", -1)
         if passes == self._passes[replica]:
             return

@@ -29,12 +29,8 @@ _MOST_DIMENSIONS = 64
 
 
 def state_fields(about: dict[str, Any], value: torch.Tensor) -> dict[str, Any]:
-    """Return the fields of a record for a `StateTensor` or `PutState`, its payload among them.
-
-    Args:
-        about: the record's description, see `ServerChunk.state`.
-        value: its tensor, lent to the message where it is contiguous.
-    """
+    """Return the fields of a record (see `ServerChunk.state`) for a `StateTensor` or `PutState`."""
+    # Its tensor is lent if it can be.
     dtype, payload = (
         str(value.dtype).removeprefix("torch."),
         as_bytes(value) if value.numel() else None,
@@ -43,15 +39,8 @@ def state_fields(about: dict[str, Any], value: torch.Tensor) -> dict[str, Any]:
 
 
 def state_tensor(about: dict[str, Any], payload: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor of a record: a view of its payload.
-
-    Args:
-        about: the record's description, with "dtype" and "shape".
-        payload: flat bytes; None for an empty tensor.
-
-    Raises:
-        ProtocolError: the payload has another size.
-    """
+    """Return a record's tensor of its "dtype" and "shape": a view of its payload."""
+    # ProtocolError: that has another size.
     dtype, shape = _form(about)
     size = 0 if payload is None else payload.numel()
     if math.prod(shape) * dtype.itemsize != size:
@@ -62,11 +51,7 @@ def state_tensor(about: dict[str, Any], payload: torch.Tensor | None) -> torch.T
 
 
 def checked_state_size(message: Message, size: int) -> int:
-    """Return the size in bytes of an arriving record's payload.
-
-    Raises:
-        ProtocolError: it is not the size of the record's dtype and shape.
-    """
+    """Return the size in bytes of an arriving record's payload; ProtocolError: not its dtype's and shape's."""
     dtype, shape = _form(message.values())
     if math.prod(shape) * dtype.itemsize != size:
         raise ProtocolError(f"optimizer state of shape {shape} and dtype {dtype} in {size} bytes")
@@ -74,11 +59,7 @@ def checked_state_size(message: Message, size: int) -> int:
 
 
 def _form(about: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return dtype and shape of a record.
-
-    Raises:
-        ProtocolError: the description has none that make sense.
-    """
+    """Return dtype and shape of a record; ProtocolError: the description has none that make sense."""
     dtype, shape = _DTYPES.get(about.get("dtype")), about.get("shape")  # type: ignore[arg-type]
     if dtype is None or not isinstance(shape, (list, tuple)) or len(shape) > _MOST_DIMENSIONS:
         raise ProtocolError(

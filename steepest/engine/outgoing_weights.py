@@ -95,18 +95,9 @@ class OutgoingWeights:
         reload: bool = False,
         skipped: bool = False,
     ) -> None:
-        """Send a reader one chunk, if it is this server from which the reader gets that chunk.
-
-        Shards of embedding tables are not sent.
-
-        Args:
-            reader: a worker, an aggregator or a client.
-            held: the chunk.
-            at: generation and version of the server.
-            sequence: number of the request that this answers; 0 for none.
-            reload: whether the reader is sent all chunks of this version, frozen ones included.
-            skipped: whether the reader's last committed push was left out.
-        """
+        """Send a reader a chunk at a generation and version, if it gets that from this server."""
+        # Shards of tables are not sent. sequence: the request's, or 0; reload: all chunks are sent, frozen too;
+        # skipped: the reader's last push was left out.
         if held.chunk.has_rows:
             return  # workers pull the rows that they need
         holders = self._holders[held.chunk.index]
@@ -120,10 +111,8 @@ class OutgoingWeights:
         self._send(reader, weights.pack())
 
     def _as_sent(self, held: StagedChunk, reader: Peer, at: Key) -> torch.Tensor:
-        """Return a chunk's weights in the form that a reader receives.
-
-        They are rounded where a wire dtype was chosen, once for all workers of other hosts.
-        """
+        """Return a chunk's weights as a reader receives them."""
+        # Rounded to a wire dtype once for all workers of other hosts.
         chunk, wire_dtype = held.chunk, self._wire_dtype
         if reader.role not in ("worker", "aggregator"):
             # A client may be slow to read; weights that change in place cannot be lent to it.
@@ -143,15 +132,8 @@ class OutgoingWeights:
         return narrowed
 
     def answer(self, order: Snapshot, at: Key) -> None:
-        """Send a snapshot to its reader: weights, optimizer state, rows, and the end of it.
-
-        It is of the chunks that this server answers for. Of rows the first are sent, and the others
-        as `rows` is told to go on.
-
-        Args:
-            order: the coordinator's SNAPSHOT.
-            at: generation and version of the server.
-        """
+        """Send a SNAPSHOT's reader what this server answers for: weights, optimizer state, first rows, the end."""
+        # `rows` sends the other rows as it is told to go on.
         reader, holders = order.reader, self._holders
         asked = [held for i, held in self._chunks.items() if holders[i][0] == self._index]
         wanted = [h for h in asked if order.chunks is None or h.chunk.index in order.chunks]
@@ -171,12 +153,7 @@ class OutgoingWeights:
     # -- memory --------------------------------------------------------------------------------
 
     def make_way(self, held: StagedChunk) -> torch.Tensor | None:
-        """Return where a chunk's new weights are to be written, before they change.
-
-        Returns:
-            Memory of the chunk's size that nobody reads; None to write them in place of the old
-            ones.
-        """
+        """Return memory of a chunk's size that nobody reads, for its new weights; None to write them in place."""
         if held.chunk.has_rows:
             return None
         if self._own_pending is not None:

@@ -65,15 +65,9 @@ class PutStates:
         return len(self._puts)
 
     def receive(self, source: Peer, message: Message) -> None:
-        """Keep a part of a state, and send its client an acknowledgement, or why it is refused.
-
-        Parts of a state that is installed are dropped without an answer.
-
-        Raises:
-            ProtocolError: this server does not hold the part's chunk, or has another optimizer; no
-                step could be taken from the whole state; or the client has put too many states
-                without having one installed.
-        """
+        """Keep a part of a state; answer its client, unless that state is installed already."""
+        # ProtocolError: a chunk or optimizer that is not here, no step can be taken from it, or too many states of one
+        # client.
         part = _PARTS[message.kind].unpack(message)
         if part.sequence <= self._installed.get(source, 0):
             return
@@ -86,11 +80,7 @@ class PutStates:
         self._send(source, PutReceived(part.sequence, part.number).pack())
 
     def _keep(self, source: Peer, part: Put | PutState | ReplaceState) -> None:
-        """Add a part to its state.
-
-        Raises:
-            ProtocolError: see `receive`.
-        """
+        """Add a part to its state; ProtocolError: see `receive`."""
         match part:
             case Put():
                 if part.payload is None or part.chunk not in self._chunks:
@@ -120,11 +110,7 @@ class PutStates:
                 put.replaces_state = True
 
     def _put_of(self, source: Peer, part: Put | PutState | ReplaceState) -> _Put:
-        """Return the state of which a message is a part.
-
-        Raises:
-            ProtocolError: this is one state too many.
-        """
+        """Return the state of which a message is a part; ProtocolError: this is one state too many."""
         key = (source, part.sequence)
         if key not in self._puts and sum(other == source for other, _ in self._puts) >= _MOST_PUTS:
             raise ProtocolError(
@@ -139,13 +125,8 @@ class PutStates:
         return self._puts[key]
 
     def _try(self, put: _Put) -> None:
-        """Check that a step can be taken from the optimizer state of a put, where that is tried.
-
-        Rows of embedding tables are looked at in any case.
-
-        Raises:
-            ProtocolError: it cannot.
-        """
+        """Check that a step can be taken from a put, where that is tried, and its tables' rows always."""
+        # ProtocolError: it cannot.
         tried = [
             index for index, held in self._chunks.items() if self._checked or held.chunk.has_rows
         ]
@@ -157,18 +138,9 @@ class PutStates:
             self._chunks[index].try_state(parts[index])
 
     def install(self, client: Peer, sequence: int) -> bool:
-        """Make a state that a client has put the state of this server.
-
-        Nothing changes if no part of it has come. Weights that are being read stay as they are, in
-        other memory than the new ones.
-
-        Args:
-            client: that has put it.
-            sequence: number of the client's request.
-
-        Returns:
-            Whether nothing is left of the state before: weights and optimizer state are new.
-        """
+        """Install what a client has put under a request's number."""
+        # Return whether weights and optimizer state are all new. Weights being read stay as they are, in other memory;
+        # nothing changes if no part has come.
         put = self._puts.pop((client, sequence), None)
         if put is None:
             return False

@@ -11,12 +11,9 @@ from steepest.messages.snapshots import SnapshotEnd
 
 @dataclass(frozen=True)
 class RaisedUpdate:
-    """A committed update in which the optimizer raised: the server's chunks are of no version.
+    """A committed update, to `version`, in which the optimizer raised: the server's chunks are of no version."""
 
-    Attributes:
-        version: that the update was to make.
-        error, traceback, kind: of the exception, see `steepest.errors.describe_error`.
-    """
+    # error, traceback, kind: of the exception, see `steepest.errors.describe_error`.
 
     version: int
     error: str
@@ -33,14 +30,8 @@ class RaisedUpdate:
         return Failed(generation, 0, self.version, self.error, self.traceback, self.kind)
 
     def to_reader(self, at: tuple[int, int], sequence: int, *, open_to_all: bool) -> SnapshotEnd:
-        """Return the message that a reader is sent instead of weights.
-
-        Args:
-            at: generation and version of the server.
-            sequence: of the reader's request.
-            open_to_all: whether readers hear of it from servers alone; a job's client has the
-                traceback from the coordinator.
-        """
+        """Return what a reader at a generation and version is sent instead of weights."""
+        # open_to_all: readers hear of it from servers alone; a job's client has the traceback from the coordinator.
         why = f"its optimizer raised in the update to version {self.version}: {self.error}"
         traceback = self.traceback if open_to_all else ""
         return SnapshotEnd(at[0], sequence, at[1], given_up=why, traceback=traceback)

@@ -74,21 +74,13 @@ def memory_for(layout: ParameterLayout) -> Memory:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A batch that was loaded before its turn.
-
-    Attributes:
-        place: of the batch.
-        batch: None where loading it raised.
-        error: that loading it raised.
-        generators: as they were after it was loaded.
-        seconds: that loading it took.
-    """
+    """A batch that was loaded before its turn."""
 
     place: Place
-    batch: Any
+    batch: Any  # None where loading it raised
     error: BaseException | None
-    generators: HeldGenerators
-    seconds: float
+    generators: HeldGenerators  # as they were after it was loaded
+    seconds: float  # that loading it took
 
 
 @dataclass(frozen=True)
@@ -259,11 +251,8 @@ class Replicas:
         return found
 
     def renumber(self, share: WorkShare) -> None:
-        """Become the replicas of another worker; the weights lie in memory of their own again.
-
-        Args:
-            share: of the job's work; its `accumulate` is another one only if it `varies`.
-        """
+        """Become another worker's replicas; the weights lie in memory of their own again."""
+        # `accumulate` changes only if it `varies`.
         self.first_index = share.first_index
         self.worker = share.first_index // len(self.models)
         plan, micros = self._places.plan, share.accumulate * share.updates
@@ -308,11 +297,8 @@ class Replicas:
         forget_writes(self.weights)
 
     def refuse_writes(self) -> None:
-        """Undo what the models have written to shared weights, after a step.
-
-        Raises:
-            ModelError: they have changed trained parameters; names the first.
-        """
+        """Undo what models wrote to shared weights in a step."""
+        # ModelError names the first trained parameter among them.
         if (changed := forget_writes(self.weights)) and (behind := self.trained_behind(changed[0])):
             raise ModelError(refusal(behind[0].name))
 
@@ -346,14 +332,7 @@ class Replicas:
                 model.load_state(state)
 
     def _next_batch(self, number: int, replica: int, micro: int, count: int) -> Any:
-        """Return the next micro-batch of one replica.
-
-        Args:
-            number: of the share.
-            replica: index on this worker.
-            micro: index of the micro-batch in the share.
-            count: number of the replica's micro-batches in the share that are not empty.
-        """
+        """Return the next micro-batch of one replica on this worker, of `count` that are not empty in the share."""
         kept, source, places = self._batches[replica], self.models[replica].data, self._places
         step, plan = places.step_of(number), places.plan
         if kept is None or (plan is not None and kept[0] != (number, micro)):
@@ -386,10 +365,7 @@ class Replicas:
         return self._places.of(number)
 
     def load_ahead(self, number: int) -> None:
-        """Load the first batch of a share that is computed soon, unless one is loaded.
-
-        What loading raises is raised where the batch is computed.
-        """
+        """Load the first batch of a share that is computed soon, unless one is loaded; raise where it is computed."""
         if self._loaded is None and self._ahead is None and (places := self.places(number)):
             batch: Any = None
             error: BaseException | None = None
@@ -413,10 +389,7 @@ class Replicas:
         return batch
 
     def skip_batches(self) -> None:
-        """Take further batches of streams for the last share, if it is computed again.
-
-        What the model or its data raised would be raised again.
-        """
+        """Take further batches of streams if the last share is computed again: these would raise again."""
         self._streams.forget_batches()
 
     def stream_place(self) -> StreamPlace | None:
@@ -506,10 +479,8 @@ class Replicas:
         return result
 
     def _nothing(self, chunk_ready: ChunkReady) -> None:
-        """Call `chunk_ready` for the trainable chunks of an empty share, without a gradient.
-
-        Shards of tables are left out: of their rows gradients of the step before may be pushed.
-        """
+        """Call `chunk_ready` without a gradient for an empty share's chunks."""
+        # Not for shards of tables: of their rows gradients of the step before may be pushed.
         for chunk in self.layout.trainable_chunks:
             if not self.layout.chunks[chunk].has_rows:
                 chunk_ready(chunk, NOTHING, 0.0, 0.0, frozenset())

@@ -93,21 +93,13 @@ class RowCollector(RowSource, ABC):
 
     @abstractmethod
     def begin_share(self, ready: ChunkReady) -> None:
-        """Begin a worker's gradient.
-
-        Args:
-            ready: called with the gradient of each shard that can be pushed already.
-        """
+        """Begin a worker's gradient; `ready` is called with that of each shard that can be pushed already."""
 
     @abstractmethod
     def end_share(self, ready: ChunkReady, updates: int = 1) -> None:
-        """End a worker's gradient, of which all batches are computed.
-
-        Args:
-            ready: called with the gradient of each shard that has not been pushed.
-            updates: of its own weights that the worker has made meanwhile, each with the mean over
-                some of the batches; rows get the sum of these means.
-        """
+        """End a worker's gradient; `ready` is called with that of each shard that has not been pushed."""
+        # updates: that the worker has made of its own weights meanwhile, each a mean of some batches; rows get their
+        # sum.
 
     @abstractmethod
     def unpushed(self, step: int) -> Tensors:

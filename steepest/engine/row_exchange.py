@@ -34,12 +34,7 @@ _Where = slice | Int64s
 
 
 class _Batch(NamedTuple):
-    """The keys of one look-up in a batch.
-
-    Attributes:
-        tables, ids: (n,), which may repeat.
-        keys: the distinct ones.
-    """
+    """The keys of one look-up in a batch: `tables` and `ids`, (n,) each, may repeat; `keys` are distinct."""
 
     tables: Int32s
     ids: Int64s
@@ -47,14 +42,7 @@ class _Batch(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """A look-up of rows that servers were asked for.
-
-    Attributes:
-        group: of tables.
-        tables, ids: the keys.
-        parts: number of each request, and the places of its rows among the keys, shard by shard.
-        batch: of which these are the keys; None where it is not kept.
-    """
+    """A look-up of some keys of a group of tables that servers were asked for."""
 
     group: int
     tables: Int32s

@@ -25,20 +25,13 @@ _MOST_WAITING = 64  # pulls of one worker
 
 
 class _Wanted(NamedTuple):
-    """What a pull asks for.
-
-    Attributes:
-        pull: the request.
-        tables, ids: (n,), table numbers and ids.
-        parts: shards of the group with some of them, and which of them.
-        one: a table of the group.
-    """
+    """What a pull asks for."""
 
     pull: PullRows
-    tables: Int32s
+    tables: Int32s  # (n,), their numbers
     ids: Int64s
-    parts: list[tuple[int, slice]]
-    one: Table
+    parts: list[tuple[int, slice]]  # shards of the group with some of them, and which of them
+    one: Table  # a table of the group
 
 
 class RowPulls:
@@ -111,11 +104,7 @@ class RowPulls:
         self._send(source, answer.pack())
 
     def _checked(self, pull: PullRows) -> _Wanted:
-        """Return what a pull asks for.
-
-        Raises:
-            ProtocolError: this server does not hold that.
-        """
+        """Return what a pull asks for; ProtocolError: this server does not hold that."""
         from steepest.tables.checks import require_keys
         from steepest.tables.gradients import unpack_keys
 
@@ -140,12 +129,8 @@ class RowPulls:
         return _Wanted(pull, tables, ids, parts, group[0])
 
     def _values(self, wanted: _Wanted) -> torch.Tensor | None:
-        """Return the values of the rows of a pull, flat bytes; None of no rows.
-
-        Raises:
-            ConfigurationError: a table has no room for them.
-            ResourcesError: this machine has no memory for them.
-        """
+        """Return the rows of a pull, flat bytes, None of no rows."""
+        # ConfigurationError or ResourcesError: no room, no memory.
         assert self._tables is not None
         if not wanted.parts:
             return None

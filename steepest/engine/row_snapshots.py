@@ -55,13 +55,7 @@ class RowSnapshots:
         self._begun: dict[tuple[Peer, int], _Begun] = {}
 
     def begin(self, order: Snapshot, shards: Sequence[TableChunk], end: SnapshotEnd) -> None:
-        """Send the rows of some shards as they are now, or the first of them.
-
-        Args:
-            order: the coordinator's SNAPSHOT.
-            shards: that it is of.
-            end: to be sent after all of them.
-        """
+        """Send the rows of some shards as they are now, or the first of them; `end` follows all of them."""
         bases = {chunk: (life, version) for chunk, life, version in order.since}
         table = order.table if order.what == "rows" else None
         pieces = [
@@ -87,11 +81,7 @@ class RowSnapshots:
             self._send(reader, begun.end.pack())
 
     def tick(self, now: float) -> None:
-        """Give up the snapshots whose readers have not read on for `READER_SECONDS`.
-
-        Args:
-            now: seconds on a clock that does not go back.
-        """
+        """Give up snapshots whose readers have not read on for `READER_SECONDS`; `now`: seconds that do not go back."""
         for (reader, sequence), begun in list(self._begun.items()):
             if begun.since is None:
                 begun.since = now

@@ -50,21 +50,14 @@ class SamplePlaces:
         return (number % self.shares * self._devices + replica) * self.micros + micro
 
     def indices(self, place: Place) -> Iterator[Indices]:
-        """Yield the samples of a replica's batches from a step on; nothing without a plan.
-
-        Args:
-            place: of the replica's first batch in that step.
-        """
+        """Yield the samples of a replica's batches from that of a place on; nothing without a plan."""
         if self.plan is None:
             return iter(())
         step, first = self.step_of(place[0]), self.part_of((*place[:2], 0))
         return self.plan.shares(step, first, self._parts, self.micros)
 
     def counts(self, number: int) -> list[int]:
-        """Return the number of micro-batches of each replica in one share that are not empty.
-
-        Empty ones come last.
-        """
+        """Return the number of each replica's micro-batches in a share that are not empty; empty ones come last."""
         if self.plan is None:
             return [self.micros] * self._devices
         if self._counted[0] != number:
@@ -82,16 +75,8 @@ class SamplePlaces:
         return [(number, replica, micro) for replica, count in counts for micro in range(count)]
 
     def share_of(self, place: Place, alone: Iterable[Place] | None) -> Share | None:
-        """Return the numbers of samples of a batch, and of the update of which it is part.
-
-        Args:
-            place: of the batch.
-            alone: places of the batches whose gradient makes an update by itself; None if all of
-                the step make one together.
-
-        Returns:
-            None where the data choose their own batches.
-        """
+        """Return a batch's samples and those of its update, that of `alone` or of the step."""
+        # None where data choose batches.
         if self.plan is None:
             return None
         step = self._step_size(place[0])

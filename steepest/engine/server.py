@@ -273,11 +273,8 @@ class Server:
         self._send(reader, end.pack())
 
     def carry_out(self, decision: Decision) -> None:
-        """Act on one of the coordinator's decisions, and remember it where chunks have copies.
-
-        Raises:
-            ProtocolError: the decision cannot be carried out here; nothing has changed.
-        """
+        """Act on a decision, and remember it where chunks have copies."""
+        # ProtocolError: it cannot be, and nothing has changed.
         match decision:
             case Commit():
                 self._commit(decision)
@@ -340,11 +337,7 @@ class Server:
     # -- stage ---------------------------------------------------------------------------------
 
     def _stage(self, source: Peer, pushed: Push | HostPush) -> None:
-        """Stage one chunk of a gradient, keep it for later, or drop it where it is late.
-
-        Raises:
-            ProtocolError: the push is refused.
-        """
+        """Stage a chunk of a gradient, keep it for later, or drop a late one; ProtocolError: it is refused."""
         # The worker has the weights of the next version from servers that were sooner than this one.
         is_next = self._is_passed and self._together and pushed.pulled == self.version + 1
         newer = pushed.generation > self.generation
@@ -379,12 +372,8 @@ class Server:
         return self._is_passed and not known and source.role == "worker" and source.index < workers
 
     def _keep_early(self, source: Peer, pushed: Push | HostPush) -> None:
-        """Keep a push until the coordinator's message about its generation or version is here.
-
-        Raises:
-            ProtocolError: the sender has pushed more than two steps early (see `EarlyPushes`); its
-                oldest push is dropped, its memory is free again.
-        """
+        """Keep a push until its generation or version begins."""
+        # ProtocolError: the oldest of too many is dropped (`EarlyPushes`).
         aggregated = self._hosts.aggregators.get(source.index, ())
         workers = len(aggregated) if source.role == "aggregator" else 1
         oldest = self._early.keep(source, pushed, workers)
@@ -399,11 +388,8 @@ class Server:
             )
 
     def _pushes_of(self, source: Peer, pushed: Push | HostPush) -> list[PushId]:
-        """Return the pushes of which a message is a chunk: one worker's, or those of several.
-
-        Raises:
-            ProtocolError: the sender is an aggregator that does not serve these workers.
-        """
+        """Return the pushes of which a message is a chunk."""
+        # ProtocolError: its aggregator does not serve these workers.
         if isinstance(pushed, Push):
             return [PushId(source.index, pushed.incarnation, pushed.sequence)]
         pushes = sorted(pushed.pushes)
@@ -416,11 +402,8 @@ class Server:
         return pushes
 
     def _refuses(self, pushes: list[PushId], pushed: Push | HostPush, held: StagedChunk) -> bool:
-        """Return whether a chunk of some pushes is late; if so, it is counted and dropped.
-
-        Raises:
-            ProtocolError: the chunk is dropped because the sender should not have sent it.
-        """
+        """Return whether a chunk is late, which counts and drops it."""
+        # ProtocolError: its sender should not have sent it.
         reasons = [self._reason_to_refuse(push, pushed, held) for push in pushes]
         reason = max((reason for reason in reasons if reason is not None), default=None)
         if reason is None:
@@ -487,14 +470,9 @@ class Server:
     # -- commit and apply ----------------------------------------------------------------------
 
     def _commit(self, commit: Commit) -> None:
-        """Apply some staged pushes as the next version, and send it to its readers.
-
-        Nothing is applied once the optimizer has raised, see `torn`; users of a parameter server
-        are sent why, workers nothing.
-
-        Raises:
-            ProtocolError: the commit cannot be applied here; nothing has changed.
-        """
+        """Apply staged pushes as the next version, and send it to its readers."""
+        # ProtocolError: it cannot be, nothing has changed. Once the optimizer has raised (`torn`) none is applied; a
+        # parameter server's users are sent why, workers nothing.
         if commit.version <= self.version or commit.generation < self.generation:
             return  # a copy of one that is applied
         hyper = commit.hyper or [{} for _ in self._base]
@@ -552,11 +530,7 @@ class Server:
             self._send(COORDINATOR, self.torn.to_coordinator(self.generation).pack())
 
     def _check_commit(self, commit: Commit, hyper: list[dict[str, Any]]) -> None:
-        """Check that all of a commit can be applied, before any of it is.
-
-        Raises:
-            ProtocolError: it cannot.
-        """
+        """Check that all of a commit can be applied, before any of it is; ProtocolError otherwise."""
         pushes = commit.pushes
         if (commit.generation, commit.version) != (self.generation, self.version + 1):
             raise ProtocolError(
@@ -605,10 +579,8 @@ class Server:
             self._stage_early()
 
     def _is_now(self, decision: Decision) -> bool:
-        """Return whether a decision is about this server's generation and version.
-
-        Decisions come in order, so any other one is a copy.
-        """
+        """Return whether a decision is of this server's generation and version."""
+        # They come in order, any other is a copy.
         return (decision.generation, decision.version) == self._position
 
     def _refresh(self, readers: Sequence[Sequence[int]]) -> None:
@@ -622,11 +594,7 @@ class Server:
     # -- membership and state ------------------------------------------------------------------
 
     def _begin_generation(self, begun: Members) -> None:
-        """Begin a generation with its members: what was staged before is dropped.
-
-        Early pushes of the generation are staged, and its members are sent all weights if the
-        coordinator says so.
-        """
+        """Drop what was staged, stage the generation's early pushes, and send members all weights if it says so."""
         if (begun.generation, begun.version) <= self._position:
             return  # a copy
         self.generation, self.version = begun.generation, begun.version

@@ -76,10 +76,8 @@ class ServerChunk(StagedChunk):
         self._loading: dict[torch.nn.Parameter, Packed] = {}
 
     def _leaves_gradients(self) -> bool:
-        """Return whether a step leaves gradients as they are, which lie in other processes' memory.
-
-        Torch's optimizers do, except for SGD's step on many tensors at once with Nesterov momentum.
-        """
+        """Return whether a step leaves gradients as they are, which lie in other processes' memory."""
+        # Torch's optimizers do, except for SGD's step on many tensors at once with Nesterov momentum.
         if self._optimizer is None or getattr(self._optimizer, "keeps_gradients", False):
             return True
         at_once = any(group.get("foreach") for group in self._optimizer.param_groups)
@@ -265,10 +263,7 @@ class ServerChunk(StagedChunk):
             parameter.data = view
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the optimizer, unfused where only some parameters have momentum.
-
-        Torch's fused SGD cannot begin one parameter's momentum while another has some.
-        """
+        """Step; unfused if only some have momentum: torch's fused SGD cannot begin it for a part of them."""
         fused: list[dict[str, Any]] = []
         if optimizer.state and isinstance(optimizer, torch.optim.SGD):
             begun = {bool(optimizer.state.get(p)) for p in self._parameters if p.grad is not None}
@@ -283,11 +278,7 @@ class ServerChunk(StagedChunk):
                 group["fused"] = True
 
     def set_hyperparameters(self, hyper: Sequence[Hyperparameters]) -> None:
-        """Set hyperparameters of the optimizer's groups.
-
-        Args:
-            hyper: those to set, by group of the recipe; others stay as they are.
-        """
+        """Set some hyperparameters of the optimizer, by group of the recipe; others stay as they are."""
         if self._optimizer is None:
             return
         for at, group in enumerate(self._optimizer.param_groups):
@@ -373,11 +364,7 @@ class ServerChunk(StagedChunk):
                 self._optimizer.state[parameter] = state
 
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> torch.nn.Parameter:
-        """Return the slice to which a record of `state` belongs.
-
-        Raises:
-            ProtocolError: the record is none of this chunk.
-        """
+        """Return the slice to which a record of `state` belongs; ProtocolError: it is none of this chunk."""
         missing = [name for name in ("key", "start", "plain") if name not in about]
         key = str(about.get("key", ""))
         unknown = is_own(key) and (self._own is None or not may_be_own(key))
@@ -405,11 +392,8 @@ class ServerChunk(StagedChunk):
     def _check_form(
         key: str, value: torch.Tensor, parameter: torch.Tensor, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Check that state has its parameter's size and dtype: torch's fused kernels do not.
-
-        Raises:
-            ProtocolError: it has not.
-        """
+        """Check that state has its parameter's size and dtype, as torch's fused kernels do not."""
+        # ProtocolError otherwise.
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if fused and (value.numel(), value.dtype) != (parameter.numel(), parameter.dtype):
             raise ProtocolError(
@@ -418,14 +402,7 @@ class ServerChunk(StagedChunk):
             )
 
     def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
-        """Check that a step can be taken from some optimizer state, on a copy of the chunk.
-
-        Args:
-            records: of this chunk, as `state` returns them.
-
-        Raises:
-            ProtocolError: it cannot.
-        """
+        """Step a copy of the chunk from some of its records; ProtocolError: that cannot be done."""
         if self._optimizer is None:
             return
         twin = ServerChunk(self.chunk, self._layout, self._spec, self.weights.clone())
@@ -456,15 +433,8 @@ def make_chunk(
     weights: torch.Tensor,
     checked: bool,
 ) -> StagedChunk:
-    """Return a chunk of weights with their optimizer, or a shard of tables.
-
-    Args:
-        chunk: of the layout.
-        topology: of the job.
-        spec: the optimizer; None to add pushes to the weights.
-        weights: the flat vector, in which the chunk lies.
-        checked: whether to compute squares, in which NaN and infinity show.
-    """
+    """Return a shard of tables, or a chunk of the flat vector `weights`; without `spec`, pushes are added to it."""
+    # checked: whether to compute squares, in which NaN and infinity show.
     if chunk.has_rows and topology.tables is not None:
         from steepest.engine.table_chunk import TableChunk
 

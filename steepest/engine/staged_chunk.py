@@ -109,15 +109,8 @@ class StagedChunk(ABC):
 
     @abstractmethod
     def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
-        """Return the codec in whose form a gradient is; None for the chunk's own form.
-
-        Args:
-            payload: a gradient; None for none.
-            codec: the one that it may be in.
-
-        Raises:
-            ProtocolError: the payload makes no sense in that form.
-        """
+        """Return the codec in whose form a gradient is, None for the chunk's own."""
+        # ProtocolError: its payload makes no sense.
 
     @abstractmethod
     def drop_mean(self) -> None:
@@ -197,30 +190,15 @@ class StagedChunk(ABC):
 
     @abstractmethod
     def end_state(self) -> None:
-        """Set the state of which all records have been loaded.
-
-        Raises:
-            ProtocolError: together they make no sense.
-        """
+        """Set the state of which all records have been loaded; ProtocolError: together they make no sense."""
 
     @abstractmethod
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> Any:
-        """Check that a record of `state` belongs to this chunk.
-
-        Raises:
-            ProtocolError: it does not.
-        """
+        """Check that a record of `state` belongs to this chunk; ProtocolError otherwise."""
 
     @abstractmethod
     def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
-        """Check that a step can be taken from some state, on a copy of the chunk.
-
-        Args:
-            records: of this chunk, as `state` returns them.
-
-        Raises:
-            ProtocolError: it cannot.
-        """
+        """Check, on a copy of the chunk, that a step can be taken from some of its records; ProtocolError otherwise."""
 
     @abstractmethod
     def clear_state(self) -> None:

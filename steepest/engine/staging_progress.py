@@ -18,16 +18,12 @@ Found = tuple[float | None, list[tuple[int, str]]]
 
 @dataclass(slots=True)
 class _Progress:
-    """How much of a gradient is staged: of one push, or of all members' pushes of a version.
+    """How much of a gradient is staged: of one push, or of all members' pushes of a version."""
 
-    Attributes:
-        missing: the number of trainable chunks that are not staged yet.
-        squares: the sum of squares of each staged chunk that this server answers for.
-        culprits: (worker, parameter) of NaN and infinity.
-    """
-
-    missing: int
+    missing: int  # trainable chunks that are not staged yet
+    # of each staged chunk that this server answers for
     squares: list[float] = field(default_factory=list)
+    # (worker, parameter) of NaN and infinity
     culprits: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -75,21 +71,14 @@ class StagingProgress:
         return self._version.missing == 0
 
     def reduce(self, held: StagedChunk) -> Found | None:
-        """Form the mean of a chunk of which every member's push is staged.
-
-        Returns:
-            What was found in the mean of all chunks, if this was the last one.
-        """
+        """Form a chunk's mean of all members' pushes."""
+        # Return what the means of all chunks showed, if it was the last.
         order = sorted(held.staged)
         held.reduce(order)
         return self._note(self._version, held, held.squares(), order)
 
     def count(self, push: PushId, held: StagedChunk) -> Found | None:
-        """Note that one more chunk of a push is staged.
-
-        Returns:
-            What was found in the push's gradient, if this was its last chunk.
-        """
+        """Note one more staged chunk of a push; return what its gradient showed, if it was the last chunk."""
         progress = self._pushes.get(push)
         if progress is None:
             progress = self._pushes[push] = _Progress(self._chunks)

@@ -67,11 +67,7 @@ class TableChunk(StagedChunk):
         self._told: set[str] = set()  # the tables of which it is logged that they are full
 
     def _made_of(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> TableShard:
-        """Return a shard with the rows of a state.
-
-        Args:
-            parts: by array, its pieces by where they begin.
-        """
+        """Return a shard with the rows of a state: of each array, its pieces by where they begin."""
         state, version, seed = self._checked_state(parts)
         shard = self._dealing.make(self.chunk.index, seed)
         try:
@@ -83,14 +79,8 @@ class TableChunk(StagedChunk):
     def _checked_state(
         self, pieces: dict[str, dict[int, npt.NDArray[Any]]]
     ) -> tuple[TableState, int, int]:
-        """Return a state, the version of its last push, and the seed of its first values.
-
-        Args:
-            pieces: of each array, by where they begin.
-
-        Raises:
-            ProtocolError: it is not one of such tables.
-        """
+        """Return a state, its last push's version and its first values' seed."""
+        # ProtocolError: it is none of such tables.
         try:
             arrays = {key: _whole(parts) for key, parts in pieces.items()}
             version, seed = (require_number_in(name, arrays) for name in ("updates", "seed"))
@@ -112,11 +102,8 @@ class TableChunk(StagedChunk):
             return False
 
     def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
-        """Return None: gradients of rows travel as they are.
-
-        Raises:
-            ProtocolError: a payload names rows that this shard cannot have, or one of them twice.
-        """
+        """Return None: rows travel as they are."""
+        # ProtocolError: a row that this shard cannot have, or one named twice.
         if payload is not None:
             shards = self._dealing.num_shards
             try:
@@ -305,30 +292,18 @@ class TableChunk(StagedChunk):
         self._loaded.setdefault(about["key"], {})[about["start"]] = value.contiguous().numpy()
 
     def end_state(self) -> None:
-        """Make rows of the records that were loaded.
-
-        Raises:
-            ProtocolError: they are not a state of this shard.
-        """
+        """Make rows of the records that were loaded; ProtocolError: they are not a state of this shard."""
         if self._loaded:
             parts, self._loaded = self._loaded, {}
             self.rows = self._made_of(parts)
 
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
-        """Check that a record is of this shard.
-
-        Raises:
-            ProtocolError: it is not.
-        """
+        """Check that a record is of this shard; ProtocolError otherwise."""
         if about.get("name") != self._name or not isinstance(about.get("key"), str):
             raise ProtocolError(f"a state of {about.get('name')!r:.80} for {self._name}")
 
     def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
-        """Check that some records are a state of this shard.
-
-        Raises:
-            ProtocolError: they are not.
-        """
+        """Check that some records are a state of this shard; ProtocolError otherwise."""
         parts: dict[str, dict[int, npt.NDArray[Any]]] = {}
         for about, value in records:
             parts.setdefault(about["key"], {})[about["start"]] = value.numpy()

@@ -49,12 +49,8 @@ class WaitingCalls:
         self._calls.append(call)
 
     def take_ready(self, generation: int, version: int, begins: int) -> list[WaitingCall]:
-        """Remove and return the calls that need not wait any longer.
-
-        Args:
-            generation, version: of the worker's weights.
-            begins: the version from which a step is about to be begun; -1 for none.
-        """
+        """Remove and return the calls that wait no longer."""
+        # `begins`: the version from which a step is to begin, or -1.
         if not self._calls:
             return []
         latest = max(version, begins)

@@ -60,10 +60,8 @@ class WeightBuffers:
         )
 
     def free(self, start: int, stop: int) -> torch.Tensor:
-        """Return bytes [start, stop) of the first vector in which they are not in use.
-
-        A vector is allocated if there is none.
-        """
+        """Return bytes [start, stop) of the first vector in which they are not in use."""
+        # Of a new one if there is none.
         free = (
             i
             for i, buffer in enumerate(self._buffers)
@@ -82,16 +80,8 @@ class WeightBuffers:
         return self._commits % COMMITS == 0
 
     def moved(self, view: torch.Tensor, start: int, stop: int) -> torch.Tensor | None:
-        """Return the memory to which a chunk should move, so that its vector can be freed.
-
-        Args:
-            view: the chunk's weights now.
-            start, stop: the bytes of each vector that are the chunk's.
-
-        Returns:
-            Bytes [start, stop) of a vector that was needed since `shrink`; None if the chunk should
-            stay where it is.
-        """
+        """Return the bytes [start, stop) to which a chunk's `view` should move, so that its vector can be freed."""
+        # They are of a vector needed since `shrink`; None if the chunk should stay where it is.
         needed = self._buffers[: self._needed]
         if any(buffer.has(view) for buffer in needed):
             return None
@@ -100,12 +90,7 @@ class WeightBuffers:
         )
 
     def shrink(self, views: Iterable[torch.Tensor], spans: Iterable[tuple[int, int]]) -> None:
-        """Free the vectors that were not needed since the last call and are not in use.
-
-        Args:
-            views: the weights that lie in some vector now.
-            spans: (start, stop) of each part of a vector that may have been lent.
-        """
+        """Free vectors not needed since the last call that hold no view and lend no (start, stop) of `spans`."""
         views, spans = list(views), list(spans)
         for buffer in reversed(self._buffers[self._needed :]):
             if any(map(buffer.has, views)) or any(

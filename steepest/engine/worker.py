@@ -45,21 +45,14 @@ class _AbandonedError(Exception):
 
 @dataclass(frozen=True)
 class _Computed:
-    """A gradient that was pushed. Its chunks lie where the replicas' next gradient will.
-
-    Attributes:
-        share: number of the share of the samples.
-        version: of the weights from which it was computed.
-        result: loss, metrics and times.
-        pushes: the arguments of each call of `ChunkReady`.
-        rows: "row_versions" and "own_rows" of its report.
-    """
+    """A pushed gradient of a share, computed from `version`. Its chunks lie where the replicas' next gradient will."""
 
     share: int
     version: int
     result: WorkerResult
+    # the arguments of each call of `ChunkReady`
     pushes: list[tuple[int, torch.Tensor, float, float, frozenset[int]]]
-    rows: dict[str, Any]
+    rows: dict[str, Any]  # "row_versions" and "own_rows" of its report
 
 
 class Worker:
@@ -386,15 +379,8 @@ class Worker:
             self._run_calls()
 
     def _run_calls(self, begins: int = -1) -> bool:
-        """Run the calls whose version is here, unless a step is being computed.
-
-        Returns:
-            Whether there were any.
-
-        Args:
-            begins: the version from which a step is about to be begun, perhaps before all of its
-                weights are here.
-        """
+        """Run the calls whose version is here, or is about to `begin`, unless a step is computed."""
+        # Return whether any ran.
         if self._stepping:
             return False
         ready = self._calls.take_ready(self.generation, self.version, begins)
@@ -432,14 +418,8 @@ class Worker:
         self._run_calls()
 
     def _arrive(self, entry: int | None) -> None:
-        """Wait, in the middle of a step, until the weights of a parameter are here.
-
-        Args:
-            entry: of the layout; None for all.
-
-        Raises:
-            _AbandonedError: a generation began, or the weights' sender is lost.
-        """
+        """Wait, amid a step, for a parameter's weights, or all."""
+        # _AbandonedError: a new generation, or the sender is lost.
         if self._arriving is None or self._exchange.has(entry, self._arriving):
             return
         assert self._between.wait is not None
@@ -455,12 +435,9 @@ class Worker:
             self._arriving = None
 
     def _wait_until(self, has_come: Callable[[], bool]) -> None:
-        """Receive messages, in a forward pass, until rows have come.
-
-        Raises:
-            _AbandonedError: a generation began, or a server is lost.
-            PeerLostError: the same, in a function between two steps.
-        """
+        """Receive messages in a forward pass until rows have come."""
+        # _AbandonedError: a new generation, or a server is lost. Between two steps, in a user's function, a lost server
+        # is PeerLostError.
         began, generators = time.perf_counter(), HeldGenerators()
         while not has_come():
             if self._superseded or self._failure is not None:
@@ -546,11 +523,8 @@ class Worker:
         )
 
     def _compute_once(self, share: int, version: int) -> WorkerResult:
-        """Push the gradient of a share, and return its result.
-
-        A gradient that was computed from the same weights is not computed again: the coordinator
-        asks for it once more where the failure was another worker's.
-        """
+        """Push the gradient of a share."""
+        # One computed from the same weights is pushed again where another worker failed.
         done, self._computed = self._computed, None
         if done is None or (done.share, done.version) != (share, version):
             pushes: list[Any] = []
@@ -576,10 +550,8 @@ class Worker:
     def _push(
         self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> None:
-        """Push a complete chunk, and let bytes move; see `ChunkReady`.
-
-        A small last chunk leaves together with the report, so that they wake who receives them once.
-        """
+        """Push a complete chunk, and let bytes move; see `ChunkReady`."""
+        # A small last one leaves with the report: one wake-up.
         with self._own_work():
             self._exchange.ready(chunk, payload, unit, total, absent)
             if self._exchange.unpushed:
@@ -587,11 +559,8 @@ class Worker:
 
     @contextlib.contextmanager
     def _own_work(self) -> Iterator[None]:
-        """Run code of this process within the model's: its errors are not reported as the model's.
-
-        Raises:
-            _AbandonedError: in place of whatever the code raised, which `_compute` raises again.
-        """
+        """Run own code within the model's."""
+        # What it raises becomes _AbandonedError, so that it is not reported as the model's.
         try:
             yield
         except _AbandonedError:
