@@ -14,6 +14,8 @@ import os
 import pkgutil
 import random
 import sys
+import threading
+import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,11 +25,48 @@ import torch
 import steepest
 from steepest.testing.simulated_processes import Node, SimulatedProcess, World
 from steepest.testing.simulated_ray import SimulatedRay
-from steepest.testing.virtual_primitives import Active, stand_ins
+from steepest.testing.virtual_primitives import EPOCH, Active, stand_ins
 from steepest.testing.virtual_threads import Killed, Scheduler
 
 _REAL = ("steepest.testing", "steepest.cli", "steepest.parameter_server")
+_PACKAGE = os.path.dirname(steepest.__file__) + os.sep
+_TESTING = os.path.join(_PACKAGE, "testing") + os.sep
 _MODULES_OF_DRIVERS = ("steepest.cluster", "steepest.trainer")  # only there `os` is replaced
+
+
+class Interruption:
+    """An exception for the driver's main thread, see `Simulation.interrupt`.
+
+    Attributes:
+        waits: how often the thread has begun to wait since `Simulation.interrupt` was called.
+        struck: whether the exception was raised.
+        where: what the thread waited for then, and in which functions of steepest, the innermost
+            last.
+    """
+
+    def __init__(self, at: int | None, when: Callable[[], object] | None, *, late: bool) -> None:
+        self.waits = 0
+        self.struck = False
+        self.where = ""
+        self._at, self._when, self._late = at, when, late
+
+    def forget(self) -> None:
+        """Raise nothing from now on; count on."""
+        self._at = self._when = None
+
+    def counts(self, *, over: bool) -> bool:
+        """Count a wait that begins, or is over; return whether it is to be interrupted now."""
+        self.waits += not over
+        return self.waits == self._at and over == self._late
+
+    def holds(self) -> bool:
+        """Return whether the predicate holds."""
+        return self._when is not None and bool(self._when())
+
+    def strike(self, where: str) -> None:
+        """Note where the exception is raised."""
+        self.forget()
+        self.struck, self.where = True, where
 
 
 class Simulation:
@@ -67,6 +106,11 @@ class Simulation:
         self.ray = SimulatedRay(self.world)
         self._faults: dict[int, list[Callable[[], None]]] = {}  # by the number of an event
         self.world.on_event = self._strike
+        self._interruptions: dict[Interruption, BaseException] = {}
+        self._main = threading.get_ident()  # the real thread of the driver's main one
+        self.scheduler.on_wait = self._count
+        self.scheduler.on_switch = self._look
+        self._notices: dict[str, float] = {}  # ids of nodes, and when they will go
 
     @contextlib.contextmanager
     def running(self, *programs: types.ModuleType) -> Iterator[Simulation]:
@@ -83,6 +127,7 @@ class Simulation:
             *self.ray.stand_ins(),
             *self._private(),
         ]
+        self._main = threading.get_ident()
         affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
         with _replaced(replacing, programs):
             Active.scheduler = self.scheduler
@@ -104,7 +149,7 @@ class Simulation:
             (ray_private.check, lambda: None),
             (ray_private.name_process, lambda name: None),
             (ray_private.hush_unreadable, lambda: None),
-            (ray_private.draining_nodes, dict),
+            (ray_private.draining_nodes, lambda: dict(self._notices)),
             (ray_private.started_here, lambda: False),
             (ray_private.free_by_node, lambda: self.ray.places.free_by_node()),
             (keep_freed_memory, lambda: False),
@@ -121,8 +166,69 @@ class Simulation:
         self.scheduler.at(self.scheduler.now + after, strike)
 
     def forget_faults(self) -> None:
-        """Let nothing more happen by `at_event`."""
+        """Let nothing more happen by `at_event` or `interrupt`."""
         self._faults.clear()
+        self._interruptions.clear()
+
+    def interrupt(
+        self,
+        at: int | None = None,
+        *,
+        when: Callable[[], object] | None = None,
+        error: BaseException | type[BaseException] = KeyboardInterrupt,
+        late: bool = False,
+    ) -> Interruption:
+        """Raise an exception in the driver's main thread once, as the handler of a signal would.
+
+        The main thread is the one that called `running`. It raises the exception in the middle of
+        what it waits for: a call, a lock, a future, a sleep. Other threads go on.
+
+        Args:
+            at: at which of the thread's waits from now on, counted from 1; with None and without
+                `when` waits are only counted.
+            when: asked whenever threads switch, must not block; the exception is raised when it
+                first returns something true, in the wait that the thread is in.
+            error: the exception.
+            late: whether it comes when that wait is over, before its result is used, rather than
+                when it begins. Only with `at`.
+
+        Returns:
+            what counts the waits, and notes where the thread was.
+        """
+        found = Interruption(at, when, late=late)
+        self._interruptions[found] = error() if isinstance(error, type) else error
+        return found
+
+    def give_notice(self, node: Node, seconds: float | None = None) -> None:
+        """Announce that a node will be taken away, as a cloud does; it is not taken away by this.
+
+        Args:
+            node: not the driver's.
+            seconds: until then; None if that is not known.
+        """
+        self._notices[node.id] = 0.0 if seconds is None else EPOCH + self.scheduler.now + seconds
+
+    def _count(self, over: bool) -> None:
+        for each in tuple(self._interruptions):
+            if each.counts(over=over):
+                self._interrupt(each)
+
+    def _look(self) -> None:
+        for each in tuple(self._interruptions):
+            if each.holds():
+                self._interrupt(each)
+
+    def _interrupt(self, interruption: Interruption) -> None:
+        main = self.scheduler.main
+        frame = sys._current_frames().get(self._main)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        functions = [
+            f"{os.path.basename(each.filename)}:{each.lineno} {each.name}"
+            for each in stack
+            if each.filename.startswith(_PACKAGE) and not each.filename.startswith(_TESTING)
+        ]
+        interruption.strike(f"{main.waits_for}, in {' > '.join(functions[-8:])}")
+        self.scheduler.throw(main, self._interruptions[interruption])
 
     def _strike(self) -> None:
         for strike in self._faults.pop(self.world.events, ()):
@@ -139,6 +245,19 @@ class Simulation:
     def nodes(self) -> Sequence[Node]:
         """Return the nodes that run and can be reached, without the driver's."""
         return [node for node in self.world.nodes[1:] if node.alive and node.reachable]
+
+    def threads(self) -> list[str]:
+        """Return the names of the driver's threads that have not ended, without the main one."""
+        main = self.scheduler.main
+        return [thread.name for thread in self.scheduler.living(None) if thread is not main]
+
+    def settle(self, seconds: float = 10.0) -> None:
+        """Let what is under way come to its end, as after an interruption; faults still happen.
+
+        Args:
+            seconds: of virtual time.
+        """
+        self.scheduler.sleep(seconds)
 
     def leftovers(self, seconds: float = 60.0) -> list[SimulatedProcess]:
         """Return the processes that still run after a while, those out of reach among them.

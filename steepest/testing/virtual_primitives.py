@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from steepest.testing.virtual_threads import Scheduler, VirtualThread, Waiters
 
 T = TypeVar("T")
-_EPOCH = 1_700_000_000.0
+EPOCH = 1_700_000_000.0  # what `time.time` returns when the virtual clock is at zero
 
 
 class Active:
@@ -123,8 +123,13 @@ class RLock:
         me = active().current
         while self._owner is not None and not (self._reentrant and self._owner is me):
             left = None if timeout < 0 else timeout
-            if not blocking or not active().block(self._waiters, left, "a lock"):
-                return False
+            try:
+                if not blocking or not active().block(self._waiters, left, "a lock"):
+                    return False
+            except BaseException:
+                if self._owner is None and not me.doomed:  # it was let go for this thread
+                    active().wake_one(self._waiters)
+                raise
         self._owner = me
         self._count += 1
         return True
@@ -165,11 +170,16 @@ class Condition:
         """Wait for a notification without the lock; return whether one came."""
         count, self._lock._count, self._lock._owner = self._lock._count, 0, None
         active().wake_one(self._lock._waiters)
+        me = active().current
         try:
             return active().block(self._waiters, timeout, "a condition")
         finally:
-            if not active().current.doomed:
-                self._lock.acquire()
+            if not me.doomed:
+                me.shielded = True
+                try:
+                    self._lock.acquire()
+                finally:
+                    me.shielded = False
                 self._lock._count = count
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
@@ -329,7 +339,7 @@ def stand_ins(scheduler: Scheduler, seed: int) -> list[tuple[Any, Any]]:
     clocks = {
         "monotonic": scheduler.clock,
         "perf_counter": scheduler.clock,
-        "time": lambda: _EPOCH + scheduler.clock(),
+        "time": lambda: EPOCH + scheduler.clock(),
         "sleep": scheduler.sleep,
     }
     chances = {

@@ -40,6 +40,8 @@ class VirtualThread:
         wait: the number of its waits so far.
         blocked: whether it waits.
         doomed: whether its process was killed: it ends instead of going on.
+        thrown: what `Scheduler.throw` has it raise when it goes on; None for nothing.
+        shielded: whether it goes on for the moment without raising that.
         finished: whether it has ended.
         joining: threads that wait for its end.
         handle: as which the program knows it.
@@ -53,6 +55,8 @@ class VirtualThread:
         self.blocked = False
         self.late = False  # whether the last wait ended by its timeout
         self.doomed = False
+        self.thrown: BaseException | None = None
+        self.shielded = False
         self.finished = False
         self.joining: Waiters = []
         self.handle: Any = None
@@ -105,7 +109,8 @@ class Scheduler:
         now: virtual time, in seconds.
         current: the thread that runs.
         switches: passes of the baton so far.
-        on_switch: called at each pass of the baton.
+        on_switch: called at each pass of the baton; must not block.
+        on_wait: called with False when the main thread begins to wait, with True when it goes on.
     """
 
     def __init__(self, seed: int, seconds: float = 3600.0, switches: int = 60_000) -> None:
@@ -114,6 +119,7 @@ class Scheduler:
         self.random = random.Random(seed)
         self.main = self.current = VirtualThread("driver", None)
         self.on_switch: Callable[[], None] = lambda: None
+        self.on_wait: Callable[[bool], None] = lambda over: None
         self._end, self._most = self.now + seconds, switches
         self._runnable: list[VirtualThread] = []
         # (time, number, thread that is woken unless its wait has another number, or function)
@@ -178,8 +184,12 @@ class Scheduler:
         Raises:
             Killed: the thread's process was killed.
             HangError: the program hangs.
+            BaseException: what `throw` was given for the thread.
         """
         me = self.current
+        if me is self.main:
+            me.waits_for = what
+            self.on_wait(False)
         self.check()
         me.wait += 1
         me.blocked, me.late, me.waits_for = True, False, what
@@ -189,15 +199,37 @@ class Scheduler:
             expire = partial(self._expire, me, me.wait)
             self._push(self.now + max(timeout, 0.0), me, me.wait, expire)
         self._pass_from(me)
+        if me is self.main:
+            self.on_wait(True)
         self.check()
         return not me.late
 
     def check(self) -> None:
-        """Raise what ends the current thread, if anything does."""
-        if self.current.doomed:
+        """Raise what ends the current thread or its wait, if anything does."""
+        me = self.current
+        if me.doomed:
             raise Killed
         if self._over is not None:
             raise self._over
+        if me.thrown is not None and not me.shielded:
+            error, me.thrown = me.thrown, None
+            raise error
+
+    def throw(self, thread: VirtualThread, error: BaseException) -> None:
+        """Let a thread raise an exception where it waits, or else where it waits next."""
+        if thread.finished:
+            return
+        thread.thrown = error
+        if thread.blocked and not thread.shielded:
+            self.wake([(thread, thread.wait)])
+
+    def living(self, owner: Any) -> list[VirtualThread]:
+        """Return the threads of a process that have not ended, the oldest first.
+
+        Args:
+            owner: the process; None for the driver.
+        """
+        return [thread for thread in self._living if thread.owner is owner]
 
     def wake(self, waiters: Waiters) -> None:
         """Let threads go on that wait in a list, which is empty afterwards."""
