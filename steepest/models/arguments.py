@@ -18,11 +18,7 @@ from steepest.optim.detached_schedule import check_scheduler
 
 
 def check_module(module: Any) -> None:
-    """Check that an object is a module that can be trained in several processes.
-
-    Raises:
-        ModelError: it is not.
-    """
+    """Check that an object is a module that can be trained in several processes; ModelError otherwise."""
     if not isinstance(module, torch.nn.Module):
         raise ModelError(f"module is a {type(module).__name__}: give a torch.nn.Module")
     synchronised = [
@@ -77,15 +73,8 @@ def check_reduction(reduction: Any, loss: Any, size: int | None) -> bool:
 
 
 def check_not_sparse(module: torch.nn.Module, trained: Container[int]) -> None:
-    """Check that no embedding has sparse gradients, of which all rows would travel.
-
-    Args:
-        module: the network.
-        trained: the ids of its trained parameters.
-
-    Raises:
-        ModelError: one has.
-    """
+    """Check that no embedding has sparse gradients, of which all rows would travel."""
+    # trained: the ids of the network's trained parameters. ModelError: one has.
     for name, child in module.named_modules():
         has_rows = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
         if has_rows and child.sparse and id(child.weight) in trained:
@@ -94,12 +83,8 @@ def check_not_sparse(module: torch.nn.Module, trained: Container[int]) -> None:
 
 
 def sparse_gradient(where: str, parameter: torch.Tensor) -> str:
-    """Return why a parameter's sparse gradient is refused, and what to do.
-
-    Args:
-        where: the parameter's or module's name.
-        parameter: (rows, dim).
-    """
+    """Return why a parameter's (rows, dim) sparse gradient is refused, and what to do."""
+    # `where`: its name, or its module's.
     return (
         f"{where} has a sparse gradient, but parameters are sent whole: {parameter.nbytes:,} bytes "
         "from each worker in each step, whatever the batch; use steepest.Embedding or "
@@ -110,11 +95,7 @@ def sparse_gradient(where: str, parameter: torch.Tensor) -> str:
 def check_functions(
     loss: Any, optimizer: Any, metrics: Any, lr_scheduler: Any, learning_rate: Any
 ) -> None:
-    """Check the functions of a `TorchModel`, each of which is easily mistaken for its result.
-
-    Raises:
-        ConfigurationError: one of them is no function, or the class of what it should return.
-    """
+    """Check the functions of a `TorchModel`, each easily mistaken for its result; ConfigurationError otherwise."""
     if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
         raise ConfigurationError(f"loss={loss.__name__} is a class: give {loss.__name__}()")
     _check_function("loss", loss, "(output, target)", "torch.nn.functional.cross_entropy")
@@ -172,11 +153,7 @@ def _check_function(name: str, value: Any, arguments: str, example: str) -> None
 
 
 def check_precision(autocast: Any, loss_scale: Any) -> None:
-    """Check `autocast` and `loss_scale` of a `TorchModel`.
-
-    Raises:
-        ConfigurationError: one of them is out of range.
-    """
+    """Check `autocast` and `loss_scale` of a `TorchModel`; ConfigurationError: one is out of range."""
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ConfigurationError(
             f"autocast={autocast!r}: give torch.bfloat16, torch.float16 or None"

@@ -153,11 +153,7 @@ class TableModule(nn.Module):
         return ", ".join(f"{table.name}: {table.dim}" for table in self.tables)
 
     def _look_up(self, wanted: Sequence[tuple[Table, Tensor]]) -> list[_Found]:
-        """Return rows by group of tables, which are pulled, and whose gradients are pushed, together.
-
-        Args:
-            wanted: tables, and ids (n,) of each.
-        """
+        """Return rows of ids (n,) of tables, by group: pulled together, as are their gradients pushed."""
         if self._source is None:
             raise ConfigurationError(
                 f"{type(self).__name__}({self.extra_repr()}) has no rows: a trainer gives it some "
@@ -184,11 +180,8 @@ class TableModule(nn.Module):
 
 
 def _joined_ids(wanted: Sequence[tuple[Table, Tensor]]) -> Int64s:
-    """Return the ids of several tables one after the other.
-
-    Raises:
-        ConfigurationError: some are no integers, or out of range; names their table.
-    """
+    """Return the ids of several tables one after the other."""
+    # ConfigurationError names a table whose are no integers, or out of range.
     parts = [np.asarray(ids.detach().cpu()) for _, ids in wanted]
     if all(part.dtype == np.int64 for part in parts):  # one check of all instead of many small ones
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -202,17 +195,11 @@ def _joined_ids(wanted: Sequence[tuple[Table, Tensor]]) -> Int64s:
 
 
 class _Found(NamedTuple):
-    """What a look-up found in one group of tables.
+    """What a look-up found in one group of tables."""
 
-    Attributes:
-        of: which of the wanted (table, ids) are of the group.
-        rows: (m, dim), distinct.
-        inverse: of each id of these, one after the other, its row.
-    """
-
-    of: list[int]
-    rows: Tensor
-    inverse: Tensor
+    of: list[int]  # which of the wanted (table, ids) are of the group
+    rows: Tensor  # (m, dim), distinct
+    inverse: Tensor  # of each id of these, one after the other, its row
 
 
 def tables_of(module: nn.Module) -> tuple[Table, ...]:
@@ -460,11 +447,7 @@ def _require_padding(table: Table, padding_idx: Any) -> int | None:
 
 
 def _require_tensor(table: Table, ids: Any) -> Tensor:
-    """Return ids that are one tensor.
-
-    Raises:
-        ConfigurationError: they are not, or it is a nested one.
-    """
+    """Return ids that are one tensor; ConfigurationError: they are not, or it is a nested one."""
     if not isinstance(ids, Tensor):
         raise ConfigurationError(
             f"ids of table {table.name!r} are a {type(ids).__name__}: give a tensor of integers"
@@ -486,15 +469,8 @@ def _apart(rows: Tensor, inverse: Tensor) -> Tensor:
 def _pooled(
     rows: Tensor, inverse: Tensor, bounds: Tensor, mode: str, weights: Tensor | None
 ) -> Tensor:
-    """Return the embeddings of bags, (B, dim).
-
-    Args:
-        rows: (m, dim).
-        inverse: (n,), of each id its row.
-        bounds: (B + 1,), where each bag begins, and the end.
-        mode: "sum", "mean" or "max".
-        weights: (n,), or None.
-    """
+    """Return the embeddings of bags, (B, dim), of rows (m, dim), by mode "sum", "mean" or "max"."""
+    # inverse: (n,), of each id its row; bounds: (B + 1,), where each bag begins, and the end; weights: (n,), or None.
     if mode != "max" and rows.device.type == "cpu":
         scale = rows.new_empty(0) if weights is None else weights
         if scale.dtype != rows.dtype:

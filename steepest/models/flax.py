@@ -25,16 +25,8 @@ Parts = tuple[Any, Any, Callable[..., Any]]
 
 
 def parts_of(module: Any, variables: Any, loss: Callable[..., Any]) -> Parts:
-    """Return what a `JaxModel` is made of, for batches ``(*inputs, target)``.
-
-    Args:
-        module: of linen or nnx.
-        variables: of a linen module.
-        loss: function of (output, target).
-
-    Raises:
-        ModelError: the module is neither, or has no parameters, or its variables are missing.
-    """
+    """Return what a `JaxModel` is made of, for batches ``(*inputs, target)`` and a loss of (output, target)."""
+    # ModelError: it is no linen or nnx module with parameters, or a linen module's variables are missing.
     if isinstance(module, nnx.Module):
         if variables is not None:
             raise ModelError("an nnx.Module has its variables itself: leave variables out")

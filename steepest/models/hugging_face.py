@@ -154,11 +154,7 @@ def _notice(trainer: Any) -> str:
 
 
 def _schedule(trainer: Any, dataset: Any) -> DetachedSchedule | None:
-    """Return the schedule of a Trainer; None for a learning rate that stays.
-
-    Raises:
-        ConfigurationError: it cannot be made.
-    """
+    """Return a Trainer's schedule, None for a learning rate that stays; ConfigurationError: it cannot be made."""
     args = trainer.args
     if trainer.lr_scheduler is None:
         kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
@@ -169,11 +165,8 @@ def _schedule(trainer: Any, dataset: Any) -> DetachedSchedule | None:
 
 
 def _steps(args: Any, kind: str, dataset: Any) -> int:
-    """Return the steps that a schedule lasts: as many as the Trainer takes on as many devices.
-
-    Raises:
-        ConfigurationError: that is not known.
-    """
+    """Return the steps a schedule lasts: as many as the Trainer takes on as many devices."""
+    # ConfigurationError: unknown.
     if args.max_steps > 0:
         return int(args.max_steps)
     try:

@@ -314,11 +314,7 @@ def _computed(outcome: Outcome, batch: Any, share: Share | None, metrics: bool) 
 
 
 def _check_functions(loss: Any, metrics: Any, frozen: Any, weight: Any) -> None:
-    """Check the functions of a `JaxModel`.
-
-    Raises:
-        ConfigurationError: one of them is none.
-    """
+    """Check the functions of a `JaxModel`; ConfigurationError: one of them is none."""
     if not callable(loss):
         raise ConfigurationError(
             f"loss is of type {type(loss).__name__}: give a function of (params, batch)"
@@ -341,11 +337,8 @@ def _check_functions(loss: Any, metrics: Any, frozen: Any, weight: Any) -> None:
 
 
 def _named(what: str, tree: Any, x64: bool) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a pytree whose leaves are their names, and copies of its arrays by name, in order.
-
-    Raises:
-        ModelError: a leaf is no array of a dtype that JAX and torch have, or two have one name.
-    """
+    """Return a pytree whose leaves are their names, and copies of its arrays by name, in order."""
+    # ModelError: a leaf is no array of a dtype that JAX and torch have, or two have one name.
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     found: dict[str, torch.Tensor] = {}
     for path, leaf in leaves:

@@ -117,11 +117,7 @@ def wanted_by(loss: Callable[..., Any]) -> list[str]:
 
 
 def checked_loss(loss: Any) -> Any:
-    """Return a loss as an array without dimensions.
-
-    Raises:
-        ModelError: it is not one real floating-point number.
-    """
+    """Return a loss as an array without dimensions; ModelError: it is not one real floating-point number."""
     array = isinstance(loss, jax.Array)
     if not array or loss.size != 1 or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ModelError(
@@ -139,11 +135,7 @@ def described(value: Any) -> str:
 
 
 def _check_state(before: Any, after: Any) -> None:
-    """Check that a loss returned a state like the one that it was given.
-
-    Raises:
-        ModelError: it did not.
-    """
+    """Check that a loss returned a state like the one that it was given; ModelError otherwise."""
     old, new = jax.tree.structure(before), jax.tree.structure(after)
     if old != new:
         raise ModelError(f"the loss was given a state {old}, and returned {new}: return the same")

@@ -71,18 +71,9 @@ class Result(NamedTuple):
 
 
 class KerasNetwork:
-    """A compiled Keras model: its variables, and what is computed of a batch.
+    """A compiled Keras model, built here from a batch of one sample if need be: its variables, and its steps."""
 
-    Args:
-        model: compiled; it is built here if it is not.
-        sample: a batch of one sample.
-
-    Attributes:
-        variables: the model's.
-
-    Raises:
-        ConfigurationError, ModelError: a model that cannot be trained this way.
-    """
+    # ConfigurationError, ModelError: a model that cannot be trained this way.
 
     def __init__(self, model: Any, sample: Callable[[], Any]) -> None:
         _check(model)
@@ -93,12 +84,8 @@ class KerasNetwork:
         self._functions: dict[tuple[Any, ...], _Function] = {}
 
     def gradients(self, batch: Any, metrics: bool) -> Result:
-        """Return loss and gradients of a batch in training mode, and metrics if they are wanted.
-
-        Raises:
-            ModelError: the model writes to variables that servers train, or somebody has, or its
-                loss depends on none of them.
-        """
+        """Return loss and gradients of a batch in training mode, and metrics if they are wanted."""
+        # ModelError: the model writes to variables that servers train, or somebody has, or its loss depends on none.
         self.variables.check_next()
         function, (loss, weight, samples, found, gradients) = self._run(True, metrics, batch)
         if function.new:
@@ -139,18 +126,11 @@ class KerasNetwork:
 
 
 class _Function:
-    """A step as a graph, for batches of one structure.
+    """A step as a graph, for batches of one structure."""
 
-    Args:
-        network: whose step it is.
-        training, metrics: whether to compute gradients, and metrics.
-        batch: the first one.
-        narrower: the function for batches of this structure so far, whose shapes do not fit.
-
-    Attributes:
-        present: by name of a trained variable, last layers first, whether it has a gradient.
-        new: whether it is to be checked what the step has written.
-    """
+    # narrower: the function for batches of this structure so far, whose shapes do not fit. Attributes: present: by name
+    # of a trained variable, last layers first, whether it has a gradient; new: whether it is to be checked what the
+    # step has written.
 
     def __init__(
         self,
@@ -237,11 +217,8 @@ class _Function:
 
 
 def _weight(model: Any, samples: Any, output: Any, sample_weight: Any) -> Any:
-    """Return the weight of a batch, by which Keras' mean over a larger batch is that over its parts.
-
-    Raises:
-        ModelError: several outputs are averaged over different numbers of entries.
-    """
+    """Return the weight of a batch, by which Keras' mean over a larger batch is that over its parts."""
+    # ModelError: several outputs are averaged over different numbers of entries.
     outputs = tf.nest.flatten(output)
     masks = [m for o in outputs if (m := getattr(o, "_keras_mask", None)) is not None]
     weighted = sample_weight is not None and _MEAN_BY_WEIGHT in _reductions(model)
@@ -269,11 +246,7 @@ def _reductions(model: Any) -> set[Any]:
 
 
 def _check(model: Any) -> None:
-    """Check that a model can be trained by parts of a batch.
-
-    Raises:
-        ConfigurationError, ModelError: it cannot.
-    """
+    """Check that a model can be trained by parts of a batch; ConfigurationError or ModelError otherwise."""
     for method, advice in (
         (
             "train_step",

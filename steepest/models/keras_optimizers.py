@@ -137,11 +137,8 @@ def read_optimizer(
 
 
 def _learning_rate(optimizer: Any) -> tuple[float, Callable[[int], float] | None]:
-    """Return an optimizer's learning rate at the beginning, and its schedule if it has one.
-
-    Raises:
-        ConfigurationError: it is a function without arguments.
-    """
+    """Return an optimizer's first learning rate, and its schedule, if any."""
+    # ConfigurationError: a function without arguments.
     given = optimizer._learning_rate
     if isinstance(given, keras.optimizers.schedules.LearningRateSchedule):
         name = type(given).__name__

@@ -21,10 +21,8 @@ def as_torch(value: Any) -> torch.Tensor:
 
 
 def as_tensorflow(tensor: torch.Tensor) -> Any:
-    """Return a torch tensor as a TensorFlow tensor over the same memory.
-
-    It begins at a multiple of `ALIGNMENT` bytes: elsewhere TensorFlow's kernels end the process.
-    """
+    """Return a torch tensor as a TensorFlow tensor over the same memory."""
+    # It begins at a multiple of `ALIGNMENT` bytes: elsewhere TensorFlow's kernels end the process.
     assert tensor.data_ptr() % ALIGNMENT == 0, "the memory is not aligned"
     capsule = torch.utils.dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
     return tf.experimental.dlpack.from_dlpack(capsule)
@@ -73,13 +71,8 @@ class KerasVariables:
         variable.assign(as_tensorflow(value.detach().clone(memory_format=torch.contiguous_format)))
 
     def attach(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Have trained variables share memory with views of a flat vector.
-
-        TensorFlow copies a shared value before it writes to it, so that no write reaches the vector.
-
-        Args:
-            views: by name, of all trained variables.
-        """
+        """Have all trained variables share memory with views of a flat vector, by name."""
+        # TensorFlow copies a shared value before it writes to it, so that no write reaches the vector.
         for name, view in views.items():
             tensor = as_tensorflow(view)
             self.parameters[name].value.assign(tensor)
@@ -90,11 +83,8 @@ class KerasVariables:
         return [name for name in self._shared if self._is_written(name)]
 
     def check_next(self) -> None:
-        """Check one of the trained variables, another one in each call; all would take long.
-
-        Raises:
-            ModelError: it has been assigned another value.
-        """
+        """Check that one trained variable, another in each call (all take long), was assigned no other value."""
+        # Else ModelError.
         name = self.trained[self._checked % len(self.trained)]
         self._checked += 1
         if name in self._shared and self._is_written(name):
@@ -111,11 +101,7 @@ class KerasVariables:
 
 
 def _check(name: str, variable: Any) -> None:
-    """Check that servers can update a variable as Keras would.
-
-    Raises:
-        ModelError: they cannot.
-    """
+    """Check that servers can update a variable as Keras would; ModelError otherwise."""
     if variable.constraint is not None:
         raise ModelError(
             f"variable {name!r} has the constraint {type(variable.constraint).__name__}, which "
@@ -129,11 +115,9 @@ def _check(name: str, variable: Any) -> None:
 
 
 def _named(root: str, layers: Iterable[Any], variables: Sequence[Any]) -> dict[str, Any]:
-    """Return variables by names that are alike in all processes.
-
-    Keras numbers layers without a name through a whole process ("dense_7"); here they are numbered
-    within each model, in the order of its variables.
-    """
+    """Return variables by names that are alike in all processes."""
+    # Keras numbers layers without a name through a process ("dense_7"); here within each model, in its variables'
+    # order.
     kinds = {_snake_case(type(layer).__name__) for layer in layers} | {"variable"}
     numbered = re.compile(rf"((?:.*_)?(?:{'|'.join(map(re.escape, kinds))}))(?:_\d+)?")
     taken: dict[tuple[str, ...], str] = {}

@@ -230,11 +230,8 @@ def _takes_index(step: Any) -> bool:
 def _configured(
     module: Any, steps_per_epoch: int | None
 ) -> tuple[torch.optim.Optimizer, DetachedSchedule | None]:
-    """Return what `configure_optimizers` makes: an optimizer, and its schedule, if any.
-
-    Raises:
-        ConfigurationError: it returns anything else.
-    """
+    """Return the optimizer that `configure_optimizers` makes, and its schedule, if any."""
+    # ConfigurationError: anything else.
     found = module.configure_optimizers()
     optimizers: Any = found
     schedules: Any = []

@@ -26,11 +26,7 @@ def call(module: torch.nn.Module, batch: Any) -> Any:
 
 
 def own_loss(output: Any) -> torch.Tensor:
-    """Return the loss that a module's output has as its attribute `loss`.
-
-    Raises:
-        ModelError: it has none.
-    """
+    """Return the loss that a module's output has as its attribute `loss`; ModelError: it has none."""
     loss = getattr(output, "loss", None)
     if loss is None:
         what = "whose loss is None" if hasattr(output, "loss") else "without a loss"
@@ -44,10 +40,8 @@ def own_loss(output: Any) -> torch.Tensor:
 
 
 def users_line() -> str:
-    """Return the file, line and function of the innermost caller outside of torch and steepest.
-
-    "?" if there is none, as on a thread of torch's.
-    """
+    """Return file, line and function of the innermost caller outside torch and steepest."""
+    # "?" if none (torch's threads).
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
         frame = frame.f_back  # type: ignore[assignment]
@@ -65,19 +59,12 @@ def called_backward(line: str) -> str:
 
 
 class Weighed(NamedTuple):
-    """The loss of a batch.
+    """The loss of a batch."""
 
-    Attributes:
-        loss: as returned, or the sum of several.
-        parts: the losses by name of which it is the sum, if any.
-        samples: number of samples.
-        weight: of the batch in means.
-    """
-
-    loss: torch.Tensor
-    parts: dict[str, torch.Tensor]
+    loss: torch.Tensor  # as returned, or the sum of several
+    parts: dict[str, torch.Tensor]  # the losses by name of which it is the sum, if any
     samples: int
-    weight: float
+    weight: float  # of the batch in means
 
 
 def weigh(batch: Any, result: Any, share: Share | None, sums: bool = False) -> Weighed:
@@ -122,16 +109,8 @@ def _checked(what: str, loss: Any) -> torch.Tensor:
 def with_parts(
     parts: Mapping[str, torch.Tensor], metrics: Mapping[str, float], per: int
 ) -> dict[str, float]:
-    """Return metrics, with losses by name among them.
-
-    Args:
-        parts: losses by name.
-        metrics: by name.
-        per: the number by which losses are divided to be means.
-
-    Raises:
-        ModelError: a metric has the name of a loss, or a loss is not named by a string.
-    """
+    """Return metrics with losses by name, divided by `per` to be means."""
+    # ModelError: a metric has the name of a loss, or a loss is not named by a string.
     found = dict(metrics)
     for name, value in parts.items():
         if name in metrics or not isinstance(name, str):
@@ -171,14 +150,9 @@ def samples_of(batch: Any, share: Share | None, *, weighed: bool) -> int:
 
 
 def _count(batch: Any) -> int | None:
-    """Return the number of samples in a batch that chooses its own: the length of all its arrays.
-
-    Arrays may lie in lists as they like. A list of dicts, such as a detector's targets, has one for
-    each sample, whose images may then be a list too.
-
-    Returns:
-        None if its arrays, and its parts, have several lengths.
-    """
+    """Return the samples in a batch that chooses its own: the length of all its arrays; None if they have several."""
+    # Arrays may lie in lists. A list of dicts, such as a detector's targets, has one for each sample, whose images may
+    # then be a list too.
     if isinstance(batch, (tuple, list)):
         for part in batch:
             if isinstance(part, (tuple, list)) and part and isinstance(part[0], Mapping):

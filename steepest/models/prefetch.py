@@ -45,11 +45,8 @@ class Gates:
 
     @contextlib.contextmanager
     def forward(self, arrive: Arrive) -> Iterator[None]:
-        """Run one forward pass inside of this context.
-
-        Args:
-            arrive: returns when the weights of an entry (of all, with None) are here.
-        """
+        """Run a forward pass inside of this context."""
+        # `arrive` returns when the weights of an entry (None: of all) are here.
         if arrive is all_here:
             yield
             return
@@ -106,10 +103,7 @@ class AwaitedParameter(torch.nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch when the weights of the parameters among its arguments are here.
-
-        Attributes, such as shape and dtype, are functions, too.
-        """
+        """Call a function of torch, or get an attribute, when its parameters' weights are here."""
         kwargs = kwargs or {}
         found = [
             value

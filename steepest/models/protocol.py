@@ -73,14 +73,8 @@ class Computed:
 
 
 def checked_metrics(metrics: Any) -> dict[str, float]:
-    """Return metrics as plain floats, NaN and infinity as they are.
-
-    Args:
-        metrics: by name, each a number as `steepest.models.scalars.as_number` takes it.
-
-    Raises:
-        ModelError: they are no mapping of names to numbers; names the metric and its type.
-    """
+    """Return metrics by name as plain floats (`as_number`), NaN and infinity as they are."""
+    # ModelError names what is no number.
     if not isinstance(metrics, Mapping):
         raise ModelError(f"metrics are {describe(metrics)}: return a dict of numbers by name")
     found = {}
@@ -129,11 +123,8 @@ def validate_computed(computed: Any) -> Computed:
 
 
 def checked_weight(value: Any) -> float:
-    """Return a batch's weight as a float that can be summed and squared without overflow.
-
-    Raises:
-        ModelError: it is negative, too large or no number.
-    """
+    """Return a batch's weight as a float."""
+    # ModelError: it is negative, no number, or too large to be summed and squared.
     weight = as_number(value)
     if weight is None or not 0 <= weight <= _HEAVIEST:
         given = describe(value) if weight is None else weight

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def tables_in(module: torch.nn.Module) -> tuple[Table, ...]:
-    """Return the tables of a module's submodules, each once; none where no such modules exist.
-
-    Raises:
-        ConfigurationError: two of one name differ.
-    """
+    """Return the tables of a module's submodules, each once, or none; ConfigurationError: two of one name differ."""
     embedding = sys.modules.get("steepest.models.embedding")
     return () if embedding is None else embedding.tables_of(module)
 
@@ -36,15 +32,8 @@ def anchor(module: torch.nn.Module, tables: tuple[Table, ...]) -> None:
 
 
 def count_shards(tables: tuple[Table, ...], each: Any) -> int:
-    """Return the number of shards of all groups of some tables.
-
-    Args:
-        tables: of a model.
-        each: shards of a group.
-
-    Raises:
-        ConfigurationError: `each` is no positive integer.
-    """
+    """Return the shards of all groups of a model's tables."""
+    # ConfigurationError: `each` group's are no positive integer.
     require_count("table_shards", each)
     if not tables:
         return 0
@@ -54,13 +43,9 @@ def count_shards(tables: tuple[Table, ...], each: Any) -> int:
 
 
 class ScaledRows:
-    """Rows whose gradients are those of a scaled loss; see `steepest.models.embedding.RowSource`.
+    """Rows whose gradients are those of a loss times `scale`; under autocast of `device` none are pulled."""
 
-    Args:
-        source: of the rows.
-        scale: by which the loss is multiplied.
-        device: of autocast, under which rows are not pulled.
-    """
+    # See `RowSource`.
 
     def __init__(self, source: RowSource, scale: float, device: str) -> None:
         self._source = source

@@ -22,20 +22,10 @@ _TRANSPARENT = (
 
 
 def summed_by(loss: torch.Tensor, samples: int) -> tuple[str, bool] | None:
-    """Return what adds up the samples of a batch, so that the loss grows with their number.
-
-    It looks at the graph from the loss down to the first operations that reduce a tensor. A
-    division or a product on the way may make a mean of a sum: then nothing is found.
-
-    Args:
-        loss: one number, which knows its gradient.
-        samples: in its batch.
-
-    Returns:
-        The name of the operation, and whether it is certain that its rows are samples: it is for a
-        loss function of torch's, and not for a `sum()`, which may be over something else. None for
-        a mean, and for a batch of one sample.
-    """
+    """Return the operation that sums a batch's samples, so that the loss grows with them, and if that is sure."""
+    # It is for torch's loss functions, not for a `sum()`, which may be over something else; None for a mean, and for a
+    # batch of one. It looks at the graph from the loss to the first operations that reduce; where a division or product
+    # on the way may make a mean of a sum, nothing is found.
     if samples < 2:
         return None
     nodes: list[Any] = [loss.grad_fn]

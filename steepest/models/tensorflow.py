@@ -169,10 +169,8 @@ class TensorFlowModel:
         weight: float,
         ready: Ready,
     ) -> None:
-        """Copy the gradient of a layout's entry into its view of the flat vector, and report it.
-
-        Of an entry in several chunks, the first part leaves while the next one is copied.
-        """
+        """Copy an entry's gradient into its view of the flat vector, and report it."""
+        # Of an entry in several chunks, the first part leaves while the next one is copied.
         if gradient is None:
             view.zero_()
             ready(index, weight, False)
@@ -240,11 +238,7 @@ class TensorFlowModel:
 
 
 def _import_network() -> Any:
-    """Return the modules that need TensorFlow.
-
-    Raises:
-        ConfigurationError: it is not installed.
-    """
+    """Return the modules that need TensorFlow; ConfigurationError: it is not installed."""
     try:
         from steepest.models import keras_network
     except ImportError as error:
@@ -256,11 +250,7 @@ def _import_network() -> Any:
 
 
 def _as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
-    """Return training data as a source, and the batch size; see `steepest.data.sources.as_source`.
-
-    Raises:
-        ConfigurationError: as there.
-    """
+    """Return training data as a source, and the batch size; see `steepest.data.sources.as_source`."""
     if type(data).__module__.startswith("tensorflow.python.data."):
         data = TensorFlowDataset(data)
         batch_size = batch_size or data.batch_size

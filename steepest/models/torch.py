@@ -187,11 +187,7 @@ class TorchModel:
         self._writes = WriteCheck()
 
     def _choose_trained(self) -> None:
-        """Note which parameters are trained, and which the optimizer leaves out.
-
-        Raises:
-            ModelError: none is trained.
-        """
+        """Note which parameters are trained, and which the optimizer leaves out; ModelError: none is trained."""
         updated = self.optimizer_spec.trainable()
         wants = {name for name, p in self._parameters.items() if p.requires_grad}
         self._trainable = wants & updated
@@ -282,11 +278,8 @@ class TorchModel:
         return self._parameters[name] if own is None else own
 
     def _unfreeze(self, names: Iterable[str]) -> None:
-        """Have the optimizer update some more parameters.
-
-        Raises:
-            ModelError: it leaves one of them out, or the module has none of that name.
-        """
+        """Have the optimizer update more parameters."""
+        # ModelError: it leaves one out, or the module has none of that name.
         for name in names:
             if name not in self._parameters:
                 raise ModelError(f"there is no parameter {name!r} to unfreeze")
@@ -458,11 +451,7 @@ class TorchModel:
         return weighed
 
     def _look_for_sums(self, weighed: Weighed) -> None:
-        """Check once, where several batches make an update, that the loss is a mean.
-
-        Raises:
-            ModelError: it is a sum.
-        """
+        """Check once, where several batches make an update, that the loss is a mean; ModelError: it is a sum."""
         if self._sums or self._share is None or self._share.whole == self._share.samples:
             return
         if (found := summed_by(weighed.loss, weighed.samples)) is not None:
@@ -581,11 +570,8 @@ class TorchModel:
                     parameter.copy_(value)
 
     def _frozen(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield (name, the module's parameter now, the installed value) of each frozen parameter.
-
-        Raises:
-            ModelError: the model has given it another shape or dtype, or has it no more.
-        """
+        """Yield each frozen parameter's name, present and installed value."""
+        # ModelError: it has another shape or dtype, or is no more.
         for index, entry in enumerate(self.layout.entries):
             if entry.trainable or self._vector is None:
                 continue

@@ -48,14 +48,7 @@ class WriteCheck:
         holders: Holders,
         weights: torch.Tensor,
     ) -> None:
-        """Check these parameters from now on.
-
-        Args:
-            layout: of the flat weights.
-            parameters: by name.
-            holders: as `holders_of` returns them.
-            weights: the flat vector of which the trainable parameters are views.
-        """
+        """Check these parameters from now on: views of the flat `weights`; `holders`: as `holders_of` returns them."""
         trained = [
             (i, entry) for i, entry in enumerate(layout.entries) if entry.trainable and entry.numel
         ]
@@ -70,22 +63,14 @@ class WriteCheck:
 
     @property
     def compares(self) -> bool:
-        """Whether the next pass is compared with a copy.
-
-        Then all weights must be here before it begins.
-        """
+        """Whether the next pass is compared with a copy; all weights must be here before it then."""
         count = self._passes + 1
         return self._always or count & (count - 1) == 0
 
     @contextlib.contextmanager
     def refused(self) -> Iterator[None]:
-        """Run a pass inside of this context and check it.
-
-        Afterwards parameters have the values from before, as far as these are known.
-
-        Raises:
-            ModelError: the pass has written to a parameter.
-        """
+        """Run a pass inside of this context."""
+        # Undo, as far as values are known, what it wrote to parameters, and raise ModelError.
         values = self._values
         before = values.clone() if self.compares else None
         self._passes += 1
@@ -103,11 +88,8 @@ class WriteCheck:
             raise ModelError(refusal(found) + ("" if before is not None else _NOT_UNDONE))
 
     def reseat(self) -> str | None:
-        """Put parameters that lie elsewhere, or have others in their places, where they belong.
-
-        Returns:
-            The name of the first of them, or None.
-        """
+        """Put parameters that lie elsewhere, or have others in their places, where they belong."""
+        # Return the first's name, or None.
         if (name := self._find([p._version for p in self._parameters], None)) is not None:
             self._put_back()
         return name

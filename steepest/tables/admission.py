@@ -96,10 +96,8 @@ Filter = CounterFilter | CBFFilter | ProbabilityFilter
 def _bloom(
     ids: Int64s, sightings: Int32s, hashes: int, counters: Any, seen: Int64s, write: bool
 ) -> None:
-    """Fill in how often ids have been seen, these sightings included; count them if `write`.
-
-    Only the least of an id's counters are raised (conservative update: Estan and Varghese 2002).
-    """
+    """Fill in how often ids have been seen, these sightings included; count them if `write`."""
+    # Only the least of an id's counters are raised (conservative update: Estan and Varghese 2002).
     size = np.uint64(len(counters))
     most = np.int64(np.iinfo(counters.dtype).max)
     for at in range(len(ids)):

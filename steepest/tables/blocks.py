@@ -17,11 +17,9 @@ _TURN = 256  # rows that are read at once
 
 @kernel
 def _gather(rows: Floats, numbers: Int32s, begin: int, values: Floats) -> float:
-    """Copy rows from column `begin` on, where a number is not negative.
-
-    It works in turns of `_TURN` rows, of which it first reads an item each: these reads wait for memory
-    all at once. Their sum is returned, or the compiler would leave them out.
-    """
+    """Copy rows from column `begin` on, where a number is not negative."""
+    # In turns of `_TURN` rows, an item of each is read first: these reads wait for memory all at once. Their sum is
+    # returned, or the compiler would leave them out.
     read, width = 0.0, values.shape[1]
     for first in range(0, len(numbers), _TURN):
         end = min(first + _TURN, len(numbers))

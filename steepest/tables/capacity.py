@@ -35,13 +35,7 @@ class Plan(NamedTuple):
 
 
 class Capacities:
-    """The capacities of a shard's tables.
-
-    Attributes:
-        rows: of each table at most, 2^62 without a capacity.
-        most: rows of all tables at most, None where a table has no capacity.
-        told: which tables have a capacity and no filter, so that a push makes rows for all its ids.
-    """
+    """The capacities of a shard's tables."""
 
     def __init__(self, tables: Sequence[Table], num_shards: int) -> None:
         """Divide capacities among shards, rounded up."""
@@ -55,32 +49,21 @@ class Capacities:
             np.int64,
         )
         limited = self.rows < _BOUNDLESS
+        # rows of all tables at most; None where one has no capacity
         self.most = int(self.rows.sum()) if limited.all() else None
         self._evicts = np.array([table.eviction is not None for table in tables])
         filtered = np.array([table.admission is not None for table in tables])
+        # with a capacity and no filter: a push makes rows for all their ids
         self.told = limited & ~filtered
 
     def room(self, known: Int64s, alive: Int64s) -> Int64s:
-        """Return how many rows a push can add to each table.
-
-        A table that evicts can lose all rows that the push does not update.
-
-        Args:
-            known: rows that the push updates, by table.
-            alive: rows that there are, by table.
-        """
+        """Return how many rows a push can add to each table."""
+        # known: rows that it updates, by table; alive: rows that there are. A table that evicts can lose all others.
         return self.rows - np.where(self._evicts, known, alive)
 
     def require(self, wanted: Int64s, known: Int64s, alive: Int64s) -> None:
-        """Check that there is room for the rows that a push adds.
-
-        Args:
-            wanted: rows that it adds, by table.
-            known, alive: as for `room`.
-
-        Raises:
-            ConfigurationError: there is not.
-        """
+        """Check that there is room for the rows that a push adds (`wanted`, by table)."""
+        # ConfigurationError otherwise; see `room`.
         for table in map(int, np.flatnonzero(wanted > self.room(known, alive))):
             name, capacity = self._tables[table].name, self._described(table)
             if not self._evicts[table]:
@@ -103,13 +86,8 @@ class Capacities:
     def fit(
         self, tables: Int32s, admitted: npt.NDArray[np.bool_], known: Int64s, alive: Int64s
     ) -> Plan:
-        """Return a plan in which the first ids that fit get rows.
-
-        Args:
-            tables: of the ids without rows.
-            admitted: which of them are admitted.
-            known, alive: as for `room`.
-        """
+        """Return a plan in which the first admitted ids that fit get rows; `tables`: of the ids without rows."""
+        # Others as for `room`.
         admitted = admitted.copy()
         wanted = np.bincount(tables[admitted], minlength=len(alive))
         made = np.minimum(wanted, self.room(known, alive))
@@ -119,15 +97,8 @@ class Capacities:
         return Plan(admitted, made, wanted - made, excess)
 
     def most_used(self, states: Sequence[TableState], mine: Sequence[Places]) -> list[Places]:
-        """Return which rows of states stay when tables are filled up to their capacities.
-
-        Args:
-            states: of several shards.
-            mine: which rows of each are of this shard.
-
-        Raises:
-            ConfigurationError: a table that does not evict has more rows than its capacity.
-        """
+        """Return which rows of several states, of those of this shard (`mine`), stay as tables are filled up."""
+        # ConfigurationError: a table that does not evict has more rows than its capacity.
         tables = _taken("tables", states, mine)
         held = np.bincount(tables, minlength=len(self.rows))
         over = np.flatnonzero(held > self.rows)

@@ -68,11 +68,7 @@ def require_keys(
 
 
 def require_gradients(gradients: npt.ArrayLike, count: int, dim: int, dtype: str) -> Floats:
-    """Return gradients as an array that kernels take.
-
-    Raises:
-        ConfigurationError: they are not of shape (count, dim), or of another dtype.
-    """
+    """Return gradients as an array that kernels take; ConfigurationError: not (count, dim), or of another dtype."""
     found = np.asarray(gradients)
     if found.shape != (count, dim):
         raise ConfigurationError(
@@ -85,11 +81,8 @@ def require_gradients(gradients: npt.ArrayLike, count: int, dim: int, dtype: str
 
 
 def require_out(out: Floats, shape: tuple[int, int], dtype: str) -> Floats:
-    """Return an array to which kernels can write rows.
-
-    Raises:
-        ConfigurationError: it is of another shape or dtype, or is not contiguous and writable.
-    """
+    """Return an array to which kernels can write."""
+    # ConfigurationError: another shape, dtype, not contiguous or read-only.
     if out.shape != shape or out.dtype != dtype or not out.flags.carray:
         raise ConfigurationError(
             f"out is of {out.dtype} and shape {out.shape}: give a contiguous, writable array of "

@@ -113,11 +113,9 @@ def _enter(fresh: Int32s, size: int, heap: Heap) -> None:
 
 @kernel
 def _take(size: int, version: int, heap: Heap, taken: Int32s) -> int:
-    """Take the least used rows that this version has not written; return the heap's size.
-
-    A row's key is what its use was when it was entered. Uses only grow, so the least of the heap is
-    the least used row if its key is still right; else it is entered again.
-    """
+    """Take the least used rows that this version has not written; return the heap's size."""
+    # A row's key is what its use was when it was entered. Uses only grow, so the least of the heap is the least used
+    # row if its key is still right; else it is entered again.
     done, spared = 0, 0
     while done < len(taken):
         number = heap.numbers[0]

@@ -78,13 +78,7 @@ def _are_distinct(
 
 
 def are_distinct(tables: Int32s, ids: Int64s, num_tables: int, shard: int, count: int) -> bool:
-    """Return whether keys are distinct, all of one shard, and none of them out of range.
-
-    Args:
-        tables, ids: (n,), table numbers and ids.
-        num_tables: table numbers are below it.
-        shard, count: of how many shards it is which.
-    """
+    """Return whether keys (n,) are distinct, all of shard `shard` of `count`, and of tables below `num_tables`."""
     slots = np.empty(1 << max(3, (2 * len(ids) - 1).bit_length()), np.int32)
     keys = read_only(tables, np.int32), read_only(ids, np.int64)
     return bool(_are_distinct(*keys, num_tables, shard, np.uint64(count), slots))
@@ -210,16 +204,7 @@ def _add_up(
 
 
 def add_up(rows: npt.NDArray[np.floating], inverse: Int32s, count: int) -> npt.NDArray[np.floating]:
-    """Return the sums of rows with the same number, added in the order in which they stand.
-
-    Args:
-        rows: (n, dim).
-        inverse: (n,), from 0 to `count` - 1.
-        count: of the sums.
-
-    Returns:
-        (count, dim), of the dtype of `rows`.
-    """
+    """Return the sums (count, dim) of rows (n, dim) with the same number (n,), added in their order."""
     sums = np.zeros((count, rows.shape[1]), rows.dtype)
     _add_up(read_only(rows, rows.dtype), read_only(inverse, np.int32), sums)
     return sums

@@ -74,11 +74,9 @@ def _segment(hashed: np.uint64, table: np.int32, index: Segments) -> np.int64:
 
 @inlined
 def _row_in(bucket: np.int64, key: np.int64, index: Segments) -> np.int32:
-    """Return the row number plus one of an id in a bucket, or 0; without a branch to predict.
-
-    An entry without a row may still have the id, but stands behind the entry that has both: that one
-    was the first without a row when the id was entered.
-    """
+    """Return the row number plus one of an id in a bucket, or 0; without a branch to predict."""
+    # An entry without a row may still have the id, but stands behind the entry that has both: that one was the first
+    # without a row when the id was entered.
     place = _PASSED
     for entry in range(ENTRIES - 1, -1, -1):
         place = _ROWS + entry if index.keys[bucket, entry] == key else place
@@ -105,12 +103,9 @@ def _row_beyond(bucket: np.int64, key: np.int64, index: Segments) -> np.int32:
 
 @kernel
 def _find(tables: Int32s, ids: Int64s, index: Segments, found: Int32s) -> tuple[int, int]:
-    """Fill in row numbers, -1 where there is none; return how many there are none of.
-
-    It works in turns of `_TURN` ids, and first reads a word of each id's bucket: these reads wait for
-    memory all at once, those of whole searches for one another. What is read is returned too, or the
-    compiler would leave it out.
-    """
+    """Fill in row numbers, -1 where there is none; return how many there are none of."""
+    # In turns of `_TURN` ids, a word of each id's bucket is read first: these reads wait for memory all at once, those
+    # of whole searches for one another. What is read is returned too, or the compiler would leave it out.
     buckets, rest = np.empty(_TURN, np.int64), np.empty(_TURN, np.int64)
     missing, read = 0, 0
     for begin in range(0, len(ids), _TURN):
@@ -173,11 +168,7 @@ def _split(segment: int, fresh: int, bit: np.uint64, index: Segments) -> None:
 def _insert(
     tables: Int32s, ids: Int64s, numbers: Int32s, begin_at: int, index: Segments
 ) -> tuple[int, int]:
-    """Enter ids that are not there from `begin_at` on.
-
-    Returns:
-        The number of ids, and 0; or the place of an id whose segment is full, and its spread hash.
-    """
+    """Enter ids from `begin_at` on; return their number and 0, or where one's segment is full, and its spread hash."""
     for at in range(begin_at, len(ids)):
         hashed = mix(np.uint64(ids[at]))
         segment = _segment(hashed, tables[at], index)

@@ -208,13 +208,7 @@ class Beginning:
         self._salts = np.array(salts, np.uint64).view(np.int64)
 
     def fill(self, tables: Int32s, ids: Int64s, at: Int64s, values: Floats) -> None:
-        """Write first values to some rows.
-
-        Args:
-            tables, ids: (n,).
-            at: (m,), int64, which of the n.
-            values: (n, dim); other rows are left as they are.
-        """
+        """Write first values to the rows `at`, (m,), of ids (n,) and values (n, dim); others stay as they are."""
         _fill(
             read_only(tables, np.int32),
             read_only(ids, np.int64),

@@ -40,11 +40,7 @@ class Reserved:
         self.array: npt.NDArray[Any] = flat if width == 1 else flat.reshape(self.capacity, width)
 
     def require(self, count: int) -> None:
-        """Check that there is room for so many rows.
-
-        Raises:
-            ResourcesError: there is not.
-        """
+        """Check that there is room for so many rows; ResourcesError otherwise."""
         if count > self.capacity:
             raise ResourcesError(
                 f"no room for {count:,} rows of {self._row} bytes: the system reserved "
@@ -54,11 +50,8 @@ class Reserved:
 
 
 def _reserve(size: int) -> mmap.mmap:
-    """Return anonymous memory of `size` bytes, or of as many as the system allows.
-
-    Raises:
-        ResourcesError: the system allows next to nothing.
-    """
+    """Return anonymous memory of `size` bytes, or as many as the system allows."""
+    # ResourcesError: that is next to none.
     size = max(size, _LEAST)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     while True:

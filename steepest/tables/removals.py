@@ -13,14 +13,9 @@ _LEAST = 1 << 16
 
 
 class Removals:
-    """The ids whose rows a shard has removed, with the versions at which it has.
+    """The ids whose rows a shard has removed, with the versions at which it has."""
 
-    Args:
-        version: from which they are known.
-
-    Attributes:
-        known_from: the version from which they are known.
-    """
+    # `known_from`: known from that version on.
 
     def __init__(self, version: int = 0) -> None:
         self.known_from = version
@@ -28,13 +23,7 @@ class Removals:
         self._count = 0
 
     def add(self, version: int, tables: Int32s, ids: Int64s, rows: int) -> None:
-        """Remember removed rows, and forget the oldest where there are more than rows.
-
-        Args:
-            version: at which they are removed.
-            tables, ids: (n,), their keys.
-            rows: that there are.
-        """
+        """Remember keys (n,) removed at a version; forget the oldest where there are more than the shard's `rows`."""
         if not len(ids):
             return
         self._removed.append((version, tables, ids))

@@ -349,11 +349,7 @@ class FTRL(RowOptimizer):
 
 
 def require_optimizer(name: str, optimizer: object) -> RowOptimizer:
-    """Return an optimizer of rows.
-
-    Raises:
-        ConfigurationError: it is none; one of torch's is named with its counterpart here.
-    """
+    """Return an optimizer of rows; ConfigurationError: it is none; names the counterpart of one of torch's."""
     if isinstance(optimizer, RowOptimizer):
         return optimizer
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)

@@ -228,17 +228,9 @@ class TableShard:
         version: int,
         strict: bool,
     ) -> Plan:
-        """Decide what a push does to ids without rows; change nothing.
-
-        Args:
-            tables, ids, sightings, rows: of the push.
-            at: which of them are not frozen and have no row.
-            version: of the push.
-            strict: whether it is an error if there is no room for them.
-
-        Raises:
-            ConfigurationError: an id is there twice, or `strict` and a table has no room.
-        """
+        """Decide what a push does to ids without rows; change nothing."""
+        # at: which are not frozen and have no row. ConfigurationError: an id is there twice, or `strict` and a table
+        # has no room.
         nothing = np.zeros(len(self._tables), np.int64)
         if not len(at):
             return Plan(np.zeros(0, np.bool_), nothing, nothing, nothing)
@@ -300,11 +292,7 @@ class TableShard:
         self._require_memory(wanted - excess)
 
     def _require_memory(self, added: Int64s) -> None:
-        """Check that there is memory for so many more rows of each table.
-
-        Raises:
-            ResourcesError: there is not; names the tables.
-        """
+        """Check that there is memory for so many more rows of each table; ResourcesError names the tables."""
         try:
             self._blocks.require(int(added.sum()))
         except ResourcesError as error:

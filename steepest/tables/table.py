@@ -87,11 +87,7 @@ class Table:
 
 
 def require_group(tables: Iterable[Table]) -> tuple[Table, ...]:
-    """Return tables that a shard can hold together.
-
-    Raises:
-        ConfigurationError: there is none, two have one name, or they differ in dimension, dtype or optimizer.
-    """
+    """Return tables that a shard can hold together; ConfigurationError: none, two of one name, or ones that differ."""
     group = tuple(tables)
     if not 0 < len(group) <= _MOST_TABLES:
         raise ConfigurationError(f"{len(group)} tables: give 1 to {_MOST_TABLES}")
