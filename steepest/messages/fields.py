@@ -98,10 +98,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value can be a hyperparameter.
-
-    That is a number, a bool, a text or None; or a list of numbers and bools, such as betas.
-    """
+    """Return whether a value can be a hyperparameter: a number, bool, text, None, or a list of numbers and bools."""
     single = value is None or isinstance(value, bool) or _is_number(value) or _is_text(value)
     return single or (
         _is_list(value) and all(_is_number(part) or isinstance(part, bool) for part in value)
@@ -247,14 +244,8 @@ def unfit(
     values: Mapping[str, Any],
     limits: Limits,
 ) -> str | None:
-    """Return what is wrong with the first field that is missing or holds a wrong value, else None.
-
-    Args:
-        fields: the allowed values, by name.
-        required: names of the fields that must be there.
-        values: of the message, by name; names that `fields` lacks are ignored.
-        limits: of the job.
-    """
+    """Return what is wrong with the first field that is missing or wrong in a message's values, else None."""
+    # fields: the allowed values, by name; others are ignored; required: names that must be there.
     for name in required:
         if name not in values:
             return f"{name} is missing: give {fields[name].allowed}"

@@ -226,11 +226,8 @@ def _unfit_header(message: Message, schema: Schema, limits: Limits) -> str | Non
 
 
 def _unfit_weight(message: Message, schema: Schema) -> str | None:
-    """Return what is wrong with a message's weight or total, else None.
-
-    NaN and infinity are allowed: they make a gradient that is not finite, which servers report as
-    such.
-    """
+    """Return what is wrong with a message's weight or total, else None."""
+    # NaN and infinity are allowed: they make a gradient that is not finite, which servers report as such.
     for slot, value in (("weight", message.weight), ("total", message.total)):
         if value < 0 or HEAVIEST < value < math.inf:
             return f"{schema.names.get(slot, slot)}={value}: give a number from 0 to {HEAVIEST:g}"

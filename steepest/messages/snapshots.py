@@ -97,28 +97,17 @@ class Snapshot(Body):
 
 @dataclass(frozen=True)
 class _Tensor(Body):
-    """One tensor of optimizer state.
+    """One tensor of optimizer state: elements [start, stop) of a flattened parameter of a chunk."""
 
-    Attributes:
-        sequence: of the request to which it belongs.
-        chunk: index of the chunk.
-        name: of the parameter.
-        key: of the tensor in the optimizer's state of that parameter.
-        start, stop: the elements of the parameter, flattened, that it is about.
-        plain: whether the tensor stands for a value that is none, see `steepest.optim.portable`.
-        dtype: of the tensor, without "torch.".
-        shape: of the tensor.
-        payload: its bytes.
-    """
-
-    sequence: Sequence
+    sequence: Sequence  # of the request to which it belongs
     chunk: Chunk
     name: Annotated[str, TEXT]
-    key: Annotated[str, TEXT]
+    key: Annotated[str, TEXT]  # of the tensor in the optimizer's state of that parameter
     start: Annotated[int, COUNT]
     stop: Annotated[int, COUNT]
+    # it stands for a value that is none, see `steepest.optim.portable`
     plain: Annotated[bool, FLAG]
-    dtype: Annotated[str, TEXT]
+    dtype: Annotated[str, TEXT]  # without "torch."
     shape: Annotated[Row[int], many(COUNT)]
     payload: Payload = field(default=None, compare=False, kw_only=True)
 

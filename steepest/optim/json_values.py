@@ -65,11 +65,7 @@ def to_json(value: Any, other: Callable[[Any], int | None] = lambda value: None)
 
 
 def _nothing(number: int) -> Any:
-    """Refuse a reference to a value that has no JSON.
-
-    Raises:
-        ValueError: always.
-    """
+    """Refuse a reference to a value that has no JSON, by ValueError."""
     raise ValueError(f"value {number} is not there")
 
 

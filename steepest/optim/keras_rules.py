@@ -142,10 +142,8 @@ class KerasAdam(KerasRule):
 def _fused(
     parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group, rate: float
 ) -> None:
-    """Update a parameter by torch's kernel, in one pass over its memory instead of seven.
-
-    The kernel divides by ``sqrt(velocity / second) + eps`` and multiplies by ``lr / first``.
-    """
+    """Update a parameter by torch's kernel, in one pass over its memory instead of seven."""
+    # The kernel divides by ``sqrt(velocity / second) + eps`` and multiplies by ``lr / first``.
     first = 1 - group["beta_1"] ** float(state["step"])
     second = 1 - group["beta_2"] ** float(state["step"])
     torch._fused_adam_(
@@ -166,11 +164,9 @@ def _fused(
 
 
 def _correction(step: float, dtype: torch.dtype, group: Group) -> float:
-    """Return the factor by which Adam's first steps are corrected.
-
-    It is computed in the parameter's dtype, as Keras does: in float32 the difference is 1e-5. Keras
-    rounds the bases to float32 in any case. Half precision takes float32: 0.999 would be 1 in it.
-    """
+    """Return the factor by which Adam's first steps are corrected."""
+    # Computed in the parameter's dtype, as Keras does: in float32 the difference is 1e-5. Keras rounds the bases to
+    # float32 in any case. Half precision takes float32: 0.999 would be 1 in it.
     dtype = _wide(dtype)
     count = torch.tensor(step, dtype=dtype)
     first = 1 - _rounded(group["beta_1"], dtype).pow(count)

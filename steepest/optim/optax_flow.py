@@ -46,11 +46,8 @@ class Flow:
         self.said: list[Any] = []
 
     def follow(self, closed: Any, inputs: Sequence[int]) -> list[int]:
-        """Return the set of each result of a closed jaxpr, given those of its inputs.
-
-        Raises:
-            ConfigurationError: something random is drawn.
-        """
+        """Return the set of each result of a closed jaxpr, given its inputs'."""
+        # ConfigurationError: something random is drawn.
         known = dict(zip(closed.jaxpr.invars, inputs, strict=True))
         for value in closed.consts:
             self.elementwise &= np.ndim(value) == 0

@@ -29,12 +29,7 @@ def _of_torch() -> frozenset[str]:
 
 
 def _places(optimizer: torch.optim.Optimizer, index: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return the dicts in which an optimizer keeps values, each with what their keys begin with.
-
-    Args:
-        optimizer: any.
-        index: of a parameter group.
-    """
+    """Return the dicts in which an optimizer keeps values of group `index`, each with what their keys begin with."""
     group = optimizer.param_groups[index]
     if not isinstance(optimizer, SeveralOptimizers):
         return [(_GROUP, group), (_SELF, vars(optimizer))]

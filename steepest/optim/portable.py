@@ -59,11 +59,7 @@ def pack(key: str, value: Any) -> Packed:
 
 
 def _checked(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without its history.
-
-    Raises:
-        TypeError: it cannot be carried.
-    """
+    """Return a tensor without its history; TypeError: it cannot be carried."""
     if value.layout is not torch.strided or value.dtype not in _DTYPES:
         raise TypeError(f"a tensor of {value.layout} and {value.dtype} cannot be carried")
     return value.detach() if value.requires_grad else value

@@ -33,27 +33,16 @@ _MOST_ELEMENTS = 1 << 15
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found out of an optimizer.
+    """What was found out of an optimizer."""
 
-    Attributes:
-        elementwise: whether each element's update depends on that element alone, so that a tensor
-            may be split.
-        coupled: whether a parameter's update depends on other parameters.
-        own: keys, as of `own_values`, of what a step changes beside parameters and their state.
-    """
-
-    elementwise: bool
-    coupled: bool
+    elementwise: bool  # each element's update depends on it alone: a tensor may be split
+    coupled: bool  # whether a parameter's update depends on other parameters
+    # keys, as of `own_values`, of what a step changes beside parameters and their state
     own: frozenset[str]
 
 
 class _Copy:
-    """An optimizer over some of the parameters.
-
-    Args:
-        build: makes it.
-        values: of the parameters, each with the index of its group.
-    """
+    """An optimizer that `build` makes over some of the parameters, each value with the index of its group."""
 
     def __init__(self, build: Build, values: Sequence[tuple[int, torch.Tensor]]) -> None:
         slots = [(group, torch.nn.Parameter(value.clone())) for group, value in values]
@@ -68,12 +57,7 @@ class _Copy:
 
 
 class _Trial:
-    """Copies of an optimizer that take the same steps over all parameters, over each, and over parts.
-
-    Args:
-        build: makes the optimizer.
-        values: of the parameters, each with the index of its group.
-    """
+    """Copies of an optimizer that take the same steps over all parameters, over each, and over parts; see `_Copy`."""
 
     def __init__(self, build: Build, values: Sequence[tuple[int, torch.Tensor]]) -> None:
         self.whole = _Copy(build, values)
@@ -138,13 +122,9 @@ class _Trial:
         return True
 
     def changed(self) -> frozenset[str]:
-        """Return the keys of what the steps have changed beside parameters and their state.
-
-        Afterwards `elementwise` also says whether state can be split with its parameter.
-
-        Raises:
-            TypeError: it cannot be carried; says what.
-        """
+        """Return the keys of what steps changed beside parameters and their state."""
+        # TypeError says what cannot be carried. Afterwards `elementwise` also says whether state can be split with its
+        # parameter.
         optimizer, found = self.whole.optimizer, set[str]()
         for group, (before, now) in enumerate(zip(self._before, self._own(), strict=True)):
             keys = {key for key, value in now.items() if not same(before.get(key), value)}
@@ -201,15 +181,8 @@ def try_optimizer(
 def _tried(
     name: str, groups: Sequence[Sequence[Shape]], build: Build, sizes: Sequence[float]
 ) -> tuple[_Trial, frozenset[str]]:
-    """Return a trial after some steps, and the keys of what they changed.
-
-    Args:
-        name, groups, build: see `try_optimizer`.
-        sizes: of the gradients of each step.
-
-    Raises:
-        ConfigurationError: see `try_optimizer`.
-    """
+    """Return a trial after steps with gradients of some sizes, and the keys of what they changed."""
+    # See `try_optimizer`.
     generator = torch.Generator().manual_seed(0)
 
     def random(shape: Sequence[int]) -> torch.Tensor:
@@ -252,10 +225,8 @@ def _examples(shapes: Sequence[Shape], largest: int) -> list[Shape]:
 
 
 def _is_flat(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether state of all elements of a parameter has another shape than the parameter.
-
-    If the parameter were split, it could not be told from state of the parameter's shape.
-    """
+    """Return whether state of all elements of a parameter has another shape than the parameter."""
+    # If the parameter were split, it could not be told from state of the parameter's shape.
     return value.numel() == parameter.numel() > 1 and value.shape != parameter.shape
 
 

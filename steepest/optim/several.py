@@ -52,11 +52,8 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     @classmethod
     def of(cls, optimizers: Sequence[Any]) -> SeveralOptimizers:
-        """Return optimizers that a user has made as one.
-
-        Raises:
-            ConfigurationError: one is no optimizer, or two have the same parameter.
-        """
+        """Return optimizers that a user made as one."""
+        # ConfigurationError: one is none, or two have the same parameter.
         makers, groups, seen = [], [], set[int]()
         for index, optimizer in enumerate(optimizers):
             if not isinstance(optimizer, torch.optim.Optimizer):
@@ -86,11 +83,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
         return one
 
     def __getitem__(self, index: Any) -> Any:
-        """Refuse to be one of several optimizers.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Refuse to be one of several optimizers, by ConfigurationError."""
         raise ConfigurationError(f"optimizer[{index!r}]: {ONE_SCHEDULE}")
 
     @staticmethod

@@ -150,16 +150,8 @@ class OptimizerSpec:
         return self.name if self.coupled else ""
 
     def _tried(self, shapes: Sequence[Sequence[tuple[int, ...]]]) -> Findings:
-        """Return what is found out of the optimizer, see `try_optimizer`.
-
-        Groups that differ in nothing but the learning rate are tried as one.
-
-        Args:
-            shapes: of the parameters of each group.
-
-        Raises:
-            ConfigurationError: it has no parameters, or see `try_optimizer`.
-        """
+        """Return what `try_optimizer` finds out of the optimizer, for parameters' shapes by group."""
+        # ConfigurationError: none. Groups that differ in nothing but the learning rate are tried as one.
         kinds: dict[Any, tuple[Hyperparameters, list[tuple[int, ...]]]] = {}
         for (_, hyper), of_group in zip(self.groups, shapes, strict=True):
             lively = _lively({k: v for k, v in hyper.items() if k != "initial_lr"})
@@ -232,12 +224,7 @@ class OptimizerSpec:
         return [{k: v for k, v in g.items() if self._is_set(k)} for g in merged]
 
     def _is_set(self, key: str, by_optimizer: Collection[str] = ()) -> bool:
-        """Return whether a group's hyperparameter is set by the recipe and the schedule in each step.
-
-        Args:
-            key: of the hyperparameter.
-            by_optimizer: those that the optimizer's step changes, besides `own`.
-        """
+        """Return whether a group's hyperparameter is set by recipe and schedule in each step, unless the step itself changes it."""
         if key in ("fused", "foreach"):
             return False
         return key == "lr" or (key not in by_optimizer and group_key(key) not in self.own)
@@ -277,11 +264,8 @@ class OptimizerSpec:
         return self.cls(groups, **arguments), indices
 
     def _may_fuse(self, slices: Sequence[tuple[str, torch.Tensor]]) -> bool:
-        """Return whether the user leaves the choice open and torch's fused kernels can be trusted.
-
-        Fused SGD leaves most of a half-precision tensor as it was on the CPU
-        (pytorch/pytorch#191763).
-        """
+        """Return whether the user leaves the choice open and torch's fused kernels can be trusted."""
+        # Fused SGD leaves most of a half-precision tensor as it was on the CPU (pytorch/pytorch#191763).
         settled = any(self.defaults.get(key) for key in ("foreach", "capturable", "differentiable"))
         precise = all(tensor.dtype in (torch.float32, torch.float64) for _, tensor in slices)
         return precise and not settled and self.defaults.get("fused") is not False
@@ -477,10 +461,8 @@ class Schedule:
 
 
 def _identify(spec: OptimizerSpec) -> str:
-    """Return a digest of a scheduler's state at the beginning and after its first steps.
-
-    Empty if a scheduler that is given that state does not go on as the first one does.
-    """
+    """Return a digest of a scheduler's state at the beginning and after its first steps."""
+    # Empty if a scheduler that is given that state does not go on as the first one does.
     if spec.lr_scheduler is None:
         return ""
     spec = replace(spec, schedule_id="tried")
@@ -537,11 +519,7 @@ def _in_text(hyper: Hyperparameters) -> Any:
 
 
 def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Check that nothing is registered with an optimizer that the rebuilt one would lack.
-
-    Raises:
-        ConfigurationError: something is.
-    """
+    """Check that nothing is registered with an optimizer that the rebuilt one would lack; else ConfigurationError."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     if any(getattr(optimizer, name, None) for name in names):
         raise ConfigurationError(

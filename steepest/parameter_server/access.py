@@ -123,11 +123,7 @@ class Access:
     def _open(
         self, router: Router, pusher: Pusher, others: Sequence[Address | Callee], deadline: float
     ) -> None:
-        """Use a new transport, and connect to all servers before the deadline (monotonic).
-
-        Raises:
-            PeerLostError, DeadlineError, ConfigurationError: see `connect`.
-        """
+        """Use a new transport, and connect to all servers before the deadline (monotonic); errors: see `connect`."""
         peers = self.group.user_peers(pusher.index)
         transport: WireTransport | CallTransport = CallTransport(router.destination, peers)
         if self.addresses:
@@ -140,11 +136,8 @@ class Access:
             router.attach(connect(transport, other, max(deadline - time.monotonic(), 0.001)))
 
     def _mend(self, router: Router, pusher: Pusher, search: Search, seconds: float) -> bool:
-        """Look for the servers' successors, connect to them, and go on with a user's requests.
-
-        Returns:
-            Whether that is done; otherwise it is to be tried again, as long as a caller waits.
-        """
+        """Look for the servers' successors, connect to them, go on with a user's requests."""
+        # Return whether that is done. Otherwise it is to be tried again, as long as a caller waits.
         if is_forked():
             pusher.fail(f"{pusher.broken}; a forked child cannot ask Ray for its successor")
             return False
@@ -174,10 +167,8 @@ _is_forked = False
 
 
 def is_forked() -> bool:
-    """Return whether this process was forked from one that was connected to Ray.
-
-    It has servers' addresses then, and can connect to them, but Ray's threads are not in it.
-    """
+    """Return whether this process was forked from one that was connected to Ray."""
+    # It has servers' addresses then, and can connect to them, but Ray's threads are not in it.
     return _is_forked
 
 
@@ -195,9 +186,7 @@ def _always() -> bool:
 
 
 def _same_ray() -> Callable[[], bool]:
-    """Return a function that tells whether this process is still connected to the present Ray job.
-
-    Any call of Ray's would start another Ray if it were not.
-    """
+    """Return a function that tells whether this process is still connected to the present Ray job."""
+    # Any call of Ray's would start another Ray if it were not.
     job = ray.get_runtime_context().get_job_id()
     return lambda: ray.is_initialized() and ray.get_runtime_context().get_job_id() == job

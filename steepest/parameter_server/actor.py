@@ -22,16 +22,10 @@ if TYPE_CHECKING:
 
 
 class ServerActor:
-    """A `ServerProcess` that is imported only where the actor runs.
+    """A `ServerProcess` that is imported only where the actor runs."""
 
-    A process that receives an actor's handle imports the actor's class: with `ServerProcess` as the
-    actor, users would import torch.
-
-    Args:
-        name: of the server's threads, and in logs.
-        token: the secret by which processes of this parameter server know each other.
-        identity: their certificate; None without TLS.
-    """
+    # A process that receives an actor's handle imports the actor's class: with `ServerProcess` as the actor, users
+    # would import torch.
 
     def __init__(self, name: str, token: bytes, identity: Identity | None = None) -> None:
         from steepest.parameter_server.process import ServerProcess

@@ -475,12 +475,8 @@ class ParameterServer:
         }
 
     def _connection(self) -> Connection:
-        """Return this process' connection, made now if there is none or it is closed.
-
-        Raises:
-            ShutdownError: this handle is shut down.
-            PeerLostError, DeadlineError: see `Access.connect`.
-        """
+        """Return this process' connection, made now if there is none or it is closed."""
+        # ShutdownError: this handle is shut down; PeerLostError, DeadlineError: see `Access.connect`.
         if self._shut_down:
             raise ShutdownError("this parameter server is shut down: make another one")
         access = self._access
@@ -554,11 +550,7 @@ def _access_of(handle: weakref.ref[ParameterServer]) -> Access | None:
 
 
 def _require_replication(replication: int, num_servers: int, transport: str) -> int:
-    """Return how many servers hold each chunk.
-
-    Raises:
-        ConfigurationError: there are fewer servers, or they are reached by actor calls.
-    """
+    """Return how many servers hold each chunk; ConfigurationError: too few servers, or ones reached by actor calls."""
     copies = require_count("replication", replication)
     if copies > num_servers:
         raise ConfigurationError(
@@ -579,18 +571,9 @@ def _read_optimizer(optimizer: OptimizerFactory, initial: ArrayTree) -> Optimize
 
 
 def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
-    """Return the results of Ray calls on servers, with their failures as errors of this library.
-
-    Args:
-        refs: of the calls.
-        timeout: in seconds.
-        what: is waited for, in error messages.
-
-    Raises:
-        DeadlineError: not all calls returned in time.
-        PeerLostError: a server died, or failed by an error that is none of this library's.
-        SteepestError: that a server raised.
-    """
+    """Return the results of Ray calls on servers within `timeout` seconds, failures as errors of this library."""
+    # DeadlineError: not all calls returned in time; PeerLostError: a server died, or failed by an error that is none of
+    # this library's; SteepestError: that a server raised.
     try:
         results: list[Any] = ray.get(refs, timeout=timeout)
     except ray.exceptions.GetTimeoutError:

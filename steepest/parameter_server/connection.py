@@ -280,17 +280,7 @@ class Connection:
         return future
 
     def _turn(self, deadline: float, what: str, future: Future[T] | None = None) -> None:
-        """Run the router once, see `_turn_once`.
-
-        Args:
-            deadline: in seconds on `clock`.
-            what: is waited for, in error messages.
-            future: that ends the wait.
-
-        Raises:
-            DeadlineError: the deadline has passed.
-            ShutdownError: the connection is closed.
-        """
+        """Run the router once, see `_turn_once`, or raise DeadlineError (on `clock`), ShutdownError if it is closed."""
         self._require_another_thread()
         remaining = deadline - self._clock()
         if remaining <= 0:
@@ -302,10 +292,8 @@ class Connection:
         self._turn_once(min(remaining, _TURN_SECONDS), future)
 
     def _turn_once(self, seconds: float, future: Future[Any] | None = None) -> None:
-        """Run the router once, or wait while another thread does.
-
-        This takes at most `seconds`, and ends early when something happens or `future` is done.
-        """
+        """Run the router once, or wait while another thread does."""
+        # This takes at most `seconds`, and ends early when something happens or `future` is done.
         try:
             if self._acquire(seconds, future) and not self._closed:
                 if self._reach.usable():
@@ -328,11 +316,8 @@ class Connection:
             self._client = None
 
     def _acquire(self, timeout: float, future: Future[Any] | None = None) -> bool:
-        """Make this the thread that runs the router, within `timeout` seconds.
-
-        Returns:
-            False when another thread runs the router, or the future is done.
-        """
+        """Make this the thread that runs the router."""
+        # False if another does for `timeout` seconds, or the future is done.
         with self._changed:
             done = future is not None and future.done()
             if self._turner is not None and timeout and not done:

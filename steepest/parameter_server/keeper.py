@@ -95,11 +95,7 @@ class Keeper:
             )  # fmt: skip
 
     def _succession(self, access: Access) -> tuple[Succession, str]:
-        """Stop all servers and open them again at their last common version.
-
-        Returns:
-            What users need to go on, and the names of the servers that have died.
-        """
+        """Stop all servers, open them again at their last common version; return what users need, and who has died."""
         self._number += 1
         servers, group = access.servers, access.group
         heard = _get([server.halt.remote() for server in servers])
@@ -140,10 +136,6 @@ class Keeper:
 
 
 def _get(calls: list[Any]) -> list[Any]:
-    """Return the results of calls.
-
-    Raises:
-        RayError: one failed, or has not returned within a minute.
-    """
+    """Return the results of calls; RayError: one failed, or has not returned within a minute."""
     results: list[Any] = ray.get(calls, timeout=_CALL_SECONDS)
     return results

@@ -29,11 +29,7 @@ _MOST_COMMITTED = 1 << 16  # pushes that successors remember
 
 
 class ServerProcess(Process):
-    """A process that hosts one server of a group, and the coordinator beside the first.
-
-    Args:
-        name, token, identity: see `Process`.
-    """
+    """A process that hosts one server of a group, and the coordinator beside the first; arguments: see `Process`."""
 
     def __init__(self, name: str, token: bytes, identity: Identity | None = None) -> None:
         self._serving: Server | None = None  # whose state counts
@@ -48,18 +44,9 @@ class ServerProcess(Process):
         initial: Mapping[str, Bytes],
         ways: str,
     ) -> Address | None:
-        """Host a server and listen for connections. Called once, on any thread.
-
-        Args:
-            group: the servers' arrays.
-            spec: the optimizer; None where updates are added to the arrays.
-            index: of the server.
-            initial: memory (flat, uint8) of all arrays by name.
-            ways: the transport, see `ParameterServer`; "ray" for actor calls.
-
-        Returns:
-            The address at which the server listens; None when it is reached by actor calls.
-        """
+        """Host server `index`; return the address at which it listens, None for actor calls ("ray" of `ways`)."""
+        # Called once, on any thread. spec: the optimizer; None where updates are added to the arrays; initial: memory
+        # (flat, uint8) of all arrays by name; ways: the transport, see `ParameterServer`.
         address = self._open_server(group, spec, index, initial, ways)
         self.router.finished.add_done_callback(_log_end)
         return address
@@ -108,20 +95,15 @@ class ServerProcess(Process):
 
     @on_router
     def serves(self) -> bool:
-        """Return whether the process hosts a server that is connected to the others.
-
-        Ray starts the process of a dead server again, without a server.
-        """
+        """Return whether the process hosts a server that is connected to the others."""
+        # Ray starts the process of a dead server again, without a server.
         lost = any(peer.role in ("server", "coordinator") for peer in self.router.lost_peers)
         return self._serving is not None and not lost
 
     @on_router
     def halt(self) -> list[Decision] | None:
-        """Close all connections, and keep the server's state, until `succeed`.
-
-        Returns:
-            The coordinator's latest decisions that the server has received; None without a server.
-        """
+        """Close all connections, keep the server's state until `succeed`."""
+        # Return the coordinator's decisions that it has. None without a server.
         self.router.clear()
         self._use(CallTransport(self.router.destination))
         self._servers = []
@@ -135,11 +117,8 @@ class ServerProcess(Process):
     def survive(
         self, heard: Sequence[Sequence[Decision]]
     ) -> tuple[ServerState, dict[tuple[int, int], int]]:
-        """Catch up with other servers; return what this one holds, and the pushes that it knows of.
-
-        Args:
-            heard: the results of `halt`, of all processes that have a server.
-        """
+        """Catch up with the servers whose `halt` returned `heard`."""
+        # Return what this one holds, and the pushes that it knows of.
         assert self._serving is not None
         catch_up(self._serving, heard)
         known = {} if self._succession is None else self._succession.committed
@@ -150,15 +129,7 @@ class ServerProcess(Process):
     def reopen(
         self, group: ServerGroup, spec: OptimizerSpec | None, index: int, version: int, ways: str
     ) -> Address | None:
-        """Host a server that goes on from a version once `take_over` has given it its chunks.
-
-        Args:
-            group, spec, index, ways: see `open_group`.
-            version: of the chunks.
-
-        Returns:
-            See `open_group`.
-        """
+        """Host a server that goes on from a version once `take_over` has given it its chunks; see `open_group`."""
         if not self.router.finished.done() and self._serving is None:
             self.router.finished.add_done_callback(_log_end)
         weights = allocate(group.arrays.layout.nbytes)

@@ -30,26 +30,17 @@ _READS = 1 << 62  # sequence numbers of reads begin here; those below are of pus
 
 @dataclass
 class _Request:
-    """A push or a read that is not answered yet.
+    """A push or a read that is not answered yet."""
 
-    Attributes:
-        future: of the version that the push makes, or that is read.
-        update: of a push, memory of arrays by name; None for a read.
-        wanted: memory for the weights, by array; None if none are wanted, or not any more.
-        given_up: whether the caller has given up, and its memory is not to be used any more.
-        chunks: of the weights, that have not arrived.
-        servers: that have not ended the read.
-        confirmed: whether a push is known to be committed; True of others.
-        in_place: by chunk, the payloads that are received into the wanted memory.
-    """
-
-    future: Future[int]
-    update: Mapping[str, Bytes] | None
+    future: Future[int]  # of the version that the push makes, or that is read
+    update: Mapping[str, Bytes] | None  # of a push, memory of arrays by name; None for a read
+    # memory for the weights, by array; None if none are wanted, or not any more
     wanted: Mapping[str, Wanted] | None
-    given_up: bool = False
-    chunks: set[int] = field(default_factory=set)
-    servers: set[int] = field(default_factory=set)
-    confirmed: bool = True
+    given_up: bool = False  # by the caller, whose memory is not to be used any more
+    chunks: set[int] = field(default_factory=set)  # of the weights, that have not arrived
+    servers: set[int] = field(default_factory=set)  # that have not ended the read
+    confirmed: bool = True  # whether a push is known to be committed; True of others
+    # by chunk, the payloads that are received into the wanted memory
     in_place: dict[int, Bytes] = field(default_factory=dict)
 
 
@@ -198,13 +189,8 @@ class Pusher:
                 self._begin(self._reads, request)
 
     def withdraw(self, future: Future[Any]) -> None:
-        """Write nothing more to the memory of a request: its caller has given up.
-
-        What the request sends still leaves, and a push is committed all the same.
-
-        Args:
-            future: of the request; of one that is done there is nothing to withdraw.
-        """
+        """Write nothing more to the memory of a request, if it is not done: its caller has given up."""
+        # What the request sends still leaves, and a push is committed all the same.
         for request in self._requests.values():
             if request.future is future:
                 self._leave_memory(request)

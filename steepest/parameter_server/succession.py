@@ -15,20 +15,13 @@ from steepest.transport.channel import Address
 
 @dataclass(frozen=True)
 class Succession:
-    """What users need to go on after a server's death.
+    """What users need to go on after a server's death."""
 
-    Attributes:
-        number: of the succession, from 1.
-        addresses: at which all servers listen since then.
-        committed: pushes of earlier connections that are committed: by index of the user and number
-            of the push, the version.
-        failure: why there are no successors; empty if there are.
-    """
-
-    number: int
-    addresses: tuple[Address, ...] = ()
+    number: int  # from 1
+    addresses: tuple[Address, ...] = ()  # at which all servers listen since then
+    # pushes of earlier connections: by user's index and push's number, the version
     committed: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    failure: str = ""
+    failure: str = ""  # why there are no successors; empty if there are
 
 
 # The newest one that this process knows, by token of the parameter server.
@@ -59,11 +52,8 @@ class Search:
         self._asked: dict[Any, Any] = {}  # the server, by reference of its answer
 
     def look(self, seconds: float) -> Succession | None:
-        """Return a succession that this connection has not taken part in, if one comes in time.
-
-        Raises:
-            PeerLostError: there will be none: the servers were shut down, or too many have died.
-        """
+        """Return a succession that this connection has not taken part in, if one comes within `seconds`."""
+        # PeerLostError: there will be none: the servers were shut down, or too many have died.
         waiting = set(self._asked.values())
         for server in self._servers:
             if server not in waiting:

@@ -14,12 +14,9 @@ if TYPE_CHECKING:
 
 
 class WatchedServers:
-    """The servers of a parameter server, of which a report is to be made.
+    """The servers of a parameter server, of which a report is to be made."""
 
-    Args:
-        access: how the servers are reached.
-        connection: returns this process' connection to them; None for none.
-    """
+    # connection: returns this process' connection to them; None for none.
 
     def __init__(self, access: Access, connection: Callable[[], Connection | None]) -> None:
         self._access = access

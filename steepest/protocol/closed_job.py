@@ -140,11 +140,7 @@ class ClosedJob:
         return self._fail("deadline", {"awaited": awaited, "seconds": self._step_timeout})
 
     def _awaited(self, overdue: Sequence[int] = ()) -> list[Peer]:
-        """Return the workers, or servers, that the open step waits for.
-
-        Args:
-            overdue: workers with a share that is overdue, which count alone if there are any.
-        """
+        """Return the workers (only those with an overdue share, if any), or servers, that the open step waits for."""
         state = self.state
         absent = state.members - self.joined
         busy = state.members if state.rule.together else state.leases.busy
@@ -191,11 +187,8 @@ class ClosedJob:
         return not (known or self.state.rule.together)
 
     def _join(self, worker: int, incarnation: int) -> Outgoing:
-        """Make a process a member.
-
-        A generation begins once all workers have joined; a successor may join while the others go
-        on.
-        """
+        """Make a process a member; a generation begins once all workers have joined."""
+        # A successor may join while the others go on.
         state = self.state
         known = self._incarnations.get(worker, -1)
         if incarnation < known or (worker in self.joined and known == incarnation):
@@ -225,12 +218,9 @@ class ClosedJob:
         return self._end(worker, request.why) if self._replaces and known else []
 
     def _end(self, worker: int, reason: str) -> Outgoing:
-        """End the membership of a worker's process; another one will join in its place.
-
-        Where every member contributes to every version the open step is void, and taken again when
-        the successor has joined. Otherwise the others go on, also with the share that the lost
-        worker had.
-        """
+        """End the membership of a worker's process; another one will join in its place."""
+        # Where every member contributes to every version the open step is void, and taken again when the successor has
+        # joined. Otherwise the others go on, also with the share that the lost worker had.
         state = self.state
         self.joined.discard(worker)
         incarnation = self._incarnations.get(worker, 0)
@@ -248,15 +238,9 @@ class ClosedJob:
         return out
 
     def _begin_generation(self, *, reload: bool, again: bool = False) -> Outgoing:
-        """Begin a generation, which voids every staged push.
-
-        States of clients that wait for it are installed if all workers have joined.
-
-        Args:
-            reload: whether servers send all weights to all members.
-            again: whether the steps stay granted, and gradients computed from the same weights stay
-                good.
-        """
+        """Begin a generation, which voids every staged push."""
+        # Install clients' waiting states if all workers have joined. reload: whether servers send all weights to all
+        # members; again: whether the steps stay granted, and gradients computed from the same weights stay good.
         state = self.state
         state.begin_generation(self.joined)
         if not again:
@@ -351,12 +335,9 @@ class ClosedJob:
         return [(worker_peer(worker), grant.pack()) for worker in sorted(self.joined)]
 
     def _lease(self) -> tuple[Readers, Outgoing]:
-        """Lease shares to idle workers, the slowest first.
-
-        Returns:
-            The workers that need new weights, among them every idle one when all granted steps are
-            committed; and the messages with the leases.
-        """
+        """Lease shares to idle workers, the slowest first."""
+        # Return who needs new weights, and the messages with the leases. Every idle worker needs them when all granted
+        # steps are committed.
         state = self.state
         granted = self.limit - state.version
         # Where each push is an update, no more than are granted may be on their way.
@@ -460,11 +441,9 @@ class ClosedJob:
         return self._fail("raised", about, reload=True)
 
     def _update_failed(self, server: Peer, failed: Failed) -> Outgoing:
-        """Fail this step and all later ones: a server's optimizer raised in a committed update.
-
-        Others have applied it, so that the servers' chunks are of no version. Further servers that
-        say so are ignored.
-        """
+        """Fail this step and all later ones: a server's optimizer raised in a committed update."""
+        # Others have applied it, so that the servers' chunks are of no version. Further servers that say so are
+        # ignored.
         if self.torn is not None:
             return []
         self.torn = {
@@ -477,12 +456,8 @@ class ClosedJob:
         return self._fail("optimizer", self.torn)
 
     def _fail(self, reason: str, about: Mapping[str, Any], *, reload: bool = False) -> Outgoing:
-        """Give the open step up: nothing of it is applied, and a new generation begins.
-
-        Args:
-            reason, about: fields of the `Failure` that the client gets.
-            reload: whether servers send all weights to all members.
-        """
+        """Give the open step up and begin a generation; `reason` and `about` are of the client's `Failure`."""
+        # Nothing of the step is applied. reload: whether servers send all weights to all members.
         state = self.state
         out = self._begin_generation(reload=reload)
         if self._client is not None:

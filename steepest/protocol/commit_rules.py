@@ -65,12 +65,7 @@ class CommitRule(Protocol):
         """
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
-        """Return whether a worker may begin its next push.
-
-        Args:
-            worker: index of the worker.
-            clocks: of all workers that have joined, it included.
-        """
+        """Return whether a worker may begin its next push, by the clocks of all joined workers, itself included."""
 
     def needs(self, workers: int) -> int:
         """Return how many of a job's workers must have joined for these to go on."""

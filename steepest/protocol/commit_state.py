@@ -92,12 +92,7 @@ class CommitState:
         return self.version // self.versions_per_step
 
     def is_current(self, generation: int, pulled: int) -> bool:
-        """Return whether a push may still be committed.
-
-        Args:
-            generation: in which it was made.
-            pulled: the version whose weights it was computed from.
-        """
+        """Return whether a push that was made in a generation, from the version `pulled`, may still be committed."""
         return generation == self.generation and (pulled == self.version or not self.rule.together)
 
     def advance(self) -> None:
@@ -105,11 +100,7 @@ class CommitState:
         self.version += 1
 
     def begin_generation(self, joined: Collection[int]) -> None:
-        """Begin the next generation: every staged push is void, and every leased share is free.
-
-        Args:
-            joined: indices of the workers that take part, and are sent the weights.
-        """
+        """Begin a generation of the joined workers: every staged push is void, every leased share is free."""
         self.generation += 1
         self.staging.clear()
         self.leases.clear(joined, self.version)
@@ -159,11 +150,8 @@ class CommitState:
         return not self.schedule_behind
 
     def to_servers(self, decision: Decision) -> Outgoing:
-        """Return a decision as messages for every server.
-
-        Where servers remember decisions it gets its number and what another coordinator would need
-        to go on from it.
-        """
+        """Return a decision as messages for every server."""
+        # Where servers remember decisions it gets its number and what another coordinator would need to go on from it.
         if self._witnessed:
             self._decisions += 1
             due = isinstance(decision, Commit) and self.version % SCHEDULE_EVERY == 0

@@ -293,10 +293,7 @@ class Coordinator:
     def _entry(
         self, pushes: Sequence[Staged], reports: Reports, hyper: list[dict[str, Any]], *rest: Any
     ) -> list[Any]:
-        """Return the log's entry of the next version.
-
-        See `steepest.engine.commit_log.Commit.from_entry`.
-        """
+        """Return the log's entry of the next version; see `steepest.engine.commit_log.Commit.from_entry`."""
         state = self._state
         rows: list[list[Any]] = []
         for push in pushes:

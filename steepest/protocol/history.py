@@ -51,13 +51,8 @@ class History:
             self._log.append(entry)
 
     def add_timings(self, worker: int, timings: Mapping[str, float], step: int) -> None:
-        """Update a worker's pace, and whether it is a straggler.
-
-        Args:
-            worker: index of the worker.
-            timings: seconds by part of its push; without "compute" nothing changes.
-            step: number of the training step that the push is of.
-        """
+        """Update a worker's pace, and whether it is a straggler."""
+        # timings: seconds by part of its push; without "compute" nothing changes; step: that the push is of.
         if (seconds := timings.get("compute")) is not None:
             self.paces[worker] = seconds + 0.8 * (self.paces.get(worker, seconds) - seconds)
             self._compare(worker, step)

@@ -61,17 +61,11 @@ class Ledger:
 
 @dataclass
 class _Busy:
-    """The lease of a worker whose push is neither committed nor dropped.
+    """The lease of a worker whose push is neither committed nor dropped."""
 
-    Attributes:
-        share: its number; None once it is free for other workers.
-        since: when it was leased, in seconds on the caller's clock.
-        push: which the worker has reported for it.
-    """
-
-    share: int | None
-    since: float
-    push: PushId | None = None
+    share: int | None  # its number; None once it is free for other workers
+    since: float  # when it was leased, in seconds on the caller's clock
+    push: PushId | None = None  # which the worker has reported for it
 
 
 class Leases:

@@ -34,15 +34,10 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class JobCertificate:
-    """A self-signed certificate and its key, which both ends of a connection show and demand.
+    """A self-signed certificate and its key, which both ends of a connection show and demand."""
 
-    Attributes:
-        certificate: PEM.
-        key: PEM, not encrypted; never shown, logged or written to a disk.
-    """
-
-    certificate: bytes
-    key: bytes = field(repr=False)
+    certificate: bytes  # PEM
+    key: bytes = field(repr=False)  # PEM, not encrypted; never shown, logged or written to a disk
 
 
 def make_certificate() -> JobCertificate:

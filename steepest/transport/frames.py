@@ -106,13 +106,9 @@ def encode_meta(message: Message) -> bytes:
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, int]:
-    """Return a message without its named values and payload, and the sizes of these two in bytes.
-
-    The size of a lent payload has the highest bit set (`_LENT`).
-
-    Raises:
-        ProtocolError: wrong magic, protocol version, kind, role, or a size beyond the limits.
-    """
+    """Return a message without named values and payload, and their sizes in bytes."""
+    # A lent one's with the bit `_LENT`. ProtocolError: wrong magic, protocol version, kind, role, or a size beyond the
+    # limits.
     (magic, protocol, kind, source_role, source_index, target_role, target_index, generation,
      incarnation, sequence, version, chunk, weight, total, meta_size,
      payload_size) = HEADER.unpack_from(data)  # fmt: skip
@@ -279,11 +275,8 @@ class FrameReader:
         return count == len(room)
 
     def _read_payload(self, payload: memoryview) -> bool:
-        """Receive bytes of the payload; return whether they filled the memory that was offered.
-
-        A payload that the sink does not want is received into the same scratch memory over and
-        over.
-        """
+        """Receive bytes of the payload; return whether they filled the memory that was offered."""
+        # A payload that the sink does not want is received into the same scratch memory over and over.
         left = self._payload_size - self._received
         if self._discard is not None:
             target = self._discard[: min(left, len(self._discard))]
@@ -342,10 +335,8 @@ class FrameReader:
             raise ProtocolError("a control frame that makes no sense")
 
     def _hold(self, message: Message, messages: list[Message]) -> None:
-        """Hold a message back, behind one whose payload is missing, or release the messages held.
-
-        They are released, in order, when the message with the missing payload has been sent again.
-        """
+        """Hold a message back behind one whose payload is missing."""
+        # Once that was sent again, release all held, in order.
         if self._is_again:
             self._is_again = False
             self._held[0] = message

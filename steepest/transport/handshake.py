@@ -105,22 +105,10 @@ def _unpack_hello(data: bytes) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
 
 
 def secure(sock: socket.socket, tls: Tls, deadline: float) -> TlsSocket:
-    """Return a connected socket under TLS; blocks until the acceptor has answered.
-
-    The socket is closed if that fails.
-
-    Args:
-        sock: a connected socket.
-        tls: the settings.
-        deadline: on the clock of `time.monotonic`, in seconds.
-
-    Raises:
-        AuthenticationError: one end does not accept the other's certificate.
-        ProtocolError: the other end does not speak TLS.
-        BusyError: the acceptor needs the place for another connection.
-        TimeoutError: no answer by the deadline.
-        OSError: the connection broke.
-    """
+    """Return a connected socket under TLS, or close it; blocks until the acceptor has answered."""
+    # deadline: on the clock of `time.monotonic`, in seconds; TimeoutError after it. AuthenticationError: one end does
+    # not accept the other's certificate; ProtocolError: the other end does not speak TLS; BusyError: the acceptor needs
+    # the place for another connection; OSError: the connection broke.
     with contextlib.ExitStack() as closing:
         closing.callback(sock.close)
         said = _receive_exactly(sock, len(_SPEAKS_TLS), deadline)
@@ -234,23 +222,14 @@ class Refusals:
         self._next = -float("inf")
 
     def add(self, origin: str, reason: str) -> None:
-        """Count a refused connection, and log it if a line is due.
-
-        Args:
-            origin: of the connection: an address or a user.
-            reason: in words.
-        """
+        """Count a refused connection from an address or a user, and log it if a line is due."""
         self.count += 1
         self._unlogged += 1
         self._last = f"{origin}: {reason}"
         self.log_if_due()
 
     def log_if_due(self, *, now: bool = False) -> None:
-        """Log the refusals that are not logged yet, if a line is due.
-
-        Args:
-            now: whether to log them even if no line is due.
-        """
+        """Log the refusals that are not logged yet, if a line is due or `now`."""
         if self._unlogged and (now or self._clock() >= self._next):
             self._next = self._clock() + LOG_SECONDS
             number = (
@@ -342,10 +321,7 @@ class Openings:
         return timeout
 
     def turn(self) -> None:
-        """Accept some connections, and close those that have not proven the token in time.
-
-        Call it after each wait.
-        """
+        """Accept some connections, and close those that have not proven the token in time. Call it after each wait."""
         self._shaken = 0
         ready, self._ready = self._ready, []
         for listener in ready:
@@ -416,11 +392,9 @@ class Openings:
         return None if sock.family == socket.AF_UNIX else self._tls
 
     def _turn_away(self, listener: socket.socket) -> bool:
-        """Free a descriptor, and return whether another connection may be accepted.
-
-        It is the descriptor of a connection that has proven nothing, or else the reserved one, with
-        which the caller is told to try again.
-        """
+        """Free a descriptor, and return whether another connection may be accepted."""
+        # It is the descriptor of a connection that has proven nothing, or else the reserved one, with which the caller
+        # is told to try again.
         if self._open:
             self._make_room()
             return True
@@ -488,15 +462,9 @@ class Openings:
             self._refuse(opening, f"handshake: {error}")
 
     def _receive(self, opening: _Opening) -> tuple[bytes, bytes] | None:
-        """Return the other end's nonce and hello when they are complete and proven.
-
-        None until then.
-
-        Raises:
-            ProtocolError: the other end is no steepest process of this version, or has closed the
-                connection.
-            AuthenticationError: its proof is wrong.
-        """
+        """Return the other end's nonce and hello when they are complete and proven; None until then."""
+        # ProtocolError: it is no steepest process of this version, or has closed the connection. AuthenticationError:
+        # its proof is wrong.
         data = opening.received
         wanted = _FIXED
         if len(data) >= _FIXED:
@@ -522,11 +490,8 @@ class Openings:
         return second, hello
 
     def _answer(self, opening: _Opening, second: bytes, hello: bytes) -> None:
-        """Send the roles of this process, and hand a caller that means them over to the transport.
-
-        Raises:
-            ProtocolError: the caller means other roles.
-        """
+        """Send the roles of this process, and hand the caller over to the transport."""
+        # ProtocolError: it means other roles.
         peers, meant = _unpack_hello(hello)
         mine = _pack(self._peers)
         proof = _proof(bound(self._token, opening.sock), b"accept", second, opening.nonce, mine)
@@ -554,11 +519,8 @@ class Openings:
 
 
 def _origin(sock: socket.socket, address: object) -> tuple[str, bool]:
-    """Return the origin of a connection, and whether that is another user of the host.
-
-    The origin is a user of the host or an address; IPv6 addresses of one network of 64 bits are one
-    origin.
-    """
+    """Return a connection's origin, a user of the host or an address, and whether that is another user of the host."""
+    # IPv6 addresses of one network of 64 bits are one origin.
     if sock.family == socket.AF_UNIX:
         uid = struct.unpack(
             "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -132,11 +132,7 @@ class _Channel:
         """Do nothing: payloads arrive in whole."""
 
     def close(self, reason: str = "it has closed this channel") -> None:
-        """Close this end; messages that have not left are lost.
-
-        Args:
-            reason: may be shown by the other end.
-        """
+        """Close this end; messages that have not left are lost. The other end may show the reason."""
         if not self.closed:
             self.closed = True
             self._end(reason)
@@ -165,13 +161,9 @@ class CallingChannel(_Channel):
         return self._transport.store(message)
 
     def call(self, what: int, text: bytes = b"", payloads: Sequence[Any] = ()) -> Future[Answer]:
-        """Make the next call of the actor, and return its future.
-
-        Args:
-            what: HELLO for the first call, after whose answer the next may be made; SAY or END.
-            text: the caller's peers as JSON, or encoded messages.
-            payloads: large payloads of these messages, in the object store.
-        """
+        """Make the next call of the actor, and return its future."""
+        # what: HELLO for the first call, after whose answer the next may be made; SAY or END; text: the caller's peers
+        # as JSON, or encoded messages; payloads: large ones of these, in the object store.
         head = CALL_HEAD.pack(self._key, self._number, what)
         self._number += 1
         future: Future[Answer] = self._callee.actor.exchange.remote(head + text, *payloads).future()
@@ -243,14 +235,8 @@ class AnsweringChannel(_Channel):
         super().send(message)
 
     def put(self, number: int, call: _Call, answer: Future[Answer]) -> None:
-        """Keep a call that has come, and hold its answer back if it is the newest.
-
-        Args:
-            number: of the call; an older call than the newest is answered at once, without
-                messages.
-            call: its content.
-            answer: the future by which the call returns.
-        """
+        """Keep call `number`, and hold its answer, a future, if it is the newest."""
+        # An older one is answered at once, empty.
         self._calls[number] = call
         if number < self._newest:
             answer.set_result(NOTHING)
@@ -266,12 +252,8 @@ class AnsweringChannel(_Channel):
         return call
 
     def flush(self, more: bool) -> None:
-        """Let the held call return, if it carries messages or was held for long enough.
-
-        Args:
-            more: whether this is the middle of a turn, so that more messages follow; they gather
-                for a moment then.
-        """
+        """Let the held call return, if it carries messages or was held for long enough."""
+        # more: whether this is the middle of a turn: more messages follow, which gather for a moment then.
         if self._held is None:
             return
         now = time.monotonic()

@@ -311,12 +311,10 @@ class Router:
         self._deliver_local()
 
     def _deliver_local(self) -> None:
-        """Deliver the messages between roles of this process; after a while none to workers any more.
-
-        Where one process has all roles, a worker's step has messages sent that let it take the next
-        one, as long as steps are granted: other processes have to be heard in between. What
-        coordinator and servers have been sent is always delivered, so that they agree then.
-        """
+        """Deliver the messages between roles of this process; after a while none to workers any more."""
+        # Where one process has all roles, a worker's step has messages sent that let it take the next one, as long as
+        # steps are granted: other processes have to be heard in between. What coordinator and servers have been sent is
+        # always delivered, so that they agree then.
         until = time.monotonic() + _LOCAL_SECONDS
         while self._local:
             at = 0
@@ -341,13 +339,7 @@ class Router:
             self._dispatch(message)
 
     def _check_source(self, channel: Channel, message: Message) -> None:
-        """Check that a channel speaks for a message's source.
-
-        It does if its opening named the source and the channel was not refused.
-
-        Raises:
-            ProtocolError: it does not.
-        """
+        """Check that a channel's opening named a message's source, and it was not refused; ProtocolError otherwise."""
         source = message.source
         if source is None or source not in channel.peers:
             raise ProtocolError(f"{channel.name} sends as {source}")
@@ -358,11 +350,7 @@ class Router:
             raise ProtocolError(f"{channel.name} is not the {source} that is connected")
 
     def _check_arriving(self, channel: Channel, message: Message) -> None:
-        """Check as `_check_source`, for a channel that may have opened and not been attached yet.
-
-        Raises:
-            ProtocolError: the channel does not speak for the message's source.
-        """
+        """Check as `_check_source`, for a channel that may have opened and not been attached yet."""
         source = message.source
         if source is not None and source in channel.peers and source not in self._channels:
             if (why := self._why_not(channel)) is not None:

@@ -304,11 +304,9 @@ class WireTransport:
         return events
 
     def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for sockets up to `timeout` seconds, and return those that are ready.
-
-        After many short waits, which small messages cause, poll for a while before sleeping: waking
-        up would take longer than such a wait. The processor is yielded between polls.
-        """
+        """Wait for sockets up to `timeout` seconds, and return those that are ready."""
+        # After many short waits, which small messages cause, poll for a while, yielding the processor, before sleeping:
+        # waking up would take longer.
         if not timeout:
             return self._selector.select(0)
         began = time.perf_counter()

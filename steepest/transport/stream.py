@@ -36,12 +36,7 @@ _CUT_OFF = int(getattr(socket, "MSG_CTRUNC", 0))
 
 
 class StreamOwner(Protocol):
-    """The transport of a channel: the methods that the channel calls.
-
-    Attributes:
-        lends: whether payloads may be lent in shared memory.
-        lending: the segments that are lent.
-    """
+    """The transport of a channel: the methods that the channel calls."""
 
     lends: bool
     lending: shared_memory.Lending
@@ -191,11 +186,7 @@ class WireChannel:
         return count
 
     def await_bytes(self, missing: int) -> None:
-        """Let the transport sleep until a good part of the missing bytes has come.
-
-        Args:
-            missing: bytes of the payload that is being received, still to come.
-        """
+        """Let the transport sleep until a good part of the payload's missing bytes has come."""
         missing -= self._withheld
         wanted = 1 if self._lender is not None else max(min(missing, _WORTH_WAKING), 1)
         if wanted != self._awaited:
@@ -211,14 +202,8 @@ class WireChannel:
         return found
 
     def _send_again(self, slot: int) -> None:
-        """Send the bytes of a lent payload, because the other end could not map its memory.
-
-        Args:
-            slot: in which the payload is lent.
-
-        Raises:
-            ProtocolError: nothing is lent in that slot.
-        """
+        """Send the bytes of the payload lent in a slot, which the other end could not map."""
+        # ProtocolError: none is lent there.
         if self._lender is None:
             raise ProtocolError("a payload is wanted again of an end that lends none")
         header, payload = self._lender.take_back(slot)

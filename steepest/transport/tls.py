@@ -49,14 +49,9 @@ class TlsSocket(ssl.SSLSocket):
     def sendmsg(  # type: ignore[override]
         self, buffers: Sequence[memoryview], *arguments: Any
     ) -> int:
-        """Send bytes of the first buffers; return how many the kernel took.
-
-        Large buffers are read where they lie; small ones are copied, to leave in one record.
-
-        Raises:
-            BlockingIOError: it takes none now.
-            ConnectionError: the other end takes no more.
-        """
+        """Send bytes of the first buffers; return how many the kernel took."""
+        # Large buffers are read where they lie; small ones are copied, to leave in one record. BlockingIOError: it
+        # takes none now; ConnectionError: the other end takes no more.
         limit = self._owed or RECORD
         data = buffers[0]
         if data.nbytes < limit and len(buffers) > 1:
@@ -77,26 +72,16 @@ class TlsSocket(ssl.SSLSocket):
         return sent
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Send bytes; return how many, which are all if the socket does not block.
-
-        Raises:
-            ConnectionError: the other end takes no more.
-        """
+        """Send bytes; return how many, all if the socket blocks not; ConnectionError: the other end takes no more."""
         try:
             return super().send(data, flags)
         except ssl.SSLEOFError:
             raise ConnectionError("it closed the connection") from None
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Receive as many bytes as are there; return how many, 0 at the end of the stream.
-
-        Fewer than the buffer holds only if no more are there: OpenSSL then keeps none, so that the
-        kernel tells when there are more.
-
-        Raises:
-            BlockingIOError: none are there.
-            ProtocolError: what came is not what the other end has sent.
-        """
+        """Receive as many bytes as are there; return how many, 0 at the end of the stream."""
+        # Fewer than the buffer holds only if no more are there: OpenSSL then keeps none, so that the kernel tells when
+        # there are more. BlockingIOError: none are there; ProtocolError: what came is not what the other end has sent.
         if self._failure is not None:
             raise self._failure
         view, filled = memoryview(buffer), 0
@@ -117,28 +102,17 @@ class TlsSocket(ssl.SSLSocket):
         return filled
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
-        """Receive some bytes, none at the end of the stream.
-
-        Raises:
-            BlockingIOError: none are there, and the socket does not block.
-            AuthenticationError: the other end refuses this process' certificate.
-            ProtocolError: what came is not what the other end has sent.
-        """
+        """Receive some bytes, none at the end of the stream; errors as of `recv_into`."""
+        # AuthenticationError: the other end refuses this process' certificate.
         try:
             return super().recv(buflen, flags)
         except ssl.SSLError as error:
             raise _translated(error) from None
 
     def advance(self) -> int:
-        """Do as much of the handshake as is possible now, on a socket that does not block.
-
-        Returns:
-            0 when it is done; else the event of a selector to wait for.
-
-        Raises:
-            AuthenticationError: the other end's certificate is not accepted.
-            ProtocolError: the other end does not speak TLS 1.3, or has closed the connection.
-        """
+        """Do what is possible of the handshake, not blocking."""
+        # Return 0 when it is done, or the selector's event to wait for. AuthenticationError: the certificate is not
+        # accepted; ProtocolError: no TLS 1.3, or a closed connection.
         try:
             self.do_handshake()
         except ssl.SSLWantReadError:
@@ -153,11 +127,9 @@ class TlsSocket(ssl.SSLSocket):
 
     @property
     def binding(self) -> bytes:
-        """Bytes that both ends of this very TLS session have, and no other session has.
-
-        They are the caller's Finished message, a keyed hash over the whole handshake, which Python
-        calls "tls-unique"; tls-exporter, made for this, Python's ssl does not have.
-        """
+        """Bytes that both ends of this very TLS session have, and no other session has."""
+        # They are the caller's Finished message, a keyed hash over the whole handshake, which Python calls "tls-
+        # unique"; tls-exporter, made for this, Python's ssl does not have.
         found = self.get_channel_binding("tls-unique")
         assert found, "the handshake is done"
         return found
@@ -214,11 +186,7 @@ class Tls:
         return made
 
     def _try_out(self, identity: Identity) -> None:
-        """Connect both ends with each other, in memory.
-
-        Raises:
-            ConfigurationError: one end does not accept the certificate.
-        """
+        """Connect both ends with each other, in memory; ConfigurationError: one does not accept the certificate."""
         there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
         caller = self._calling.wrap_bio(back, there)
         acceptor = self._accepting.wrap_bio(there, back, server_side=True)
@@ -267,11 +235,7 @@ def _context(protocol: int, identity: Identity) -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, files: TLSConfig) -> None:
-    """Give a context the user's files.
-
-    Raises:
-        ConfigurationError: they cannot be read, or do not hold what they should.
-    """
+    """Give a context the user's files; ConfigurationError: they cannot be read, or do not hold what they should."""
 
     def no_passphrase() -> bytes:
         raise ConfigurationError(
