@@ -13,7 +13,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from steepest.engine.topology import HostMap
-from steepest.messages.driver import Result
+from steepest.errors import ModelRaisedError
+from steepest.messages.driver import Failure, Result
 from steepest.messages.message import Kind, Message, Peer
 from steepest.messages.permissions import OPEN, TRAINING
 from steepest.testing import Fault, InProcessCluster, Link, Network
@@ -22,6 +23,7 @@ from tests.fuzzing import Recorder, go_on, tell
 from tests.modes import check, check_counts, make, trained
 from tests.reference import Task, Weights, same_bits, sgd
 from tests.table_tasks import rows_of, table_task
+from tests.unusual_optimizers import Raising
 
 STEPS = 3
 WORDS = 12  # that are said to one job
@@ -103,7 +105,7 @@ def said_in_trouble(name: str) -> list[Message]:
     cluster.workers[1].join()
     cluster.client.declare_lost(1, 7, "it is silent")
     go_on(cluster.network)
-    return [*recorder.seen, *said_after_a_death(name)]
+    return [*recorder.seen, *said_after_a_death(name), *said_when_an_update_raises(name)]
 
 
 def said_after_a_death(name: str) -> list[Message]:
@@ -124,6 +126,19 @@ def said_after_a_death(name: str) -> list[Message]:
         go_on(cluster.network)
         found += recorder.seen
     return found
+
+
+def said_when_an_update_raises(name: str) -> list[Message]:
+    """What is said when the optimizer raises on each server, in the second step."""
+    cluster = make(name, Task(optimizer=lambda module: Raising(module.parameters(), 0.1, 0.9)))
+    recorder = Recorder(cluster.network)
+    trained(cluster, 1)
+    Raising.left += [0] * len(cluster.server_routers)  # the first is in the coordinator's process
+    *_, last = [cluster.step(1)[-1] for _ in range(4)]  # results may come before an update raises
+    assert isinstance(last, Failure)
+    assert last.reason == "optimizer"
+    Raising.left.clear()
+    return recorder.seen
 
 
 def stranger(cluster: Any, routers: Any, chance: random.Random) -> Link:
@@ -212,7 +227,20 @@ def undisturbed_crowd() -> tuple[Message, ...]:
         crowd.network.remove(crowd.routers[1])  # as a server that dies: what is staged is void
         crowd.settle()
         found += recorder.seen
-    return tuple(found)
+    return (*found, *said_to_users_when_an_update_raises())
+
+
+def said_to_users_when_an_update_raises() -> list[Message]:
+    """What is said when the arrays' optimizer raises on each server."""
+    crowd = Crowd(zeros(), optimizer=lambda parameters: Raising(parameters, 0.1, 0.9))
+    recorder = Recorder(crowd.network)
+    Raising.left += [0] * len(crowd.routers)
+    crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))  # is committed before it is applied
+    refused = crowd.users[1].push(like(crowd.initial, 1.0))
+    crowd.network.run_until(refused.done, "a refusal")
+    assert isinstance(refused.exception(), ModelRaisedError)
+    Raising.left.clear()
+    return recorder.seen
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:

@@ -23,28 +23,9 @@ from steepest.testing import InProcessCluster
 from steepest.testing.simulation import Simulation, run_config
 from tests.crowd import Crowd, values
 from tests.reference import Task, difference, samples
+from tests.unusual_optimizers import Raising
 
 STEPS, WORKERS = 12, 2
-
-
-class Raising(torch.optim.SGD):
-    """Momentum; raises after it has updated a chunk, when so many others have been updated as `left` says.
-
-    Each number in `left` is of one exception; `before` is called before each.
-    """
-
-    left: list[int] = []
-    before: Callable[[], None] = staticmethod(lambda: None)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        if self.left and self.left[0] == 0:
-            del self.left[0]
-            Raising.before()
-            raise ZeroDivisionError("no luck today")
-        if self.left:
-            self.left[0] -= 1
 
 
 TASK = Task(

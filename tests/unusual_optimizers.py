@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,26 @@ class Clipped(torch.optim.SGD):
         parameters = [p for group in self.param_groups for p in group["params"]]
         torch.nn.utils.clip_grad_norm_(parameters, self.param_groups[0]["most"])
         return super().step(closure)
+
+
+class Raising(torch.optim.SGD):
+    """Momentum; raises after it has updated a chunk, when so many others have been updated as `left` says.
+
+    Each number in `left` is of one exception; `before` is called before each.
+    """
+
+    left: list[int] = []
+    before: Callable[[], None] = staticmethod(lambda: None)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.left and self.left[0] == 0:
+            del self.left[0]
+            Raising.before()
+            raise ZeroDivisionError("no luck today")
+        if self.left:
+            self.left[0] -= 1
 
 
 class Prodigy(Unusual):
