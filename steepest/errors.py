@@ -186,11 +186,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def _of_user(packages: list[str]) -> list[bool]:
-    """Return of each frame, outermost first, whether it is of user code.
-
-    Args:
-        packages: of the frames.
-    """
+    """Return of each frame's package, outermost first, whether it is user code."""
     first = next(
         (at for at, package in enumerate(packages) if package not in _LEADING), len(packages)
     )
@@ -205,10 +201,8 @@ def _message_of(error: BaseException) -> str:
 
 
 def _shortened(text: str, limit: int) -> str:
-    """Return a text with its middle left out, if it is longer than `limit` characters.
-
-    A traceback begins with the frames, and ends with the exception.
-    """
+    """Return a text with its middle left out, if it is longer than `limit` characters."""
+    # A traceback begins with the frames, and ends with the exception.
     if len(text) > limit:
         text = f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
     # It may hold halves of surrogate pairs, which UTF-8 has not.

@@ -126,11 +126,7 @@ class CheckpointDirectory:
         return path, link
 
     def _delete_old(self, best: int | None, progress: Progress) -> None:
-        """Delete the checkpoints that are too many, and what others have left unfinished.
-
-        Raises:
-            UnreachableError: they cannot be looked at now.
-        """
+        """Delete what is too many, and what others left unfinished; UnreachableError: it cannot be looked at now."""
         newest = self._whole()[-self._keep :]
         stays = self._continued([*newest, None if best is None else self.of_step(best)])
         for old in self.paths():

@@ -381,11 +381,7 @@ def disassemble(
 
 
 def _record_of_rows(layout: ParameterLayout, shard: str, key: str, value: torch.Tensor) -> Record:
-    """Return a part of the state of a shard of tables.
-
-    Raises:
-        CheckpointError: there is no such shard.
-    """
+    """Return a part of the state of a shard of tables; CheckpointError: there is no such shard."""
     number = (
         int(shard.removeprefix(rows.TABLES)) if shard.removeprefix(rows.TABLES).isdigit() else -1
     )
@@ -481,14 +477,8 @@ def _is_still(path: Place, version: str | None) -> bool:
 
 
 def _names(path: Place) -> list[str]:
-    """Return the names of the files of the checkpoint at a path, as its manifest has them.
-
-    Nothing is returned for a damaged manifest, or one of another format: its files stay, since
-    files of the user's may have such names.
-
-    Raises:
-        UnreachableError: the manifest cannot be read now.
-    """
+    """Return the names of a checkpoint's files, as its manifest has them; UnreachableError: that cannot be read now."""
+    # None for a damaged manifest, or one of another format: its files stay, since the user's may have such names.
     try:
         files, _ = _manifest(path)
     except UnreachableError:
@@ -500,15 +490,9 @@ def _names(path: Place) -> list[str]:
 
 
 def _clear(path: Place, old: Collection[str], progress: Progress) -> None:
-    """Remove the files of the last checkpoint at a path, and those of commits that a crash interrupted.
-
-    Files that are neither are somebody else's, and stay, whatever their names.
-
-    Args:
-        path: of the checkpoint.
-        old: names of the files of the last checkpoint.
-        progress: called with each file that is removed.
-    """
+    """Remove the files (`old`) of the last checkpoint at a path, and those of commits that a crash interrupted."""
+    # Files that are neither are somebody else's, and stay, whatever their names. progress: called with each that is
+    # removed.
     storage = storage_of(path)
     there = storage.files(path)
     commits = {file.name: found[1] for file in there if (found := _COMMIT.fullmatch(file.name))}
@@ -570,15 +554,8 @@ def base_of(about: Mapping[str, Any]) -> Link | None:
 
 
 def _manifest(path: Place, sha256: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the manifest of one checkpoint holds, see `decode_manifest`.
-
-    Args:
-        path: of the checkpoint.
-        sha256: of the manifest; None for any.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or another one.
-    """
+    """Return what a checkpoint's manifest (of that sha256, or any) holds; see `decode_manifest`."""
+    # CheckpointError: it is missing, damaged, or another one.
     try:
         raw = storage_of(path).read(path / MANIFEST)
         found = decode_manifest(raw)
@@ -594,11 +571,7 @@ def _manifest(path: Place, sha256: str | None = None) -> tuple[dict[str, Any], d
 
 
 def _optimizer(path: Place, files: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the optimizer state of a checkpoint, with its rows of embedding tables.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
+    """Return a checkpoint's optimizer state, with rows of tables; CheckpointError: a file is missing or damaged."""
     parts = [_tensors(path, about) for about in files[TABLES]]
     try:
         return _tensors(path, files["optimizer"]) | rows.together(parts)
@@ -607,11 +580,7 @@ def _optimizer(path: Place, files: Mapping[str, Any]) -> dict[str, torch.Tensor]
 
 
 def _tensors(path: Place, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of one file of a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
+    """Return the tensors of one file of a checkpoint; CheckpointError: it is missing or damaged."""
     try:
         with storage_of(path).on_disk(path / about["name"]) as file:
             return read_tensors(file, about)

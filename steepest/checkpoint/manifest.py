@@ -19,24 +19,17 @@ TABLES = "tables"
 
 
 def encode_manifest(files: Mapping[str, Any], about: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a manifest.
-
-    Args:
-        files: by kind ("weights", "optimizer", "replicas"): "name", "sha256" and "dtypes" of its
-            file; a list of these for "tables".
-        about: see `Checkpoint`.
-    """
+    """Return a manifest's bytes; `about`: see `Checkpoint`."""
+    # files: by kind ("weights", "optimizer", "replicas"): "name", "sha256" and "dtypes" of its file; a list of these
+    # for "tables".
     text = json.dumps({"format": FORMAT, "files": files, **about}, indent=1)
     body = text.removesuffix("\n}").encode()
     return body + _seal(body)
 
 
 def decode_manifest(raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return `files` and `about` of a manifest, as `encode_manifest` was given them.
-
-    Raises:
-        CheckpointError: the bytes are not what `encode_manifest` returned, or of another format.
-    """
+    """Return `files` and `about` as `encode_manifest` was given them."""
+    # CheckpointError: other bytes, or another format.
     try:
         content = json.loads(raw.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deep

@@ -32,17 +32,11 @@ _LOOKS = 10
 
 @dataclass(frozen=True)
 class LeaseTimes:
-    """The times of leases, in seconds; all drivers have the same.
+    """The times of leases, in seconds; all drivers have the same."""
 
-    Attributes:
-        lasts: after which without a change another driver may take over.
-        renew: from one renewal to the next.
-        look: from one look at another driver's lease to the next.
-    """
-
-    lasts: float = 60.0
-    renew: float = 15.0
-    look: float = 2.0
+    lasts: float = 60.0  # after which without a change another driver may take over
+    renew: float = 15.0  # from one renewal to the next
+    look: float = 2.0  # from one look at another driver's lease to the next
 
 
 class PrefixLease:
@@ -144,12 +138,8 @@ class PrefixLease:
                 log.warning("the lease on %s is not renewed: %s", self._folder, error)
 
     def _take(self) -> int:
-        """Return the number of the lease, when this driver has it.
-
-        Raises:
-            CheckpointError: another driver has it.
-            OSError: the store cannot be used.
-        """
+        """Return the lease's number, when this driver has it; CheckpointError: another has."""
+        # OSError: the store is out of use.
         newest = self._newest()
         while newest is not None and not _is_free(newest[1]):
             newest = self._awaited(*newest)
@@ -176,11 +166,8 @@ class PrefixLease:
         return number
 
     def _awaited(self, number: int, held: bytes) -> tuple[int, bytes] | None:
-        """Return the newest lease when it may be taken over, or when there is another one.
-
-        Raises:
-            CheckpointError: it was renewed.
-        """
+        """Return the newest lease when it may be taken over, or there is another one."""
+        # CheckpointError: it was renewed.
         holder, began = _holder(held), self._clock()
         log.warning(
             "%s has the lease on %s; if it does not renew it within %.0f s, this driver takes it over",
@@ -199,11 +186,8 @@ class PrefixLease:
         return number, _RELEASED
 
     def _newest(self) -> tuple[int, bytes] | None:
-        """Return the number of the lease that counts, and what it holds; None if there is none.
-
-        Raises:
-            OSError: the store does not answer, or names objects that it has not.
-        """
+        """Return the number of the lease that counts, and what it holds; None if there is none."""
+        # OSError: the store does not answer, or names objects that it has not.
         for _ in range(_LOOKS):
             found = self._storage.files(self._folder / LEASES)
             numbers = [int(each.name) for each in found if each.name.isdecimal()]
@@ -265,10 +249,8 @@ def _pid_here(life: Any) -> int | None:
 
 
 def _life(pid: int) -> list[Any] | None:
-    """Return what no other process has: boot, namespace of processes, number, time of its start.
-
-    None if there is no such process, or where the system does not say.
-    """
+    """Return what no other process has: boot, namespace of processes, number, time of its start."""
+    # None if there is no such process, or where the system does not say.
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -68,11 +68,8 @@ def dealt(state: Mapping[str, torch.Tensor], dealing: Dealing | None) -> dict[st
 def _part_of(
     dealing: Dealing, at: int, parts: Sequence[Mapping[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Return the arrays of one shard of a job, from those of all shards that there were.
-
-    Raises:
-        CheckpointError: they make no sense, or a table has more rows than its capacity.
-    """
+    """Return the arrays of one shard, from those of all shards before."""
+    # CheckpointError: they make no sense, or a table has more rows than its capacity.
     try:
         state = dealing.make(dealing.first + at).part_of([_state(part) for part in parts])
     except ConfigurationError as error:
@@ -112,11 +109,7 @@ def increased(
 
 
 def _by_shard(state: Mapping[str, torch.Tensor]) -> _Shards:
-    """Return the arrays of each shard.
-
-    Raises:
-        CheckpointError: a name is that of no shard.
-    """
+    """Return the arrays of each shard; CheckpointError: a name is that of no shard."""
     shards: _Shards = {}
     for name, value in state.items():
         if name.startswith(TABLES):

@@ -98,11 +98,7 @@ def asynchronous_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def annealing(steps: int) -> Callable[[torch.optim.Optimizer], LRScheduler]:
-    """Return a schedule: the learning rate rises for some steps, then falls to a twentieth.
-
-    Args:
-        steps: of training.
-    """
+    """Return a schedule: the learning rate rises for some of the steps, then falls to a twentieth."""
     return lambda sgd: torch.optim.lr_scheduler.LambdaLR(
         sgd, lambda step: min(1.0, (step + 1) / _WARM_UP) * (1.0 - 0.95 * min(step / steps, 1.0))
     )
@@ -159,14 +155,8 @@ def model_creator(
 
 
 def train_in_one_process(train: Arrays, steps: int) -> dict[str, torch.Tensor]:
-    """Return the weights of plain PyTorch training on the whole batch of each step, by name.
-
-    Every synchronous strategy must equal them.
-
-    Args:
-        train: training data, images and labels.
-        steps: number of batches, each of `WORKERS * BATCH` images.
-    """
+    """Return plain PyTorch's weights by name after `steps` batches of `WORKERS * BATCH` images."""
+    # `train`: images, labels. Every synchronous strategy must equal them.
     seed_everything(SEED)
     module = network()
     sgd = optimizer(module)

@@ -75,12 +75,8 @@ class ReceiveWork:
         self.bytes()
 
     def bytes(self) -> torch.Tensor:
-        """Return the payload when it is here: flat uint8.
-
-        Raises:
-            ConfigurationError: it has another size.
-            DeadlineError, PeerLostError: see `Collective`.
-        """
+        """Return the payload, flat uint8, when it is here; ConfigurationError: another size."""
+        # others: see `Collective`.
         self._member.until(lambda: self.found is not None, "a message", self._source)
         assert self.found is not None
         if self.found.numel() != self._nbytes:
@@ -211,14 +207,7 @@ class MemberCollective(Collective):
         return self._await(source, nbytes, None)
 
     def lending_buffer(self, number: int, nbytes: int) -> torch.Tensor:
-        """Return memory to lend from, the same one each time.
-
-        No other member may be reading it any more.
-
-        Args:
-            number: of the memory; a member has several.
-            nbytes: wanted size.
-        """
+        """Return memory `number` to lend from, the same each time; no other member may be reading it any more."""
         if number not in self._lending_buffers or self._lending_buffers[number].numel() < nbytes:
             # Few sizes: readers keep each segment mapped.
             self._lending_buffers[number] = allocate(1 << (nbytes - 1).bit_length())

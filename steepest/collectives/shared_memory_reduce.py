@@ -22,17 +22,11 @@ _STAGE, _TOTALS = 0, 1  # numbers of a member's memory, see `MemberCollective.le
 def shared_allreduce(
     tensor: torch.Tensor, members: MemberCollective, op: str = "sum"
 ) -> torch.Tensor:
-    """Return all members' tensors reduced in the order of ranks; see `ring_allreduce`.
-
-    Memory that is lent is used again by the next operation, without a message that says that it was
-    read: what a member stages has been read when it has the others' totals, its own totals have
-    been when the others stage the next operation's. Memory of results that are no longer held is
-    used again, too: fresh pages may take several times as long as the rest.
-
-    Raises:
-        ConfigurationError: such tensors cannot be reduced.
-        DeadlineError, PeerLostError: see `Collective`.
-    """
+    """Return all members' tensors reduced in the order of ranks; arguments and errors: see `ring_allreduce`."""
+    # Memory that is lent is used again by the next operation, without a message that says that it was read: what a
+    # member stages has been read when it has the others' totals, its own totals have been when the others stage the
+    # next operation's. Memory of results that are no longer held is used again, too: fresh pages may take several times
+    # as long.
     check_reduction(tensor, op)
     given = tensor.detach().contiguous().view(-1)
     if members.size == 1 or not len(given):

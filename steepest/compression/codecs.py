@@ -140,10 +140,7 @@ class BlockInt8:
     def _parts(
         self, flat: torch.Tensor, scales: torch.Tensor
     ) -> Iterator[tuple[slice, tuple[int, int], torch.Tensor]]:
-        """Yield the place of the full blocks, their shape and scales.
-
-        Then the same for the last block.
-        """
+        """Yield the place of the full blocks, their shape and scales; then the same for the last block."""
         full = flat.numel() // self._block
         if full:
             yield slice(0, full * self._block), (full, self._block), scales[:full, None]
@@ -219,11 +216,7 @@ class Largest:
         return _if_less(chunk, 4 + 4 * buckets + 4 * chosen)
 
     def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
-        """Check that as many places as should are named, and none behind the end of the chunk.
-
-        Raises:
-            ProtocolError: they are not.
-        """
+        """Check that as many places as should are named, none behind the end of the chunk; ProtocolError otherwise."""
         count, chosen, _ = self._counts(chunk)
         _, counts, places, _ = self._views(payload, chunk)
         if int(counts.min()) < 0 or int(counts.sum(dtype=torch.int64)) != chosen:
@@ -336,10 +329,7 @@ class LowRank:
     def _pieces(
         self, layout: ParameterLayout, chunk: Chunk
     ) -> Iterator[tuple[Slice, slice, tuple[int, int, int]]]:
-        """Yield each slice, its place in the chunk, and (rows, columns, rank).
-
-        Rank 0 stands for a slice that travels as it is.
-        """
+        """Yield each slice, its place in the chunk, and (rows, columns, rank); rank 0 for one that travels as it is."""
         for piece in chunk.slices:
             entry = layout.entries[piece.entry]
             begin = (entry.offset - chunk.start) // 4 + piece.start

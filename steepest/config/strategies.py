@@ -11,11 +11,7 @@ from steepest.validation import is_finite_number, require_choice, require_count
 
 
 def check_copies(num_servers: int | None, replication: int) -> None:
-    """Check that there are at least as many servers as copies of each chunk, if both are given.
-
-    Raises:
-        ConfigurationError: there are fewer, or either number is no count.
-    """
+    """Check that there are as many servers as copies of a chunk, if both are given; ConfigurationError otherwise."""
     require_count("replication", replication)
     if num_servers is not None and require_count("num_servers", num_servers) < replication:
         raise ConfigurationError(
@@ -25,11 +21,7 @@ def check_copies(num_servers: int | None, replication: int) -> None:
 
 
 def check_clip_norm(value: float | None) -> None:
-    """Check that `value` is None or a positive, finite number.
-
-    Raises:
-        ConfigurationError: it is neither.
-    """
+    """Check that `value` is None or a positive, finite number; ConfigurationError otherwise."""
     if value is not None and not (is_finite_number(value) and value > 0):
         raise ConfigurationError(
             f"clip_norm={value!r:.40}: give a positive number, or None to leave gradients unchanged"

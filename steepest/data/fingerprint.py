@@ -66,13 +66,8 @@ def differences(theirs: Mapping[str, Sequence[Any]], mine: Fingerprint) -> list[
 
 
 def _arrays(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, array) of the arrays in what data are made of.
-
-    Args:
-        value: an array, a tuple or list, or a data set.
-        name: of the value in the data set; "" for the whole.
-        seen: the ids of data sets that were looked at; at most `_ARRAYS` of them are.
-    """
+    """Yield (name, array) of what data are made of; `name`: of the value, "" for the whole."""
+    # seen: the ids of data sets that were looked at; at most `_ARRAYS` of them are.
     if isinstance(value, (np.ndarray, torch.Tensor)):
         yield name or "the array", value
     elif isinstance(value, tuple) and any(isinstance(v, (np.ndarray, torch.Tensor)) for v in value):

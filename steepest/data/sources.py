@@ -280,12 +280,9 @@ def batch_size_of(data: Any, given: int | None) -> int | None:
 
 
 def _are_columns(data: Sequence[Any]) -> bool:
-    """Return whether the parts of a tuple or list are columns, whose rows are samples.
-
-    Raises:
-        ConfigurationError: a tuple of arrays and others, or of lists; a list of arrays that may be
-            samples as well, or cannot be columns.
-    """
+    """Return whether the parts of a tuple or list are columns, whose rows are samples."""
+    # ConfigurationError: a tuple of arrays and others, or of lists; a list of arrays that may be samples as well, or
+    # cannot be columns.
     arrays = [isinstance(part, (np.ndarray, torch.Tensor)) for part in data]
     given = f"data is a {type(data).__name__} of {len(data)}"
     if type(data) is tuple:

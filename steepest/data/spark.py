@@ -88,11 +88,8 @@ class ParquetRows:
             )
 
     def _check_file(self, name: str) -> list[int]:
-        """Return the numbers of rows of a file's row groups.
-
-        Raises:
-            ConfigurationError: a column is missing, or holds no numbers, or nothing in some row.
-        """
+        """Return the rows of a file's row groups."""
+        # ConfigurationError: a column is missing, or no numbers, or nothing in a row.
 
         def check(file: Any) -> list[int]:
             schema, about = file.schema_arrow, file.metadata
@@ -119,12 +116,8 @@ class ParquetRows:
         return list(dict.fromkeys((*self._features, self._target)))
 
     def _read(self, block: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return features and target of a row group; the last two are kept.
-
-        Raises:
-            ConfigurationError: the file is gone or was changed, a value is missing, or arrays differ
-                in length.
-        """
+        """Return features and target of a row group; the last two are kept."""
+        # ConfigurationError: the file is gone or was changed, a value is missing, or arrays differ in length.
         import pyarrow
 
         if block not in self._kept:
@@ -228,14 +221,9 @@ def _checked_columns(features: Sequence[str], target: str) -> tuple[tuple[str, .
 
 
 class _Directory:
-    """A directory of Parquet files: on this machine, in an object store, or in HDFS, where pyarrow reads.
+    """A directory of Parquet files: on this machine, in an object store, or in HDFS, where pyarrow reads."""
 
-    Args:
-        given: by the user.
-
-    Raises:
-        ConfigurationError: a URL of another kind, see `place_of`.
-    """
+    # ConfigurationError: a URL of another kind, see `place_of`.
 
     def __init__(self, given: str | Path) -> None:
         self._given = str(given)
@@ -246,21 +234,13 @@ class _Directory:
         return self._given if self._place is None else str(self._place)
 
     def exists(self) -> bool:
-        """Return whether it is there.
-
-        Raises:
-            ConfigurationError: it cannot be looked for.
-        """
+        """Return whether it is there; ConfigurationError: it cannot be looked for."""
         system, path = self._open()
         found = self._listed(lambda: system.get_file_info(path))
         return bool(found.type.name != "NotFound")
 
     def file_names(self) -> list[str]:
-        """Return the paths of its Parquet files in the order of their names.
-
-        Raises:
-            ConfigurationError: there are none, or they cannot be listed.
-        """
+        """Return its Parquet files' paths in the order of names; ConfigurationError: none, or they cannot be listed."""
         system, path = self._open()
         from pyarrow import fs
 
@@ -275,11 +255,8 @@ class _Directory:
         return names
 
     def read(self, name: str, use: Callable[[Any], T]) -> T:
-        """Return what a function makes of an open file; it may be called again.
-
-        Raises:
-            OSError, pyarrow.ArrowException: it cannot be read.
-        """
+        """Return what a function makes of an open file; it may be called again."""
+        # OSError, pyarrow.ArrowException: unreadable.
         from pyarrow import parquet
 
         def opened() -> T:

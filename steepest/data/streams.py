@@ -91,21 +91,12 @@ class StreamSource:
         return self._divided is not None
 
     def divide(self, replica: int, replicas: int) -> None:
-        """Take a replica's part of the samples from the next `open` on.
-
-        Args:
-            replica: index of the replica among all of the job.
-            replicas: their number.
-        """
+        """Take a replica's part of the samples, among all replicas of the job, from the next `open` on."""
         if self._divided is not None:
             self._divided.replica, self._divided.replicas = replica, replicas
 
     def open(self, shares: Iterable[Any], prefetch: bool = True) -> Iterator[Any]:
-        """Yield the iterable's own batches without end; `shares` is not used.
-
-        Raises:
-            ConfigurationError: it yields nothing.
-        """
+        """Yield the iterable's own batches without end; `shares` is not used; ConfigurationError: it yields nothing."""
         batches, divided = self._make(), self._divided
         begin, self.begin, self.shift = self.begin, 0, 0
         if divided is not None:
@@ -192,13 +183,7 @@ class DividedDataset(IterableDataset[Any]):
         self._read.fill_(number // self._block if self._drop_last else -(-number // self._block))
 
     def _is_mine(self, block: int, shift: int, info: _PartInfo) -> bool:
-        """Return whether a process takes a block.
-
-        Args:
-            block: number of the block since the first one that is taken.
-            shift: of these numbers.
-            info: of the process.
-        """
+        """Return whether a process takes a block, by its number since the first one taken, and the shift of these."""
         turn, other = divmod(block - (self.replica - shift) % self.replicas, self.replicas)
         return other == 0 and turn % info.processes == info.process
 

@@ -76,11 +76,8 @@ class TensorFlowDataset:
             yield tf.nest.pack_sequence_as(self._dataset.element_spec, leaves)
 
     def _block(self, number: int) -> list[Any]:
-        """Return the leaves of a block of elements, each an array; the last two are kept.
-
-        Raises:
-            ConfigurationError: the data set ends before its length.
-        """
+        """Return the leaves of a block of elements, each an array; the last two are kept."""
+        # ConfigurationError: it ends early.
         import tensorflow as tf
 
         if number not in self._kept:
@@ -112,11 +109,7 @@ def _kind(dataset: Any) -> str:
 
 
 def _length(dataset: Any) -> int:
-    """Return the number of a data set's elements.
-
-    Raises:
-        ConfigurationError: it is unknown, infinite or 0.
-    """
+    """Return the number of a data set's elements; ConfigurationError: it is unknown, infinite or 0."""
     length = int(dataset.cardinality())
     if length == -2:
         raise ConfigurationError(
@@ -133,11 +126,8 @@ def _length(dataset: Any) -> int:
 
 
 def _check(dataset: Any) -> None:
-    """Check that a data set gives the same samples in the same order in each process and pass.
-
-    Raises:
-        ConfigurationError: it does not, or its elements are batches, ragged or sparse.
-    """
+    """Check that a data set gives the same samples in the same order in each process and pass."""
+    # ConfigurationError: it does not, or its elements are batches, ragged or sparse.
     import tensorflow as tf
 
     for spec in tf.nest.flatten(dataset.element_spec):

@@ -37,12 +37,7 @@ class Program:
 
 
 def add_program_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """Add the options that name a program and the file to write.
-
-    Args:
-        parser: of the command.
-        optional: whether there may be no program.
-    """
+    """Add the options that name a program, which may be left out if `optional`, and the file to write."""
     parser.add_argument("script", nargs="?" if optional else None, help="the training program")
     parser.add_argument(
         "--arguments", default="", metavar="TEXT", help='of the program: --arguments="--lr 0.1"'
@@ -54,15 +49,7 @@ def add_program_arguments(parser: argparse.ArgumentParser, *, optional: bool = F
 
 
 def program_of(options: argparse.Namespace, *, exists: bool = True) -> Program:
-    """Return the program that options name.
-
-    Args:
-        options: those of `add_program_arguments`.
-        exists: whether its file must be here.
-
-    Raises:
-        ConfigurationError: there is no such file, or the arguments are no shell words.
-    """
+    """Return the program that options name; ConfigurationError: no such file, if it must exist, or no shell words."""
     if exists and not Path(options.script).is_file():
         raise ConfigurationError(
             f"there is no program {options.script!r}: give the path of a Python file"
@@ -99,15 +86,7 @@ def job_name(options: argparse.Namespace, default: str = "") -> str:
 
 
 def pairs_of(option: str, given: Sequence[str]) -> dict[str, str]:
-    """Return "KEY=VALUE" texts as a mapping.
-
-    Args:
-        option: that they were given with, for errors.
-        given: the texts.
-
-    Raises:
-        ConfigurationError: one has no "=" or no key.
-    """
+    """Return "KEY=VALUE" texts, given with an option, as a mapping; ConfigurationError: one has no "=" or no key."""
     for text in given:
         if not re.fullmatch(r"[^=\s]+=\S*", text):
             raise ConfigurationError(f"{option}={text!r}: give KEY=VALUE")

@@ -137,13 +137,8 @@ class Job:
 
 
 def manifests(job: Job, pods: Pods, *, cluster: bool = False) -> list[dict[str, Any]]:
-    """Return the objects to apply: a RayJob, with a ConfigMap before it if files travel.
-
-    Args:
-        job: what runs, and its name.
-        pods: on which cluster.
-        cluster: whether to return a RayCluster instead, on which nothing runs.
-    """
+    """Return the objects to apply: a RayJob, or a RayCluster on which nothing runs."""
+    # First a ConfigMap if files travel.
     metadata = {"name": job.name, **({"namespace": job.namespace} if job.namespace else {})}
     spec = _cluster(job, pods)
     found: list[dict[str, Any]] = []
@@ -239,10 +234,8 @@ def _worker(job: Job, pods: Pods) -> dict[str, Any]:
 
 
 def drain_notice(pods: Pods) -> str:
-    """Return the shell's command that tells Ray that the node it runs on goes, and waits as long.
-
-    Ray's node ends by itself when all has moved away.
-    """
+    """Return the shell's command that tells Ray that its node goes, and waits as long."""
+    # Ray's node ends by itself when all has moved away.
     seconds = pods.grace - _MARGIN
     return (
         "ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod goes' "

@@ -52,10 +52,9 @@ class Nodes:
 
 
 class Hook:
-    """What Ray on Spark asks of its surroundings; it finds the class by RAY_ON_SPARK_START_HOOK.
+    """What Ray on Spark asks of its surroundings; it finds the class by RAY_ON_SPARK_START_HOOK."""
 
-    It is the only way of Ray on Spark to give variables to nodes after Spark has begun.
-    """
+    # It is the only way of Ray on Spark to give variables to nodes after Spark has begun.
 
     environment: Mapping[str, str] = {}
     job_groups: list[str] = []
@@ -114,10 +113,8 @@ def started(session: Any, nodes: Nodes) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise `SystemExit` for the length of a block, where it would end the process at once.
-
-    Ray's handlers, which come in the block, pass the signal on to the one that they have found.
-    """
+    """Let SIGTERM raise `SystemExit` for a block, where it would end the process at once."""
+    # Ray's handlers, which come in the block, pass the signal on to the one that they have found.
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(EXIT_STATUS)

@@ -224,12 +224,9 @@ def _lead(here: _Host) -> int:
 def _wait_for_all(
     here: _Host, hosts: Leader, node: RayNode, welcome: Welcome, deadline: float
 ) -> None:
-    """Return when all hosts are nodes of Ray.
-
-    Raises:
-        DeadlineError: the deadline has passed; names those that are missing.
-        PeerLostError: one has said that it cannot join, or this host's node has died.
-    """
+    """Return when all hosts are nodes of Ray."""
+    # DeadlineError names those that are missing; PeerLostError: one has said that it cannot join, or this host's node
+    # has died.
     watch = NodeWatch(here.job.hosts, here.environment(welcome), here.directory)
     try:
         while not watch.all_there():
@@ -257,10 +254,8 @@ def _who_is_missing(here: _Host, silent: list[str], out: list[str]) -> str:
 
 
 def _run_program(here: _Host, node: RayNode, welcome: Welcome) -> tuple[int, str]:
-    """Run the program to its end; return its exit status, and the reason if it has failed.
-
-    Hosts that die on the way are the program's business; so are signals, which it gets.
-    """
+    """Run the program to its end; return its exit status, and the reason if it has failed."""
+    # Hosts that die on the way are the program's business; so are signals, which it gets.
     arguments = [*here.options.arguments, *_hyperparameters(here.job)]
     command = command_of(here.options.program, arguments)
     program = Program(command, {"PYTHONUNBUFFERED": "1", **here.environment(welcome)})
@@ -323,12 +318,8 @@ def _join(here: _Host) -> int:
 
 
 def _stay(here: _Host, leader: Follower, node: RayNode) -> tuple[int, str]:
-    """Return the status and reason with which the leader ends.
-
-    Raises:
-        PeerLostError: the leader is gone without a word, or this host's node has died.
-        DeadlineError: the leader has fallen silent.
-    """
+    """Return the status and reason with which the leader ends."""
+    # PeerLostError: it is gone without a word, or this host's node has died; DeadlineError: it has fallen silent.
     while (ended := leader.poll(_LOOK_SECONDS)) is None:
         if here.signals.received == signal.SIGINT:
             raise SystemExit(130)

@@ -31,11 +31,7 @@ _SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 
 
 def interface_address(name: str) -> str:
-    """Return the IPv4 address of a network interface of this host.
-
-    Raises:
-        ConfigurationError: there is no such interface, or it has no address; names those there are.
-    """
+    """Return the IPv4 address of a network interface; ConfigurationError names those there are."""
     import fcntl  # of Unix
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -72,12 +68,8 @@ class Lines:
         self._rest = b""
 
     def arrived(self) -> list[dict[str, Any]]:
-        """Receive what has come, waiting as long as the socket's timeout; return whole messages.
-
-        Raises:
-            ConnectionError: the other end has closed.
-            ProtocolError: what came is no message.
-        """
+        """Receive what has come, waiting as long as the socket's timeout; return whole messages."""
+        # ConnectionError: the other end has closed; ProtocolError: what came is no message.
         received = self.link.recv(LONGEST_LINE)
         if not received:
             raise ConnectionError("the connection is closed")
@@ -161,14 +153,8 @@ class Leader:
             )
 
     def end(self, status: int, reason: str) -> None:
-        """Tell all hosts how the job has ended, wait until they have read it, and close.
-
-        A second call does nothing.
-
-        Args:
-            status: the job's exit status.
-            reason: of the failure, or "".
-        """
+        """Tell all hosts the exit status and the failure's reason, or "", wait until they have read it, and close."""
+        # A second call does nothing.
         if self._end is not None:
             return
         self._end = _line(ended=status, reason=reason[:1024])
@@ -244,11 +230,8 @@ class Leader:
                         log.warning("%s is gone: %s", host, error)
 
     def _enter(self, message: dict[str, Any], address: str, lines: Lines) -> str:
-        """Give the welcome to a host that has said its name; return the name.
-
-        Raises:
-            ProtocolError: it has said another host's name, or none.
-        """
+        """Give the welcome to a host that has said its name; return that."""
+        # ProtocolError: another host's name, or none.
         host = message.get("host")
         if not isinstance(host, str) or host not in self._hosts:
             raise ProtocolError(f"{address} says that it is {host!r}, which is no host of the job")
@@ -288,12 +271,8 @@ class Follower:
         self._heard = time.monotonic()
 
     def poll(self, seconds: float) -> tuple[int, str] | None:
-        """Wait `seconds` for word of the leader; return its exit status and reason if it has ended.
-
-        Raises:
-            PeerLostError: the leader is gone without a word.
-            DeadlineError: it has been silent for a minute.
-        """
+        """Wait `seconds` for word of the leader; return its exit status and reason if it has ended."""
+        # PeerLostError: the leader is gone without a word; DeadlineError: it has been silent for a minute.
         self._lines.link.settimeout(seconds)
         try:
             for message in self._lines.arrived():

@@ -11,12 +11,7 @@ LOOK_SECONDS = 0.5
 
 
 def missing_among(nodes: Iterable[Mapping[str, Any]], hosts: Iterable[str]) -> list[str]:
-    """Return the hosts of which Ray has no living node.
-
-    Args:
-        nodes: what `ray.nodes()` returns.
-        hosts: names that the nodes were started with.
-    """
+    """Return the hosts (names that nodes were started with) without a living node in what `ray.nodes()` returned."""
     there = {node["NodeName"] for node in nodes if node["Alive"]}
     return [host for host in hosts if host not in there]
 

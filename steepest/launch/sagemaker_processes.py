@@ -53,11 +53,7 @@ class RayNode:
             )
 
     def require_alive(self) -> None:
-        """Raise if the node has ended.
-
-        Raises:
-            PeerLostError: it has; with the end of what it said.
-        """
+        """Raise PeerLostError, with the end of what it said, if the node has ended."""
         if (status := self._process.poll()) is not None:
             raise PeerLostError(
                 f"the Ray node of this host ended with status {status}: {self._end()}"
@@ -69,12 +65,7 @@ class RayNode:
         return text[-600:]
 
     def wait_until_open(self, address: str, port: int, deadline: float) -> None:
-        """Return when a head node takes connections.
-
-        Raises:
-            PeerLostError: the node has ended.
-            DeadlineError: it took none until the deadline, of `time.monotonic`.
-        """
+        """Return when a head node takes connections; PeerLostError: it ended; DeadlineError: by `time.monotonic`."""
         while True:
             self.require_alive()
             try:
@@ -115,11 +106,7 @@ class NodeWatch:
             )
 
     def all_there(self) -> bool:
-        """Return whether all hosts have joined.
-
-        Raises:
-            PeerLostError: Ray did not answer; with what the process said.
-        """
+        """Return whether all hosts have joined; PeerLostError: Ray did not answer; with what the process said."""
         status = self._process.poll()
         if status:
             raise PeerLostError(f"Ray does not say which hosts have joined: {self._text()[-600:]}")
@@ -186,11 +173,8 @@ class Program:
 
 
 def command_of(program: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs a program: with this Python if its name ends with .py.
-
-    Raises:
-        ConfigurationError: there is no such file.
-    """
+    """Return the command that runs a program: with this Python if its name ends with .py."""
+    # ConfigurationError: no such file.
     if program.endswith(".py"):
         if not Path(program).is_file():
             raise ConfigurationError(

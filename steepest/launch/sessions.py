@@ -95,12 +95,8 @@ def existing(address: str | None = None, *, timeout: float = 10.0) -> Iterator[s
 
 @contextlib.contextmanager
 def _session(what: str, begin: Callable[[], None]) -> Iterator[str]:
-    """Connect for the length of a block; disconnect also when the connecting itself is interrupted.
-
-    Args:
-        what: is done, for errors.
-        begin: connects this process.
-    """
+    """Connect (`begin`) for a block; disconnect also when the connecting is interrupted."""
+    # `what`: is done, for errors.
     import ray
 
     from steepest.cluster.termination import end_on_sigterm
@@ -125,11 +121,7 @@ def _session(what: str, begin: Callable[[], None]) -> Iterator[str]:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Return the parts of an address.
-
-    Raises:
-        ConfigurationError: it is not "host:port" or, over IPv6, "[host]:port".
-    """
+    """Return the parts of an address; ConfigurationError: it is not "host:port" or, over IPv6, "[host]:port"."""
     found = re.fullmatch(r"(?:\[([^][/]+)\]|([^][/:]+)):(\d+)", address, re.ASCII)
     if found is None or not 0 < int(found[3]) < 65536:
         raise ConfigurationError(
@@ -141,15 +133,10 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _knock(host: str, port: int, timeout: float) -> None:
-    """Check that a server of the kind of Ray's control store answers; Ray itself would ask for minutes.
-
-    It speaks HTTP/2 (gRPC), whose first frame in each direction holds settings. Where Ray uses TLS
-    it is only checked that something takes connections.
-
-    Raises:
-        ConfigurationError: nothing listens there, something else does, or there is no such host.
-        DeadlineError: there was no answer in time.
-    """
+    """Check that a server of the kind of Ray's control store answers; Ray itself would ask for minutes."""
+    # It speaks HTTP/2 (gRPC), whose first frame in each direction holds settings. Where Ray uses TLS it is only checked
+    # that something takes connections. ConfigurationError: nothing listens there, something else does, or there is no
+    # such host; DeadlineError: no answer in time.
     answer = b""
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:

@@ -135,11 +135,8 @@ def _unconnected(
 
 
 def _token() -> dict[str, str]:
-    """Return the variables that tell Ray's processes their token.
-
-    Raises:
-        ConfigurationError: RAY_AUTH_TOKEN_PATH names no file, or RAY_AUTH_MODE is none of Ray's.
-    """
+    """Return the variables that tell Ray's processes their token."""
+    # ConfigurationError: RAY_AUTH_TOKEN_PATH names no file, or RAY_AUTH_MODE is none of Ray's.
     mode = environment_variable("RAY_AUTH_MODE") or "token"
     if mode == "disabled":
         return {"RAY_AUTH_MODE": mode}
@@ -213,11 +210,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _session(master: str, name: str, settings: dict[str, str]) -> Any:
-    """Return a new Spark session.
-
-    Raises:
-        ConfigurationError: pyspark is not installed, or Spark does not start.
-    """
+    """Return a new Spark session; ConfigurationError: pyspark is not installed, or Spark does not start."""
     try:
         from pyspark.errors import PySparkException
         from pyspark.sql import SparkSession

@@ -17,16 +17,8 @@ _MASTERS = "local[n], local-cluster[n,cores,memory], spark://host:port or yarn"
 
 
 def check_session(session: Any, workers: int, cpus: int) -> None:
-    """Check that a session is of this process, and that its master can hold so many nodes.
-
-    Args:
-        session: what the user gave.
-        workers: number of Ray nodes.
-        cpus: of each.
-
-    Raises:
-        ConfigurationError: it will not do; the message says what to set.
-    """
+    """Check that a user's session is of this process, and that its master can hold so many nodes of so many CPUs."""
+    # ConfigurationError says what to set.
     try:
         from pyspark.errors import PySparkException
         from pyspark.sql import SparkSession
@@ -61,14 +53,7 @@ def check_session(session: Any, workers: int, cpus: int) -> None:
 
 
 def _check_room(master: str, threads: int, workers: int, cpus: int) -> None:
-    """Check that so many nodes fit, where the master alone tells how many can.
-
-    Args:
-        master: Spark's.
-        threads: of a local master.
-        workers: number of nodes.
-        cpus: of each.
-    """
+    """Check that so many nodes fit, where the master alone (a local one has `threads`) tells how many can."""
     found = re.match(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,", master)
     executors, cores = (int(found[1]), int(found[2])) if found else (1, threads)
     if (found or is_local(master)) and workers > (room := executors * (cores // cpus)):
@@ -79,11 +64,8 @@ def _check_room(master: str, threads: int, workers: int, cpus: int) -> None:
 
 
 def paths_of_nodes(session: Any) -> dict[str, str]:
-    """Return PATH for Ray's processes, if executors or this process do not find Ray's command.
-
-    Raises:
-        ConfigurationError: the executors' Python is of another version, or lacks Ray or steepest.
-    """
+    """Return PATH for Ray's processes, if executors or this process do not find Ray's command."""
+    # ConfigurationError: the executors' Python is of another version, or lacks Ray or steepest.
     import ray
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException

@@ -33,10 +33,7 @@ def never_on(labels: Mapping[str, str]) -> dict[str, Any]:
 
 
 def tolerations_of(labels: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the tolerations of a pod for taints that are named as the labels are.
-
-    AKS taints spot nodes so by itself, and GKE's pages say to.
-    """
+    """Return a pod's tolerations for taints named as the labels: AKS taints spot nodes so, and GKE's pages say to."""
     return [
         {"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"}
         for key, value in labels.items()

@@ -73,11 +73,9 @@ class Meter:
         self._paused = False  # whether there was a pause before it
 
     def add(self, result: StepResult, now: float) -> None:
-        """Count a step.
-
-        Rates leave out a pause before it, such as after a death, and steps that are taken again: what
-        is left to do goes at the pace of before.
-        """
+        """Count a step."""
+        # Rates leave out a pause before it, such as after a death, and steps that are taken again: what is left to do
+        # goes at the pace of before.
         if self._last is None:
             self._before = result.step - 1
         undone = max(self.done - (result.step - self._before - 1), 0)
@@ -98,13 +96,8 @@ class Meter:
         return steps > 0 and gap > max(_WINDOW_SECONDS, _PAUSE_STEPS * seconds / steps)
 
     def line(self, sgd: Run, now: float, *, ended: bool = False) -> str:
-        """Return the figures of the last step, and the rates of the last seconds, in one line.
-
-        Args:
-            sgd: the trainer.
-            now: the time, in seconds.
-            ended: whether to return the rate and the time of the whole `fit` instead.
-        """
+        """Return the last step's figures, and the rates of the last seconds, in one line."""
+        # `ended`: of the whole `fit`.
         last = self._last
         assert last is not None
         while len(self._marks) > 1 and (ended or now - self._marks[1][0] >= _WINDOW_SECONDS):

@@ -27,14 +27,8 @@ def value_of(result: EvaluationResult, metric: str) -> float:
 
 
 def is_better(value: float, than: float | None, mode: str, min_delta: float = 0.0) -> bool:
-    """Return whether a value is better than another by more than `min_delta`; NaN is not.
-
-    Args:
-        value: of a metric.
-        than: the other one; None for no value, or NaN.
-        mode: "min" if less is better, "max" if more is.
-        min_delta: at least 0.
-    """
+    """Return whether a metric's value beats `than` (None for no value, or NaN) by more than `min_delta`, at least 0."""
+    # mode: "min" if less is better, "max" if more is; NaN is never better.
     if math.isnan(value) or than is None:
         return not math.isnan(value)
     return (than - value if mode == "min" else value - than) > min_delta
@@ -68,12 +62,7 @@ class _Watching(Callback):
         self._min_delta = min_delta
 
     def _waited(self, sgd: Any, again_after: float = math.inf) -> int:
-        """Return how many of the last evaluations of this `fit` in a row brought no improvement.
-
-        Args:
-            sgd: the trainer.
-            again_after: the count begins anew after this number.
-        """
+        """Return how many of this `fit`'s last evaluations brought no improvement; count anew after `again_after`."""
         best, waited = None, 0
         for result in sgd.evaluations:
             if result.step <= sgd.fit_began:

@@ -36,22 +36,11 @@ class HistoryRows(Protocol):
     path: Any
 
     def resume(self, step: int, newest: int | None = None) -> list[dict[str, Any]]:
-        """Cut the rows back to a step, and return those that stay: those until it, and events.
-
-        Args:
-            step: the number of committed steps; 0 empties the file.
-            newest: how many rows at most are returned, the last ones; None for all.
-
-        Raises:
-            OSError: they cannot be read or written.
-        """
+        """Cut the rows back to a step; return those that stay (the last `newest`): those until it, and events."""
+        # step: number of committed steps, 0 empties the file. OSError: they cannot be read or written.
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows, and wait until they are durable.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Append rows, and wait until they are durable; OSError: they cannot be written."""
 
 
 def history_file(folder: Place) -> HistoryRows:
@@ -62,11 +51,7 @@ def history_file(folder: Place) -> HistoryRows:
 
 
 class HistoryFile:
-    """A file of JSON lines, to which rows are appended, whole or not at all.
-
-    Args:
-        path: the file; need not exist.
-    """
+    """A file of JSON lines, which need not exist, to which rows are appended, whole or not at all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,15 +85,8 @@ class HistoryFile:
         take: Callable[[dict[str, Any]], object] = lambda row: None,
         more: bytes = b"",
     ) -> None:
-        """Remove rows from the file, which need not fit into memory, and append others, in one step.
-
-        A file from which nothing is to be removed is not written anew.
-
-        Args:
-            stays: whether a row stays.
-            take: called with each row that does.
-            more: lines to append.
-        """
+        """Remove rows that do not stay from the file, which need not fit into memory, and append `more`, at once."""
+        # take: called with each row that stays. A file from which nothing is to be removed is not written anew.
         unfinished, size = self.path.with_name(f".{self.path.name}"), 0  # size: of what stays
         with contextlib.ExitStack() as opened:
             old = opened.enter_context(open(self.path, "rb"))
@@ -133,14 +111,9 @@ class HistoryFile:
 
 
 class HistorySegments:
-    """Objects of JSON lines: each call appends one, since objects of a store cannot grow.
+    """Objects of JSON lines below a prefix: each call appends one, since objects of a store cannot grow."""
 
-    They are numbered; ``000007-all.jsonl`` replaces those before it, which are then removed.
-
-    Args:
-        path: the prefix in which they are.
-        storage: of the prefix.
-    """
+    # They are numbered; ``000007-all.jsonl`` replaces those before it, which are then removed.
 
     def __init__(self, path: ObjectUrl, storage: ObjectStorage) -> None:
         self.path = path
@@ -217,10 +190,8 @@ def _copied(path: Path, size: int, to: Path) -> BinaryIO:
 
 
 def _rows(file: IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield each line of a file with its row; None for what is none, such as half a line after a crash.
-
-    Many lines are decoded at once: rows share the strings of their keys then.
-    """
+    """Yield each line of a file with its row; None for what is none, such as half a line after a crash."""
+    # Many lines are decoded at once: rows share the strings of their keys then.
     while lines := list(itertools.islice(file, _TOGETHER)):
         values = _decoded(b"[%s]" % b",".join(lines))
         if not isinstance(values, list) or len(values) != len(lines):

@@ -229,11 +229,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _load(logger: str, *modules: str) -> Any:
-    """Return the first of some modules that is installed.
-
-    Raises:
-        ConfigurationError: none of them is; the message says which.
-    """
+    """Return the first of some modules that is installed; ConfigurationError says which, if none is."""
     missing: list[str | None] = []
     for name in modules:
         try:
@@ -312,11 +308,7 @@ class TensorBoard(Logger):
 
 
 class _Uploads:
-    """Files in a temporary directory that are uploaded to a prefix.
-
-    Attributes:
-        folder: the directory.
-    """
+    """Files in a temporary directory, `folder`, that are uploaded to a prefix."""
 
     def __init__(self, prefix: ObjectUrl) -> None:
         self._prefix = prefix
@@ -324,17 +316,9 @@ class _Uploads:
         self.folder = self._kept.name
 
     def upload(self, done: bool = False) -> bool:
-        """Upload all files there, once; the logger tries again later.
-
-        Args:
-            done: whether nothing more is written to them, and they are removed.
-
-        Returns:
-            Whether one of them is large.
-
-        Raises:
-            OSError: the store cannot be reached.
-        """
+        """Upload all files there, once; return whether one is large."""
+        # OSError: the store is out of reach, to be tried again. done: whether nothing more is written to them, and they
+        # are removed.
         storage = ObjectStorage.of(self._prefix.scheme, _BRIEF)
         large = False
         for file in sorted(Path(self.folder).iterdir()):
@@ -346,11 +330,7 @@ class _Uploads:
         return large
 
     def end(self) -> None:
-        """Upload all files for the last time, and remove the directory.
-
-        Raises:
-            OSError: the store cannot be reached.
-        """
+        """Upload all files for the last time, and remove the directory; OSError: the store cannot be reached."""
         with self._kept:
             self.upload()
 

@@ -224,7 +224,7 @@ class OptimizerSpec:
         return [{k: v for k, v in g.items() if self._is_set(k)} for g in merged]
 
     def _is_set(self, key: str, by_optimizer: Collection[str] = ()) -> bool:
-        """Return whether a group's hyperparameter is set by recipe and schedule in each step, unless the step itself changes it."""
+        """Return whether recipe and schedule set a group's hyperparameter in each step, unless the step changes it."""
         if key in ("fused", "foreach"):
             return False
         return key == "lr" or (key not in by_optimizer and group_key(key) not in self.own)

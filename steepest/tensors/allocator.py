@@ -138,10 +138,7 @@ def _candidate(body: Callable[[], None], has_main: Future[bool], chosen: Future[
 
 
 def on_main_arena() -> bool:
-    """Return whether this thread's large blocks come from the program's heap.
-
-    True where that cannot be found out.
-    """
+    """Return whether this thread's large blocks come from the program's heap; True where that is unknown."""
     try:
         with open("/proc/self/maps") as maps:
             heaps = [

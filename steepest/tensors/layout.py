@@ -390,20 +390,10 @@ def _aligned(offset: int, unit: int) -> int:
 def _place(
     group: Sequence[Entry], begin: int, first: int, target: int, unit: int, *, whole: bool
 ) -> tuple[list[tuple[int, Entry]], list[tuple[int, int]]]:
-    """Put entries one after the other, and cut those of which tensors stay whole.
-
-    Args:
-        group: entries of one dtype, all trainable or all frozen.
-        begin: offset of the first.
-        first: index of the first.
-        target: bytes of a chunk.
-        unit: bytes at whose multiples entries begin.
-        whole: whether tensors stay whole.
-
-    Returns:
-        (index, entry with its offset) pairs; and, with `whole`, (start, stop) of chunks of at least
-        `target` bytes. A chunk that is not small begins on a page.
-    """
+    """Put entries of one dtype (all trainable or all frozen) one after the other."""
+    # Return (index, entry with offset) pairs. With `whole`, tensors stay whole, and (start, stop) of chunks of at least
+    # `target` bytes are returned; a chunk that is not small begins on a page. begin, first: offset and index of the
+    # first; unit: bytes at whose multiples entries begin.
     placed: list[tuple[int, Entry]] = []
     borders: list[tuple[int, int]] = []
     left = sum(entry.nbytes for entry in group)
@@ -428,16 +418,10 @@ def _unit(target: int, least: int) -> int:
 
 
 def _even_cuts(start: int, stop: int, target: int, least: int, multiple: int) -> list[int]:
-    """Return the borders of pieces of at most `target` bytes, of equal size up to alignment.
-
-    Args:
-        start, stop: the bytes to be cut.
-        target: the greatest size of a piece.
-        least: bytes of an element, or those at whose multiples entries begin: of so many at least
-            are all pieces, so that each has a part of an entry.
-        multiple: where there are at least a third as many pieces, their number is a multiple of
-            this.
-    """
+    """Return the borders of pieces of [start, stop) of at most `target` bytes, of equal size up to alignment."""
+    # least: bytes of an element, or those at whose multiples entries begin: of so many at least are all pieces, so that
+    # each has a part of an entry; multiple: where there are at least a third as many pieces, their number is a multiple
+    # of this.
     size = stop - start
     if size == 0:
         return []

@@ -171,10 +171,7 @@ class Reusable:
 
 
 def lendable(nbytes: int) -> Bytes | None:
-    """Return zeroed memory in a new segment, or None.
-
-    None for memory below 32 KB, or when descriptors or memory have run out.
-    """
+    """Return zeroed memory in a new segment; None below 32 KB, or when descriptors or memory have run out."""
     return _in_segment(nbytes) if AVAILABLE and nbytes >= SHARED_FROM else None
 
 
@@ -391,16 +388,10 @@ class Lender:
         self._doubts: dict[int, tuple[int, bytes, Memory]] = {}
 
     def lend(self, payload: Memory, to_pass: list[Segment], header: Callable[[], bytes]) -> bytes:
-        """Lend a payload and return the notice that says where; empty if it has to be sent.
-
-        A payload outside of shared memory is copied there.
-
-        Args:
-            payload: flat uint8.
-            to_pass: segments whose descriptors go with the notice; new ones are appended.
-            header: returns the header of the message, for the case that its payload has to be sent
-                after all.
-        """
+        """Lend a flat uint8 payload; return the notice that says where, empty if it has to be sent."""
+        # A payload outside of shared memory is copied there. to_pass: segments whose descriptors go with the notice,
+        # new ones are appended; header: returns the message's header, for the case that the payload has to be sent
+        # after all.
         if not self._free or len(self._kept) >= self._collect_at:
             self.collect()
             self._collect_at = max(_MANY_KEPT, 2 * len(self._kept))
@@ -453,13 +444,8 @@ class Lender:
             self._lending._doubting.discard(self)
 
     def take_back(self, slot: int) -> tuple[bytes, Memory]:
-        """Return the header and payload of a lent message that the reader cannot map.
-
-        Nothing more is lent from its segment.
-
-        Raises:
-            ProtocolError: nothing is lent in that slot, or it was mapped.
-        """
+        """Return the header and payload of a lent message that the reader cannot map."""
+        # Nothing more is lent from its segment. ProtocolError: nothing is lent in that slot, or it was mapped.
         if slot not in self._doubts:
             raise ProtocolError("a payload is wanted again that was not lent, or was mapped")
         number, header, payload = self._doubts.pop(slot)

@@ -367,16 +367,9 @@ class Clock:
 
 
 class WatchedCreator:
-    """A model creator whose models are watched by a clock; each life of a worker has its own clock.
+    """A model creator whose models are watched by a clock; each life of a worker has its own, kept in `clocks`."""
 
-    Args:
-        creator: of the models.
-        make_clock: makes the clock of a worker, given its index.
-        attend: the `attend` of its models, see `steepest.engine.job.Description`.
-
-    Attributes:
-        clocks: of each worker's present life.
-    """
+    # make_clock: makes a worker's, given its index; attend: of its models, see `steepest.engine.job.Description`.
 
     def __init__(
         self,

@@ -16,12 +16,7 @@ Report = Callable[[int, Moment, str], None]
 
 
 def watch_applying(server: Server, reached: Report) -> None:
-    """Make a server report when half of its chunks are updated to the next version ("apply").
-
-    Args:
-        server: that is watched from now on.
-        reached: called with the step, the moment, and the chunks that are updated, in words.
-    """
+    """Have `reached` called, with step, moment and chunks in words, when half a server is updated ("apply")."""
     chunks = [held for held in server.chunks.values() if held.chunk.trainable]
     updated: dict[int, list[int]] = {}  # to the version that is being made
 
@@ -49,15 +44,9 @@ def watch_applying(server: Server, reached: Report) -> None:
 
 
 def watch_server(server: Server, reached: Report) -> None:
-    """Make a server report the moments of its steps.
-
-    They are "apply" (see `watch_applying`), each chunk of a gradient that has come ("push"), and
-    each chunk of weights that leaves ("pull").
-
-    Args:
-        server: that is watched from now on.
-        reached: called with the step, the moment, and the chunk and its peer, in words.
-    """
+    """Have `reached` called with the step, the moment, and the chunk and its peer, in words, of a server's steps."""
+    # They are "apply" (see `watch_applying`), each chunk of a gradient that has come ("push"), and each chunk of
+    # weights that leaves ("pull").
     handle, send = server.handle, server._weights._send
 
     def handled(source: Peer, message: Message) -> None:
@@ -77,13 +66,8 @@ def watch_server(server: Server, reached: Report) -> None:
 
 
 def watch_worker(worker: Worker, clock: Clock, reached: Report) -> None:
-    """Make a worker report each chunk of weights that comes while it computes nothing ("pull").
-
-    Args:
-        worker: that is watched from now on.
-        clock: of the worker's steps.
-        reached: called with the step, the moment, and the chunk and its version, in words.
-    """
+    """Have `reached` called for each chunk of weights that comes while a worker computes nothing ("pull")."""
+    # It is called with the step, the moment, and the chunk and its version, in words.
     receive = worker._exchange.receive
 
     def received(source: Peer, message: Message) -> tuple[int, int] | None:

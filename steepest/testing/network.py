@@ -24,12 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class _Loan:
-    """A payload that another process reads where it lies.
-
-    The loan ends when the last view of the payload is collected.
-
-    Given back when the last view of it is collected.
-    """
+    """A payload that another process reads where it lies; the loan ends when the last view of it is collected."""
 
     def __init__(self, payload: Memory, lent: Counter[int]) -> None:
         self._payload, self._lent = payload, lent
@@ -339,15 +334,7 @@ class Network:
         return any(map(math.isfinite, [*hung, *(link.held_until for link in self._late)]))
 
     def run_until(self, done: Callable[[], bool], what: str) -> None:
-        """Give every process its turns until a condition holds.
-
-        Args:
-            done: the condition.
-            what: names the condition in the error.
-
-        Raises:
-            DeadlineError: nothing moves any more, not even when an hour of virtual time passes.
-        """
+        """Give every process its turns until a condition holds; DeadlineError: nothing moves, not even in an hour."""
         self._idle = 0
         while not done():
             self._round(what)

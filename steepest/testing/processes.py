@@ -102,10 +102,7 @@ _LIVES: dict[tuple[Path, Peer], _Life] = {}
 
 @dataclass(frozen=True)
 class _ProcessScript:
-    """The script in one process, to which the model creator, or the job, carries it.
-
-    It travels there with the model creator, and with the job.
-    """
+    """The script in one process, to which the model creator, or the job, carries it."""
 
     faults: tuple[Fault, ...]
     lives: Path

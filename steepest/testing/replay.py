@@ -74,12 +74,8 @@ def replay(
 def replay_state(
     log: CommitLog, model_creator: ModelCreator, checkpoint: str | Path | None = None
 ) -> dict[str, torch.Tensor]:
-    """Apply a log as `replay` does, and return what the run's servers knew beside the weights.
-
-    Returns:
-        The optimizer's state by "parameter/key", and that of shards of embedding tables by
-        "tables/shard/key", as checkpoints have them.
-    """
+    """Apply a log as `replay` does; return what servers knew beside weights, with the names that checkpoints have."""
+    # The optimizer's state by "parameter/key", that of shards of embedding tables by "tables/shard/key".
     return _replay_all(log, model_creator, checkpoint).state
 
 
@@ -98,31 +94,18 @@ def _replay_all(
 
 
 class _Carried(NamedTuple):
-    """The state with which the replay of one part of a log ends and that of the next begins.
+    """The state with which the replay of one part of a log ends and that of the next begins."""
 
-    Attributes:
-        weights: by name, with changed frozen parameters.
-        own: the values that replicas change themselves, as the mean over them.
-        differing: frozen parameters whose values differ between replicas.
-        state: of the optimizer.
-        plain: keys of the state that are plain values.
-        step: of the checkpoint that it was read from, if it was.
-    """
-
-    weights: dict[str, torch.Tensor]
-    own: Tensors
-    differing: list[str]
-    state: dict[str, torch.Tensor]
-    plain: list[str]
-    step: int | None = None
+    weights: dict[str, torch.Tensor]  # by name, with changed frozen parameters
+    own: Tensors  # the values that replicas change themselves, as the mean over them
+    differing: list[str]  # frozen parameters whose values differ between replicas
+    state: dict[str, torch.Tensor]  # of the optimizer
+    plain: list[str]  # keys of the state that are plain values
+    step: int | None = None  # of the checkpoint that it was read from, if it was
 
     @classmethod
     def of(cls, saved: files.Checkpoint) -> _Carried:
-        """Return the state of a checkpoint.
-
-        Raises:
-            ConfigurationError: workers have states of their own there.
-        """
+        """Return the state of a checkpoint; ConfigurationError: workers have states of their own there."""
         own = [name for name, value in saved.replicas.items() if not _is_mean(name, value, saved)]
         if own:
             raise ConfigurationError(
@@ -157,14 +140,9 @@ def _optimizer_state(job: Job, model: Model, carried: _Carried | None) -> Arrivi
 
 
 class _Run:
-    """The replay of one part of a log in one process.
+    """The replay of one part of a log in one process; `carried`: from the part before, None for the first."""
 
-    It has every worker's replicas, one server, and the weights of the versions that are still
-    needed.
-
-    Args:
-        carried: from the part of the log before this one; None for the first.
-    """
+    # It has every worker's replicas, one server, and the weights of the versions that are still needed.
 
     def __init__(
         self, log: CommitLog, model_creator: ModelCreator, carried: _Carried | None
@@ -351,13 +329,8 @@ def _server(job: Job, weights: torch.Tensor, version: int) -> Server:
 
 
 def _refuse_if(names: list[str], log: CommitLog) -> None:
-    """Refuse a part of a log before which workers began with a mean of frozen parameters.
-
-    The log does not tell when that mean was taken.
-
-    Raises:
-        ConfigurationError: `names` has a parameter.
-    """
+    """Refuse a log's part before which workers began with a mean of frozen parameters (`names`): ConfigurationError."""
+    # The log does not tell when that mean was taken.
     if names:
         raise ConfigurationError(
             f"after version {log.start} a worker began with the mean of the other workers' frozen "
@@ -381,14 +354,9 @@ def _all(states: list[list[Tensors]], workers: list[Replicas]) -> list[Tensors]:
 
 
 class _Senders:
-    """The workers' ends of pushes, which reach the one server in the form of the run.
+    """The workers' ends of pushes, which reach the one server, of all chunks, in the form of the run."""
 
-    Args:
-        job: of the log.
-        server: that holds all chunks.
-        rows: answers pulls of rows; None without tables.
-        unpushed: by worker, the gradients of rows with which it begins.
-    """
+    # rows: answers pulls of rows, None without tables; unpushed: by worker, the gradients of rows with which it begins.
 
     def __init__(
         self, job: Job, server: Server, rows: RowsOfVersions | None, unpushed: UnpushedRows
@@ -410,15 +378,8 @@ class _Senders:
         }
 
     def exchange(self, worker: int, incarnation: int) -> PushPull:
-        """Return a worker's end of pushes.
-
-        Each life of the worker has its own, because what compression had left out is lost with a
-        life.
-
-        Args:
-            worker: its index.
-            incarnation: its life.
-        """
+        """Return a worker's end of pushes."""
+        # Each life (incarnation) of the worker has its own, because what compression had left out is lost with a life.
         life, exchange = self._exchanges.get(worker, (-1, None))
         if exchange is None or life != incarnation:
             memory = self._job.description.layout.allocate()

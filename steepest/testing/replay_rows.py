@@ -52,12 +52,7 @@ class RowsOfVersions:
         return {index: chunk for index, chunk in held if isinstance(chunk, TableChunk)}
 
     def begin(self, push: LoggedPush, rows: RowExchange) -> None:
-        """Begin a worker's gradient, before its `RowExchange.begin`.
-
-        Args:
-            push: of the log.
-            rows: of that life of the worker.
-        """
+        """Begin a worker's logged gradient, before the `RowExchange.begin` of that life's rows."""
         self._push = push
         runs = push.row_versions
         self._versions = (version for count, version in runs for _ in range(count))
@@ -67,26 +62,13 @@ class RowsOfVersions:
         rows.delayed.is_last = push.own_rows
 
     def end(self) -> None:
-        """End a worker's gradient.
-
-        Raises:
-            ConfigurationError: it needed fewer rows than in the run.
-        """
+        """End a worker's gradient; ConfigurationError: it needed fewer rows than in the run."""
         if next(self._versions, None) is not None:
             raise self._other_rows()
 
     def answer(self, source: Peer, server: Peer, message: Message, rows: RowExchange) -> None:
-        """Answer a pull with rows of the version that its run's answer had.
-
-        Args:
-            source: the worker.
-            server: that it asks.
-            message: PULL_ROWS.
-            rows: of the worker.
-
-        Raises:
-            ConfigurationError: the gradient needs other rows than in the run.
-        """
+        """Answer a worker's PULL_ROWS with rows of the version that its run's answer had."""
+        # ConfigurationError: other rows.
         assert self._push is not None
         pull = PullRows.unpack(message)
         version = next(self._versions, None) if self._push.row_versions else self._push.pulled

@@ -20,18 +20,12 @@ from steepest.transport.router import Router
 
 
 class ScriptedJob(Protocol):
-    """The job of one thread in which faults happen.
-
-    Attributes:
-        network: between its processes.
-        servers, coordinator: roles.
-        lives: of each worker, the number of processes before the present one.
-    """
+    """The job of one thread in which faults happen."""
 
     network: Network
     servers: list[Server]
     coordinator: Coordinator
-    lives: list[int]
+    lives: list[int]  # of each worker, the number of processes before the present one
 
     def router(self, peer: Peer) -> Router:
         """Return the process in which a role lives now."""
@@ -69,14 +63,7 @@ class Script:
         self.creator = WatchedCreator(model_creator, self._make_clock)
 
     def check(self, counts: dict[str, int]) -> None:
-        """Check that all processes with faults exist.
-
-        Args:
-            counts: the number of processes of each role.
-
-        Raises:
-            ConfigurationError: one does not.
-        """
+        """Check that all processes with faults exist, given each role's count; ConfigurationError otherwise."""
         for fault in self._faults:
             for role, index in [(fault.role, fault.index), *([fault.peer] if fault.peer else [])]:
                 if not 0 <= index < counts.get(role, 0):
@@ -113,12 +100,7 @@ class Script:
         return Clock(self._batches, reached)
 
     def watch(self, server: Server, own: Peer) -> None:
-        """Watch a server, so that its faults happen in the middle of an update.
-
-        Args:
-            server: that is watched from now on.
-            own: its peer.
-        """
+        """Watch a server, a peer, so that its faults happen in the middle of an update."""
 
         def reached(step: int, moment: Moment, about: str) -> None:
             for fault in self._due(own, step, moment):
@@ -129,12 +111,7 @@ class Script:
         watch_applying(server, reached)
 
     def __call__(self, link: Link, message: Message) -> list[tuple[Message, int]]:
-        """Return what becomes of a message: (message, rounds that it takes more) pairs.
-
-        Args:
-            link: the end at which it arrives.
-            message: on its way.
-        """
+        """Return what becomes of a message at the link where it arrives: (message, rounds that it takes more) pairs."""
         source, target = message.source, message.target
         assert source is not None
         assert target is not None

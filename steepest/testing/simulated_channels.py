@@ -75,12 +75,8 @@ class Wires:
         return None if found is None or found.closed else found
 
     def drop(self, process: Host, *, silently: bool) -> None:
-        """Close the channels of a process that was killed.
-
-        Args:
-            process: the process.
-            silently: whether nobody is told, as where its node has gone too.
-        """
+        """Close the channels of a process that was killed."""
+        # `silently`: nobody is told, as where its node has gone too.
         for transport in list(self._listening.values()):
             if transport.process is process:
                 transport.die(silently=silently)
@@ -106,11 +102,7 @@ class SimulatedChannel:
         self._cut: deque[Callable[[], None]] = deque()  # until the other end can be reached
 
     def send(self, message: Message) -> None:
-        """Send a copy of a message.
-
-        Raises:
-            MessageTooLargeError: as a wire would.
-        """
+        """Send a copy of a message; MessageTooLargeError: as a wire would."""
         wires = self.transport.wires
         wires.sent()
         wires.scheduler.check()
@@ -190,12 +182,7 @@ class SimulatedTransport:
         return Address(self.node, host, self.wires.listen(self), "", self.peers)
 
     def connect(self, address: Address, timeout: float = 10.0) -> SimulatedChannel:
-        """Connect to a process, as soon as it polls.
-
-        Raises:
-            PeerLostError: it is dead, or does not listen.
-            DeadlineError: it does not answer.
-        """
+        """Connect to a process, as soon as it polls; PeerLostError: it does not listen; DeadlineError: no answer."""
         wires, scheduler = self.wires, self.wires.scheduler
         scheduler.sleep(wires.dice.uniform(*wires.latency))
         there = wires.listener(address.port)
@@ -293,11 +280,7 @@ class SimulatedTransport:
         self._inbox.clear()
 
     def die(self, *, silently: bool) -> None:
-        """End with the process: some of what it has sent last is lost.
-
-        Args:
-            silently: whether the other ends are not told.
-        """
+        """End with the process: some of what it has sent last is lost; `silently`: the other ends are not told."""
         if silently:
             self.closed = True
             for end in self.ends:

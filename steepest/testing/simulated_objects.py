@@ -23,11 +23,7 @@ class ByReference:
 
 
 class Store:
-    """The pickles of one simulation.
-
-    Args:
-        scheduler: of the threads that wait for objects.
-    """
+    """The pickles of one simulation; `scheduler`: of the threads that wait for objects."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -57,10 +53,8 @@ class Store:
         return unpickler.load()
 
     def number_of(self, thing: Any) -> int | None:
-        """Return the number of a thing that travels by reference; None for anything else.
-
-        Functions that are made by functions are among them, since pickling these takes long.
-        """
+        """Return the number of a thing that travels by reference; None for anything else."""
+        # Functions that are made by functions are among them, since pickling these takes long.
         local = isinstance(thing, types.FunctionType) and "<locals>" in thing.__qualname__
         if not local and not isinstance(thing, ByReference):
             return None

@@ -41,15 +41,7 @@ class _ActorClass:
 
 
 class SimulatedRay:
-    """What `import ray` stands for in a simulation.
-
-    Args:
-        world: of nodes and processes.
-
-    Attributes:
-        places: placement groups and actors.
-        store: objects.
-    """
+    """What `import ray` stands for in a simulation; `places` are placement groups and actors, `store` objects."""
 
     exceptions = real.exceptions
     ObjectRef = Ref

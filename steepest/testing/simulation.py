@@ -260,13 +260,8 @@ class Simulation:
         self.scheduler.sleep(seconds)
 
     def leftovers(self, seconds: float = 60.0) -> list[SimulatedProcess]:
-        """Return the processes that still run after a while, those out of reach among them.
-
-        To be called after `shutdown`.
-
-        Args:
-            seconds: of virtual time, more than the driver's lease of its processes.
-        """
+        """Return the processes that still run after `seconds` of virtual time, those out of reach too."""
+        # After `shutdown`. The seconds are more than the driver's lease of its processes.
         self.scheduler.sleep(seconds)
         return self.world.living()
 

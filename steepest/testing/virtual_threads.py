@@ -19,10 +19,9 @@ class Killed(BaseException):
 
 
 class HangError(BaseException):
-    """The program does not come to its end; the message says what each thread waits for.
+    """The program does not come to its end; the message says what each thread waits for."""
 
-    Not an `Exception`, lest the program under test handles it.
-    """
+    # Not an `Exception`, lest the program under test handles it.
 
 
 #: Threads that wait for something, each with the number of its wait.
@@ -155,11 +154,9 @@ class Scheduler:
     # -- threads -------------------------------------------------------------------------------
 
     def spawn(self, body: Callable[[], None], name: str, owner: Any) -> VirtualThread:
-        """Start a thread, which runs when its turn comes.
-
-        A thread that ends starts none of its own process. It may be the one in whose turn time
-        passes, and what is due then starts threads of other processes.
-        """
+        """Start a thread, which runs when its turn comes."""
+        # A thread that ends starts none of its own process. It may be the one in whose turn time passes, and what is
+        # due then starts threads of other processes.
         thread = VirtualThread(name, owner)
         if self.current.doomed and owner is self.current.owner:
             thread.doomed = thread.finished = True
@@ -174,18 +171,9 @@ class Scheduler:
         self.block(None, seconds, "sleep")
 
     def block(self, waiters: Waiters | None, timeout: float | None, what: str) -> bool:
-        """Let the current thread wait; return False if the timeout has ended the wait.
-
-        Args:
-            waiters: the list by which `wake` finds the thread; None if it only waits for the time.
-            timeout: in virtual seconds; None or infinity for none.
-            what: it waits for, in words.
-
-        Raises:
-            Killed: the thread's process was killed.
-            HangError: the program hangs.
-            BaseException: what `throw` was given for the thread.
-        """
+        """Let the current thread wait for a `wake`, or only the time; return False if the timeout ended the wait."""
+        # timeout: in virtual seconds, None or infinity for none; what: it waits for, in words. Killed: its process was
+        # killed; HangError: the program hangs.
         me = self.current
         if me is self.main:
             me.waits_for = what
