@@ -539,11 +539,7 @@ def read(path: Place) -> Checkpoint:
 
 
 def about(path: Place) -> dict[str, Any]:
-    """Return what the manifest of a checkpoint says of it, see `Checkpoint.about`.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
+    """Return what a checkpoint's manifest says of it, see `Checkpoint.about`; CheckpointError: missing or damaged."""
     return _manifest(path)[1]
 
 

@@ -80,15 +80,8 @@ def _part_of(
 def increased(
     base: Mapping[str, torch.Tensor], increment: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer state of an increment, with the rows that have not changed since its base.
-
-    Args:
-        base: whole, by "parameter/key".
-        increment: likewise, but some shards of tables have only what has changed.
-
-    Raises:
-        CheckpointError: the increment is not one of this base.
-    """
+    """Return an increment's optimizer state, with the rows that have not changed since its base, which is whole."""
+    # Both by "parameter/key". CheckpointError: the increment is not one of this base.
     from steepest.tables import state
 
     before, after = _by_shard(base), _by_shard(increment)

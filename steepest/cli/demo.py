@@ -34,32 +34,19 @@ _WARM_UP = 10  # steps
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one strategy.
-
-    Attributes:
-        strategy: its name.
-        accuracy: on the test data.
-        samples_per_second, seconds: of training.
-        difference: the largest difference of any weight from training in one process; None where
-            the strategy makes other updates.
-    """
+    """The result of one strategy."""
 
     strategy: str
-    accuracy: float
-    samples_per_second: float
+    accuracy: float  # on the test data
+    samples_per_second: float  # of training; so is seconds
     seconds: float
+    # the largest of any weight from training in one process; None for other updates
     difference: float | None
 
 
 def load_digits() -> tuple[Arrays, Arrays]:
-    """Return scikit-learn's 1,797 digits of 8 x 8 pixels: 1,437 to train, 360 to test.
-
-    Returns:
-        ((1437, 1, 8, 8) float64, (1437,) int64) and the same of the test data.
-
-    Raises:
-        ConfigurationError: scikit-learn is not installed.
-    """
+    """Return scikit-learn's 1,797 digits of 8 x 8 pixels: 1,437 to train, 360 to test."""
+    # ConfigurationError without it. ((1437, 1, 8, 8) float64, (1437,) int64) and the same of the test data.
     try:
         from sklearn import datasets
     except ImportError:
@@ -105,17 +92,10 @@ def annealing(steps: int) -> Callable[[torch.optim.Optimizer], LRScheduler]:
 
 
 def settings(name: str, train: Arrays, epochs: int) -> tuple[ModelCreator, StrategyConfig]:
-    """Return the model and the strategy of one row of the table.
-
-    The synchronous strategies share one optimizer. Where each worker's gradient is an update, some
-    gradients are many updates old when they arrive: gradients are clipped, so that none does much
-    harm, and the learning rate rises and falls, so that the first and last ones do least.
-
-    Args:
-        name: of the strategy.
-        train: training data, images and labels.
-        epochs: of training.
-    """
+    """Return the model and the strategy of one row of the table."""
+    # The synchronous strategies share one optimizer. Where each worker's gradient is an update, some gradients are many
+    # updates old when they arrive: gradients are clipped, so that none does much harm, and the learning rate rises and
+    # falls, so that the first and last ones do least.
     strategy = as_strategy(name)
     if name == "local":
         return model_creator(train, local_optimizer), strategy
@@ -131,13 +111,8 @@ def model_creator(
     sgd: Callable[[nn.Module], torch.optim.Optimizer] = optimizer,
     schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
 ) -> ModelCreator:
-    """Return a function that makes a replica's model: the network with its loss, data and metrics.
-
-    Args:
-        train: training data, images and labels.
-        sgd: makes the optimizer of a module.
-        schedule: of its learning rate, if any.
-    """
+    """Return a function that makes a replica's model: the network with its loss, data and metrics."""
+    # sgd: makes the optimizer of a module; schedule: of its learning rate, if any.
 
     def create(worker_index: int, device_index: int) -> Model:
         metrics = {"accuracy": accuracy}

@@ -27,31 +27,22 @@ _ABORT_SECONDS = 1.0  # in which a member that waits answers one that connects t
 
 @dataclass
 class _Round:
-    """The messages between the members within one call, or within one generation, and of no other.
+    """The messages between the members within one call, or within one generation, and of no other."""
 
-    Attributes:
-        sent, awaited: number of messages so far, by member.
-        posted: receipts of messages to come, by member and number.
-        arrived: payloads for which there is no receipt yet, by member and number.
-        aborted: why the round was aborted; empty if it was not.
-    """
-
+    # sent and awaited: number of messages so far, by member
     sent: Counter[int] = field(default_factory=Counter)
     awaited: Counter[int] = field(default_factory=Counter)
+    # receipts of messages to come, by member and number
     posted: dict[tuple[int, int], ReceiveWork] = field(default_factory=dict)
+    # payloads for which there is no receipt yet, by member and number
     arrived: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    aborted: str = ""
+    aborted: str = ""  # why the round was aborted; empty if it was not
 
 
 class ReceiveWork:
-    """A message to come.
+    """A message of `nbytes` to come for a member from the one of rank `source`."""
 
-    Args:
-        member: that receives it.
-        source: rank of the member that sends it.
-        nbytes: its size.
-        memory: flat uint8 to which it is written, or None to leave it where it lies.
-    """
+    # memory: flat uint8 to which it is written, or None to leave it where it lies.
 
     def __init__(
         self, member: MemberCollective, source: int, nbytes: int, memory: torch.Tensor | None

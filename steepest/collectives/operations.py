@@ -84,11 +84,7 @@ def install(collective: Collective | str) -> None:
 
 
 def current() -> Collective:
-    """Return the current collective.
-
-    Raises:
-        ConfigurationError: there is none; says why.
-    """
+    """Return the current collective; ConfigurationError: there is none; says why."""
     found = _current.get()
     if isinstance(found, str):
         raise ConfigurationError(found)

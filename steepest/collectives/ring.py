@@ -31,11 +31,7 @@ _SENT_AHEAD = 4  # pieces that may wait to leave
 
 
 def check_reduction(tensor: torch.Tensor, op: str) -> None:
-    """Check that a tensor can be reduced by an operation.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
+    """Check that a tensor can be reduced by an operation; ConfigurationError otherwise."""
     if op not in OPS:
         raise ConfigurationError(f'op="{op}": give one of {", ".join(OPS)}')
     if op == "mean" and not tensor.is_floating_point():

@@ -280,19 +280,7 @@ class Largest:
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the places, ascending, of the elements of greatest magnitude.
-
-    Args:
-        values: (n,) float32.
-        count: how many.
-
-    Returns:
-        (count,) int64.
-
-    Example:
-        >>> largest(torch.tensor([0.5, -3.0, 1.0]), 2).tolist()
-        [1, 2]
-    """
+    """Return the places, ascending (int64), of the `count` elements of greatest magnitude of float32 values (n,)."""
     sizes = values.abs()
     total = sizes.numel()
     if total > _FEW and count < total // 8:

@@ -64,16 +64,9 @@ class ArraySource:
 
 
 class DatasetSource:
-    """A map-style data set as a source, with the settings of a DataLoader where one was given.
+    """A map-style data set as a source, with a DataLoader's worker processes and `collate_fn` where one was given."""
 
-    Args:
-        dataset: has `__len__` and `__getitem__`, and possibly `__getitems__`.
-        loader: whose worker processes and `collate_fn` are used; None for torch's default
-            collation.
-
-    Raises:
-        ConfigurationError: the data set is empty.
-    """
+    # The set has `__len__`, `__getitem__`, possibly `__getitems__`. ConfigurationError: it is empty.
 
     def __init__(self, dataset: Any, loader: DataLoader[Any] | None = None) -> None:
         self.size: int | None = len(dataset)

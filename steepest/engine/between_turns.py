@@ -11,23 +11,16 @@ import torch
 
 @dataclass(frozen=True)
 class BetweenTurns:
-    """How a worker has its process' router move bytes during a step, which is one turn of it.
+    """How a worker has its process' router move bytes during a step, which is one turn of it."""
 
-    Attributes:
-        pump: called between pushes, so that bytes move during the backward pass.
-        finish: called before a step, so that the process' other roles finish what others wait for,
-            and their messages leave first.
-        when_idle: has a function called as soon as the process has nothing else to do.
-        wait: takes another turn of the router within the step, so that a step may begin before all
-            its weights are here; None to begin when all are.
-        receive: takes another turn of the router within the step, for rows of embedding tables.
-    """
-
-    pump: Callable[[], None]
+    pump: Callable[[], None]  # called between pushes, so that bytes move during the backward pass
+    # called before a step: other roles finish what others wait for, and their messages leave
     finish: Callable[[], None]
+    # has a function called as soon as the process has nothing else to do
     when_idle: Callable[[Callable[[], None]], None]
+    # another turn within the step, which begins before all its weights are here; None: when all are
     wait: Callable[[], None] | None
-    receive: Callable[[], None]
+    receive: Callable[[], None]  # another turn within the step, for rows of embedding tables
 
 
 @contextlib.contextmanager

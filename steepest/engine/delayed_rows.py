@@ -71,11 +71,9 @@ class DelayedRows:
             self._version, self._sent = version, False
 
     def left_out(self) -> None:
-        """Note that the update made of the present step was left out, unless that is known.
-
-        Its own gradients are dropped. Those of the step before are kept for the next step, unless it
-        is they that are not finite.
-        """
+        """Note that the update made of the present step was left out, unless that is known."""
+        # Its own gradients are dropped. Those of the step before are kept for the next step, unless it is they that are
+        # not finite.
         if not self._sent:
             return
         self._next, self._sent = None, False

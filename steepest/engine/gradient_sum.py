@@ -10,14 +10,10 @@ from steepest.tensors.layout import ParameterLayout
 
 
 class GradientSum:
-    """A sum of the gradients of replicas and micro-batches, formed chunk by chunk.
+    """A sum of the gradients of replicas and micro-batches (`count` in all), formed chunk by chunk."""
 
-    Args:
-        layout: of the models.
-        total: the flat vector (uint8, of the layout's size) in which the sum is formed.
-        count: number of batches.
-        chunk_ready: called with each chunk when the last batch has completed it.
-    """
+    # total: the flat vector (uint8, of the layout's size) in which the sum is formed; chunk_ready: called with each
+    # chunk when the last batch has completed it.
 
     def __init__(
         self,

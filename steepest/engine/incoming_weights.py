@@ -25,18 +25,10 @@ def where_lent(message: Message, size: int) -> torch.Tensor:
 
 
 class ArrivingWeights:
-    """A reader's flat vector of weights, and the version of each chunk in it.
+    """A reader's flat vector of weights, to which chunks are written as they arrive, and each one's version."""
 
-    Args:
-        reader: name of the worker or aggregator, for errors.
-        layout: of the model.
-        vector: uint8, flat, of the layout's size; chunks are written to it as they arrive.
-        wire_dtype: half precision in which float32 chunks may come; None for as they are.
-
-    Attributes:
-        vector: as given, or another one of that size that was assigned.
-        newest: the newest generation and version of which any chunk has arrived.
-    """
+    # reader: its name, for errors; vector: uint8, flat, of the layout's size, may be assigned another; wire_dtype: half
+    # precision in which float32 chunks may come; None for as they are.
 
     def __init__(
         self,
@@ -45,7 +37,7 @@ class ArrivingWeights:
         vector: torch.Tensor,
         wire_dtype: torch.dtype | None,
     ) -> None:
-        self.newest: Key = (-1, -1)
+        self.newest: Key = (-1, -1)  # generation and version of which any chunk has arrived
         self._reader = reader
         self._layout = layout
         self._wire_dtype = wire_dtype

@@ -28,17 +28,11 @@ class _Loaded(NamedTuple):
 
 
 class LookAhead:
-    """The batches of the next shares of one worker.
+    """The batches of the next shares of one worker."""
 
-    Args:
-        rows: the worker's.
-        shares: of the samples that are looked at before the present one is computed; 0 to look at
-            the next one once the present one is pushed.
-        load: seeds the generators as for a place's batch, and returns that batch; called in the
-            order of places.
-        places: returns the places of a share's batches, in order.
-        step: from one of the worker's shares to its next.
-    """
+    # shares: that are looked at before the present one is computed; 0: the next one, once that is pushed; step: from
+    # one share to its next; load: seeds the generators as for a place's batch, and returns it; called in the order of
+    # places.
 
     def __init__(
         self,

@@ -11,20 +11,13 @@ if TYPE_CHECKING:
 
 
 class OpenStreams:
-    """The streams of a worker's replicas.
+    """The streams of a worker's replicas."""
 
-    A stream cannot be asked for a batch once more: the batches of the last share are kept, for the
-    case that it is computed again because another process died.
-
-    Args:
-        replicas: of the worker.
-
-    Attributes:
-        places: by replica, where the job is in the pass that the replica's stream is in; None
-            before it is opened.
-    """
+    # A stream cannot be asked for a batch once more: the batches of the last share are kept, for the case that it is
+    # computed again because another process died.
 
     def __init__(self, replicas: int) -> None:
+        # by replica, where the job is in its stream's pass; None before it is opened
         self.places: list[StreamPlace | None] = [None] * replicas
         self._passes = [-1] * replicas  # of each stream, that were begun when its place was noted
         self._batches: dict[Place, Any] = {}

@@ -23,38 +23,25 @@ if TYPE_CHECKING:
 
 
 class OutgoingWeights:
-    """What one server sends of its chunks, and the flat vectors in which it may lie.
+    """What one server sends of its chunks, and the flat vectors in which it may lie. On the router's thread."""
 
-    What is sent within a host is lent where it lies. Before weights change, `make_way` therefore
-    returns other memory for the new ones where the old ones are being read, or has copies made of
-    what has not been sent yet. Used on the thread of the process' router.
-
-    Args:
-        index: of the server.
-        topology: of the job.
-        chunks: that the server holds, by index.
-        vector: uint8, flat, of the layout's size: where the chunks lie at the beginning.
-        send: sends as the server.
-        in_use: returns whether a part of a vector is being read, or has yet to be sent.
-        own_pending: copies what has not been sent yet of a part of the vector, which new weights
-            then replace; None to write new weights elsewhere while the old ones are in use.
-        in_workers: whether each server lives in the process of the worker of its index, which is
-            sent that server's copy of a chunk if it holds one.
-
-    Attributes:
-        rows: the snapshots of rows that are being sent.
-    """
+    # What is sent within a host is lent where it lies. Before weights change, `make_way` therefore returns other memory
+    # for the new ones where the old ones are being read, or has copies made of what has not been sent yet.
 
     def __init__(
         self,
         index: int,
         topology: Topology,
-        chunks: Mapping[int, StagedChunk],
+        chunks: Mapping[int, StagedChunk],  # that the server holds, by index
+        # uint8, flat, of the layout's size: where the chunks lie at the beginning
         vector: torch.Tensor,
-        send: Send,
+        send: Send,  # sends as the server
         *,
+        # returns whether a part of a vector is being read, or has yet to be sent
         in_use: Callable[[torch.Tensor], bool],
+        # copies the unsent part of the vector that new weights replace; None to write elsewhere
         own_pending: Callable[[torch.Tensor], None] | None,
+        # server i lives with worker i, which is sent that server's copy of a chunk
         in_workers: bool,
     ) -> None:
         self._index = index

@@ -31,16 +31,11 @@ class _Put:
 
 
 class PutStates:
-    """The states that clients have put on one server and that are not installed yet.
+    """The states that clients have put on one server and that are not installed yet."""
 
-    Args:
-        server: index of the server, for errors.
-        chunks: that the server holds, by index.
-        send: sends as the server.
-        make_way: called before a chunk's weights change; returns the memory for the new ones, or
-            None to write them in place of the old ones.
-        checked: whether an optimizer step is tried with a state before it may be installed.
-    """
+    # index: for errors; send: sends as the server; make_way: called before a chunk's weights change; returns the memory
+    # for the new ones, or None for in place; checked: whether an optimizer step is tried before a state may be
+    # installed.
 
     def __init__(
         self,

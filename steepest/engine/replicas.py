@@ -85,27 +85,16 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class WorkShare:
-    """The part of each step's work that is a worker's.
+    """The part of each step's work that is a worker's."""
 
-    Attributes:
-        first_index: index of its first replica among all replicas of the job.
-        shares: the number of shares in a step, one for each worker's gradient that makes it.
-        seed: of the job.
-        accumulate: micro-batches that each replica computes one after the other for one gradient.
-        updates: gradients that each replica computes in a step, see `steepest.engine.local_sgd`.
-        leased: whether shares come one by one, so that the next one is not known beforehand.
-        varies: whether `accumulate` may change with the job's size.
-        replicas: of all workers together.
-    """
-
-    first_index: int
-    shares: int
+    first_index: int  # of its first replica among all replicas of the job
+    shares: int  # in a step, one for each worker's gradient that makes it
     seed: int
-    accumulate: int = 1
-    updates: int = 1
-    leased: bool = False
-    varies: bool = False
-    replicas: int = 1
+    accumulate: int = 1  # micro-batches of each replica, one after the other, for one gradient
+    updates: int = 1  # gradients of each replica in a step, see `steepest.engine.local_sgd`
+    leased: bool = False  # shares come one by one: the next one is not known beforehand
+    varies: bool = False  # whether `accumulate` may change with the job's size
+    replicas: int = 1  # of all workers together
 
 
 class Replicas:

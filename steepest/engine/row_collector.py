@@ -27,14 +27,9 @@ Place = tuple[int, int, int]
 
 
 class RowCollector(RowSource, ABC):
-    """A source of rows, which keeps their gradients until a worker pushes them, shard by shard.
+    """A source of rows, which keeps their gradients until a worker pushes them, shard by shard."""
 
-    Gradients of several batches are added up as those of parameters are, in units of the first
-    batch with a weight.
-
-    Args:
-        dealing: of tables into chunks.
-    """
+    # Gradients of several batches are added up as those of parameters are, in units of the first batch with a weight.
 
     def __init__(self, dealing: Dealing) -> None:
         self.dealing = dealing
@@ -56,21 +51,13 @@ class RowCollector(RowSource, ABC):
 
     @abstractmethod
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = True) -> Floats:
-        """Return the values of rows, (n, dim).
-
-        Args:
-            group: its number.
-            tables, ids: (n,), distinct.
-            training: whether their gradients will be pushed.
-        """
+        """Return the values of distinct rows of a group, (n, dim)."""
+        # `training`: whether their gradients will be pushed.
 
     def push(
         self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
     ) -> None:
-        """Keep the summed gradients of distinct ids, (n, dim), as part of the present batch's.
-
-        Those of tables that are not trained are left out.
-        """
+        """Keep the summed gradients of distinct ids, (n, dim), in the present batch's; not of tables not trained."""
         found = RowGradients(tables, ids, gradients, sightings)
         if frozen := self._frozen[group]:
             found = found.taken(~np.isin(tables, frozen))
@@ -103,10 +90,7 @@ class RowCollector(RowSource, ABC):
 
     @abstractmethod
     def unpushed(self, step: int) -> Tensors:
-        """Return the gradient that no update has, once so many steps are committed.
-
-        See `steepest.engine.delayed_rows.DelayedRows.state`.
-        """
+        """Return the gradient that no update has, once so many steps are committed; see `DelayedRows.state`."""
 
     @abstractmethod
     def push_later(self, gradient: Mapping[str, torch.Tensor]) -> None:
@@ -146,11 +130,7 @@ class RowCollector(RowSource, ABC):
             self._scaled += 1
 
     def packed(self, gradients: Sequence[RowGradients | None]) -> dict[int, torch.Tensor]:
-        """Return gradients as flat bytes, by chunk; shards without any are left out.
-
-        Args:
-            gradients: by group.
-        """
+        """Return gradients by group as flat bytes, by chunk; shards without any are left out."""
         packed = {}
         for group, total in enumerate(gradients):
             if total is None:

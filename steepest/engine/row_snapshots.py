@@ -27,16 +27,11 @@ READER_SECONDS = 1800.0
 
 @dataclass
 class _Begun:
-    """A snapshot of which not all is sent.
+    """A snapshot of which not all is sent."""
 
-    Attributes:
-        messages: the rest, piece by piece.
-        end: to be sent after them.
-        since: the time at which it was first seen that the reader has not read on; None before.
-    """
-
-    messages: Iterator[list[StateTensor]]
-    end: SnapshotEnd
+    messages: Iterator[list[StateTensor]]  # the rest, piece by piece
+    end: SnapshotEnd  # to be sent after them
+    # when it was first seen that the reader has not read on; None before
     since: float | None = None
 
 

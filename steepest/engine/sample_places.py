@@ -14,23 +14,13 @@ if TYPE_CHECKING:
 
 
 class SamplePlaces:
-    """The places of one worker's batches: (number of the share, replica, micro-batch) each.
+    """The places of one worker's batches: (number of the share, replica, micro-batch) each."""
 
-    With n shares in a step, share number s is part ``s % n`` of step ``s // n``. The order within a
-    step is worker, device, micro-batch.
-
-    Args:
-        devices: number of the worker's replicas.
-        shares: in a step.
-        micros: micro-batches of each replica in a share.
-
-    Attributes:
-        shares, micros: as given.
-        plan: of the samples; None where the data choose their own batches.
-    """
+    # With n shares in a step, share s is part ``s % n`` of step ``s // n``. Within a step: worker, device, micro-batch.
 
     def __init__(self, devices: int, shares: int, micros: int) -> None:
         self.shares, self.micros = shares, micros
+        # of the samples; None where the data choose their own batches
         self.plan: SamplePlan | None = None
         self._devices = devices
         self._counted: tuple[int, list[int]] = (-1, [])  # a share, and its counts of batches

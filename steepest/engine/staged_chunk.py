@@ -18,26 +18,16 @@ from steepest.tensors.layout import Chunk
 
 @dataclass(slots=True)
 class StagedPush:
-    """One worker's staged gradient of one chunk, or the sum of several workers'.
+    """One worker's staged gradient of one chunk, or the sum of several workers': ``unit / total * payload``."""
 
-    The gradient of the workers' batch is ``unit / total * payload``. The payload must not change
-    before it is applied.
+    # The payload must not change before it is applied.
 
-    Attributes:
-        workers: that contribute.
-        payload: flat bytes in the form of `codec`; None without any gradient.
-        unit: weight of one unit of the payload.
-        total: weight of the batch's samples.
-        absent: entries that have no gradient.
-        codec: None for the chunk's own dtype.
-    """
-
-    workers: frozenset[int]
-    payload: torch.Tensor | None
-    unit: float
-    total: float
-    absent: frozenset[int]
-    codec: Codec | None
+    workers: frozenset[int]  # that contribute
+    payload: torch.Tensor | None  # flat bytes in the form of `codec`; None without any gradient
+    unit: float  # weight of one unit of the payload
+    total: float  # weight of the batch's samples
+    absent: frozenset[int]  # entries that have no gradient
+    codec: Codec | None  # None for the chunk's own dtype
 
 
 class StagedChunk(ABC):

@@ -28,17 +28,11 @@ class _Progress:
 
 
 class StagingProgress:
-    """The number of staged chunks of each gradient, which says when it is whole on one server.
+    """The number of staged chunks of each gradient, which says when it is whole on one server."""
 
-    Where all members contribute to a version, their gradients count as one: `reduce`. Elsewhere
-    each push counts by itself: `count`.
-
-    Args:
-        chunks: the number of trainable chunks of the server.
-        answers_for: indices of the chunks whose squares this server reports; where it has a copy of
-            a chunk, another server does.
-        checked: whether gradients are checked.
-    """
+    # Where all members contribute to a version, their gradients count as one: `reduce`. Elsewhere each push counts by
+    # itself: `count`. chunks: trainable chunks of the server; answers_for: those whose squares it reports (another
+    # server does for a copy).
 
     def __init__(self, chunks: int, answers_for: Container[int], checked: bool) -> None:
         self._chunks = chunks

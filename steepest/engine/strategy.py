@@ -84,11 +84,9 @@ class Strategy:
 
     @property
     def kind(self) -> str:
-        """The kind of strategy: "simple", "ps", "allreduce" or "local".
-
-        It says in which processes the state lies: when a strategy follows one of its own kind, what
-        servers hold may stay where it is.
-        """
+        """The kind of strategy: "simple", "ps", "allreduce" or "local"."""
+        # It says in which processes the state lies: when a strategy follows one of its own kind, what servers hold may
+        # stay where it is.
         if self.outer is not None:
             return "local"
         return "simple" if self.in_driver else "allreduce" if self.in_workers else "ps"
@@ -100,11 +98,7 @@ class Strategy:
         return workers if self.in_workers else max(nodes, self.replication if workers > 1 else 1)
 
     def server_spec(self, spec: OptimizerSpec) -> OptimizerSpec:
-        """Return the optimizer that servers apply: the user's, or the outer one of local SGD.
-
-        Args:
-            spec: the user's.
-        """
+        """Return the optimizer that servers apply: the user's, or the outer one of local SGD."""
         if self.outer is None:
             return spec
         stand_in = torch.nn.Parameter(torch.zeros(1))

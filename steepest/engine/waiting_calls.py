@@ -12,20 +12,13 @@ T = TypeVar("T")
 
 @dataclass
 class WaitingCall:
-    """A call that waits for the weights of some generation and version.
-
-    Attributes:
-        generation, version: those that the worker must have begun, and have the weights of.
-        run: runs it.
-        fail: sets the error of a call that is not run.
-        miss: run instead, if a step was begun from that version; None for a call that any later
-            version serves.
-    """
+    """A call that waits until the worker has begun, and has the weights of, some generation and version."""
 
     generation: int
     version: int
-    run: Callable[[], None]
-    fail: Callable[[Exception], None]
+    run: Callable[[], None]  # runs it
+    fail: Callable[[Exception], None]  # sets the error of a call that is not run
+    # run instead, if a step was begun from that version; None where any later version serves
     miss: Callable[[], None] | None = None
 
 

@@ -95,12 +95,8 @@ def as_yaml(objects: Sequence[dict[str, Any]]) -> str:
 
 
 def apply(text: str) -> int:
-    """Hand YAML to `kubectl apply`, and return its exit status.
-
-    Raises:
-        ConfigurationError: there is no kubectl.
-        DeadlineError: it did not end within a minute.
-    """
+    """Hand YAML to `kubectl apply`; return its exit status; ConfigurationError: no kubectl."""
+    # DeadlineError: over a minute.
     command = ["kubectl", "apply", "-f", "-"]
     try:
         return subprocess.run(

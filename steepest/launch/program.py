@@ -17,22 +17,13 @@ _LONGEST_NAME = 40  # characters: Ray and Kubernetes make longer names of it
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A Python program and its arguments.
-
-    Attributes:
-        script: path of the file, here or where it will run.
-        arguments: of the program.
-    """
+    """A Python program and its arguments; `script`: the file's path, here or where it will run."""
 
     script: str
     arguments: tuple[str, ...] = ()
 
     def command(self, script: str | None = None) -> str:
-        """Return the program's command line for a shell.
-
-        Args:
-            script: where the file will be, if elsewhere than `script` says.
-        """
+        """Return the program's command line for a shell, with the file where `script` says, if elsewhere."""
         return shlex.join(["python", script or self.script, *self.arguments])
 
 
@@ -64,15 +55,8 @@ def program_of(options: argparse.Namespace, *, exists: bool = True) -> Program:
 
 
 def job_name(options: argparse.Namespace, default: str = "") -> str:
-    """Return the name of a job: --name, or one made of the script's.
-
-    Args:
-        options: those of `add_program_arguments`.
-        default: where no script is named.
-
-    Raises:
-        ConfigurationError: --name is not of small letters, digits and hyphens, or is too long.
-    """
+    """Return a job's name: --name, or one made of the script's, or `default` without a script."""
+    # ConfigurationError: --name is not of small letters, digits and hyphens, or is too long.
     if options.name is None:
         made = re.sub(r"[^a-z0-9]+", "-", Path(options.script or default).stem.lower())
         return re.sub(r"^[^a-z]+", "", made)[:_LONGEST_NAME].strip("-") or "steepest"
@@ -94,11 +78,7 @@ def pairs_of(option: str, given: Sequence[str]) -> dict[str, str]:
 
 
 def write(text: str, output: str | None) -> None:
-    """Write a text to a file, or to standard output where none is named.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+    """Write a text to a file, or to standard output where none is named; ConfigurationError: it cannot be written."""
     if output is None:
         sys.stdout.write(text)
         return

@@ -23,45 +23,30 @@ _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTP]i?)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Pods:
-    """The pods of a Ray cluster: one head, and workers.
+    """The pods of a Ray cluster: one head, and workers; ConfigurationError: a value is out of range."""
 
-    Attributes:
-        image: with Ray, torch and steepest.
-        ray_version: of Ray in the image.
-        workers: pods with which the cluster starts.
-        least, most: bounds between which Ray's autoscaler keeps their number; equal for none.
-        cpus, gpus, memory: of each worker's pod; a Kubernetes quantity for memory.
-        head_cpus, head_memory: of the head's pod, which runs the driver and no worker.
-        grace: seconds from the notice that a pod goes to its end.
-        service_account: in whose name all pods run, such as one that may use a bucket.
-        token_secret: a Secret whose `auth_token` is Ray's token; None for one that KubeRay makes.
-        spot: the labels of spot nodes, on which workers run; None for nodes of any kind.
-        never: the labels of nodes on which the head does not run.
-        worker_nodes, head_nodes: labels that the nodes must have.
-        tolerations: of workers, beside those for spot nodes.
-
-    Raises:
-        ConfigurationError: a value is out of range.
-    """
-
-    image: str
-    ray_version: str
-    workers: int
-    least: int
+    image: str  # with Ray, torch and steepest
+    ray_version: str  # of Ray in the image
+    workers: int  # pods with which the cluster starts
+    least: int  # least and most: between them Ray's autoscaler keeps the number of workers
     most: int
-    cpus: int = 1
+    cpus: int = 1  # cpus, gpus and memory of each worker's pod; a Kubernetes quantity for memory
     gpus: int = 0
     memory: str = "4Gi"
-    head_cpus: int = 2
+    head_cpus: int = 2  # of the head's pod, which runs the driver and no worker
     head_memory: str = "8Gi"
-    grace: int = 15
+    grace: int = 15  # seconds from the notice that a pod goes to its end
+    # in whose name all pods run, such as one that may use a bucket
     service_account: str | None = None
+    # a Secret whose `auth_token` is Ray's token; None for one that KubeRay makes
     token_secret: str | None = None
+    # labels of spot nodes, on which workers run; None for nodes of any kind
     spot: Mapping[str, str] | None = None
+    # labels of nodes on which the head does not run
     never: Mapping[str, str] = field(default_factory=dict)
-    worker_nodes: Mapping[str, str] = field(default_factory=dict)
+    worker_nodes: Mapping[str, str] = field(default_factory=dict)  # labels that the nodes must have
     head_nodes: Mapping[str, str] = field(default_factory=dict)
-    tolerations: tuple[Mapping[str, str], ...] = ()
+    tolerations: tuple[Mapping[str, str], ...] = ()  # of workers, beside those for spot nodes
 
     def __post_init__(self) -> None:
         for name, lowest in (
@@ -85,27 +70,18 @@ class Pods:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A RayJob: a program that runs on a Ray cluster of its own, which ends with it.
+    """A RayJob: a program that runs on a Ray cluster of its own, which ends with it."""
 
-    Attributes:
-        name: of the RayJob; the ConfigMap has it too.
-        program: what runs; its script's path in the image, where `files` is empty.
-        files: texts by file name, the script among them, that travel in a ConfigMap.
-        checkpoints: a volume claim, mounted in the head's pod, or a URL; the program finds its
-            directory or the URL in STEEPEST_CHECKPOINTS.
-        retries: how often all is started again after the program, or the head, has failed.
-        keep: seconds for which the cluster stays after the program's end, for its logs.
+    # ConfigurationError: the files are too large for a ConfigMap, or a value is out of range.
 
-    Raises:
-        ConfigurationError: the files are too large for a ConfigMap, or a value is out of range.
-    """
-
-    name: str
-    program: Program | None
+    name: str  # of the RayJob; the ConfigMap has it too
+    program: Program | None  # its script's path is in the image, where `files` is empty
+    # texts by file name, the script among them, that travel in a ConfigMap
     files: Mapping[str, str] = field(default_factory=dict)
+    # a volume claim, mounted in the head's pod, or a URL; the program finds it in STEEPEST_CHECKPOINTS
     checkpoints: str | None = None
-    retries: int = 3
-    keep: int = 300
+    retries: int = 3  # how often all is started again after the program, or the head, has failed
+    keep: int = 300  # seconds for which the cluster stays after the program's end, for its logs
     namespace: str | None = None
 
     def __post_init__(self) -> None:

@@ -32,23 +32,14 @@ _HEAD_MEMORY = 1 << 30  # bytes, for Ray's bookkeeping: nothing is computed on t
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """Ray's worker nodes on Spark, each in a Spark task that lasts as long as the node.
-
-    Attributes:
-        count: number of nodes.
-        cpus: of each, in Spark's and in Ray's count.
-        memory: bytes for the tasks and actors of each; None for a share of the machine's.
-        object_store_memory: bytes of each, and of the head node.
-        directory: in which Ray's temporary files lie, on every machine.
-        environment: variables of all of Ray's processes.
-    """
+    """Ray's worker nodes on Spark, each in a Spark task that lasts as long as the node."""
 
     count: int
-    cpus: int
-    memory: int | None
-    object_store_memory: int
-    directory: str
-    environment: Mapping[str, str]
+    cpus: int  # of each, in Spark's and in Ray's count
+    memory: int | None  # bytes for the tasks and actors of each; None for a share of the machine's
+    object_store_memory: int  # bytes of each, and of the head node
+    directory: str  # in which Ray's temporary files lie, on every machine
+    environment: Mapping[str, str]  # variables of all of Ray's processes
 
 
 class Hook:

@@ -98,15 +98,10 @@ class Welcome:
 
 
 class Leader:
-    """The leader's end: a thread greets hosts, and sends each a sign of life now and then.
+    """The leader's end: a thread greets hosts, and sends each a sign of life now and then."""
 
-    Args:
-        address: the leader's own address on the job's interface.
-        port: where it listens.
-        hosts: names of the others.
-        welcome: what a host is given.
-        resolve: returns the addresses of a name.
-    """
+    # address: its own on the job's interface; hosts: names of the others; welcome: what a host is given; resolve:
+    # returns a name's addresses.
 
     def __init__(
         self,
@@ -257,13 +252,7 @@ class Leader:
 
 
 class Follower:
-    """Another host's end.
-
-    Args:
-        leader: name of the leader.
-        link: the connection.
-        welcome: what the leader has said.
-    """
+    """Another host's end of the leader's `link`, with the welcome that it has said."""
 
     def __init__(self, leader: str, lines: Lines, welcome: Welcome) -> None:
         self.leader, self.welcome = leader, welcome
@@ -301,18 +290,8 @@ class Follower:
 
 
 def follow(leader: str, port: int, host: str, own: str, deadline: float) -> Follower:
-    """Connect to the leader as soon as it can be reached.
-
-    Args:
-        leader: its name.
-        port: where it listens.
-        host: name of this host.
-        own: this host's address on the job's interface.
-        deadline: when to give up, of `time.monotonic`.
-
-    Raises:
-        DeadlineError: it could not be reached until then; names the last reason.
-    """
+    """Connect from this host's address on the job's interface to the leader as soon as it can be reached."""
+    # DeadlineError, with the last reason: it could not be until the deadline, of `time.monotonic`.
     reason: object = "its name does not resolve"
     while (left := deadline - time.monotonic()) > 0:
         for address in sorted(addresses_of(leader)):

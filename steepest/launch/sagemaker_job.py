@@ -134,12 +134,7 @@ def read_job(environment: Mapping[str, str]) -> Job:
 
 
 def in_natural_order(names: list[str]) -> tuple[str, ...]:
-    """Return distinct names, sorted with their numbers as numbers.
-
-    Example:
-        >>> in_natural_order(["algo-10", "algo-2", "algo-1"])
-        ('algo-1', 'algo-2', 'algo-10')
-    """
+    """Return distinct names, sorted with their numbers as numbers: algo-2 before algo-10."""
 
     def parts(name: str) -> list[tuple[int, str]]:
         words = re.split(r"([0-9]+)", name)

@@ -28,13 +28,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class RayNode:
-    """A Ray node of this host, as a child process.
+    """A Ray node of this host, as a child process, with its files in a directory, and Ray's token in its variables."""
 
-    Args:
-        arguments: of `ray start`, beside those that every node has.
-        environment: its variables; Ray's token is among them.
-        directory: where it keeps its files.
-    """
+    # arguments: of `ray start`, beside those that every node has.
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str], directory: Path
@@ -127,10 +123,9 @@ class NodeWatch:
 
 
 class Program:
-    """The user's program, whose standard error passes through, and whose last lines are kept.
+    """The user's program, whose standard error passes through, and whose last lines are kept."""
 
-    It has a session of its own, so that it gets signals from this process alone.
-    """
+    # It has a session of its own, so that it gets signals from this process alone.
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.name = Path(command[1] if command[0] == sys.executable else command[0]).name

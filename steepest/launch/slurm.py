@@ -65,42 +65,24 @@ _REQUEUE = r"""if [ "$status" = 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """A Slurm job that has whole nodes.
-
-    Attributes:
-        name: of the job.
-        program: what runs on the first node; its path is relative to the folder where sbatch is
-            called.
-        nodes: how many.
-        cpus, gpus: of each node.
-        time: limit, as Slurm writes it, such as "02:00:00" or "1-12".
-        memory: of each node, as Slurm writes it; None for all of it.
-        leave: seconds before the time limit at which the program gets SIGTERM.
-        requeue: whether a job that ended so is put into the queue again.
-        port: of Ray's control store, on the first node.
-        wait: seconds that nodes wait for each other at the start.
-        shared: a folder that all nodes see; None for the one where sbatch is called.
-        setup: shell lines that run first, on the first node.
-        directives: further options of sbatch.
-
-    Raises:
-        ConfigurationError: a value is out of range.
-    """
+    """A Slurm job that has whole nodes; ConfigurationError: a value is out of range."""
 
     name: str
+    # runs on the first node; its path is relative to the folder where sbatch is called
     program: Program
     nodes: int
-    cpus: int
-    time: str
+    cpus: int  # cpus and gpus of each node
+    time: str  # limit, as Slurm writes it, such as "02:00:00" or "1-12"
     gpus: int = 0
-    memory: str | None = None
-    leave: int = 60
-    requeue: bool = False
-    port: int = 6379
-    wait: int = 300
+    memory: str | None = None  # of each node, as Slurm writes it; None for all of it
+    leave: int = 60  # seconds before the time limit at which the program gets SIGTERM
+    requeue: bool = False  # whether a job that ended so is put into the queue again
+    port: int = 6379  # of Ray's control store, on the first node
+    wait: int = 300  # seconds that nodes wait for each other at the start
+    # a folder that all nodes see; None for the one where sbatch is called
     shared: str | None = None
-    setup: tuple[str, ...] = ()
-    directives: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()  # shell lines that run first, on the first node
+    directives: tuple[str, ...] = ()  # further options of sbatch
 
     def __post_init__(self) -> None:
         for option, value, least in (
@@ -135,12 +117,10 @@ class SlurmJob:
 
 
 def batch_file(job: SlurmJob) -> str:
-    """Return the text of the file for sbatch.
-
-    Each node runs `ray symmetric-run`: the first starts Ray's head, the others join it, and the
-    program runs on the first. The token is made there when the job starts, in a folder that only the
-    job's user may enter; neither command lines nor the file hold it.
-    """
+    """Return the text of the file for sbatch."""
+    # Each node runs `ray symmetric-run`: the first starts Ray's head, the others join it, and the program runs on the
+    # first. The token is made there when the job starts, in a folder that only the job's user may enter; neither
+    # command lines nor the file hold it.
     given = [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",

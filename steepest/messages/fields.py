@@ -32,42 +32,29 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """The values that one field of a message may hold.
+    """The values that one field of a message may hold."""
 
-    Attributes:
-        allowed: these values, in words, for errors.
-        fits: whether the field may hold a value, in a job of these limits; never raises, whatever
-            value arrived.
-        needed: whether a message must have the field.
-        read: converts what arrived to the type that the sender's field had; None where it is the
-            same.
-    """
-
-    allowed: str
+    allowed: str  # these values, in words, for errors
+    # whether it may hold a value, in a job of these limits; never raises, whatever arrived
     fits: Callable[[Any, Limits], bool]
-    needed: bool = False
+    needed: bool = False  # whether a message must have the field
+    # converts what arrived to the type that the sender's field had; None where it is the same
     read: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The fields of a message of one kind from one role to another.
+    """The fields of a message of one kind from one role to another."""
 
-    Attributes:
-        meta: the fields of `Message.meta` that any role reads, by name; a message may have others,
-            which are ignored.
-        header: limits of fields in the header, by its attribute, beside those of the version and
-            the chunk.
-        names: the kind's own names for the header's attributes, for errors.
-        about_chunk: whether the message is about one chunk, rather than about all or none.
-        weighs: whether its weight and total say what its payload weighs.
-    """
-
+    # fields of `Message.meta` that any role reads, by name; others are ignored
     meta: Mapping[str, Field] = field(default_factory=dict)
+    # limits of fields in the header, by attribute, beside those of version and chunk
     header: Mapping[str, Field] = field(default_factory=dict)
+    # the kind's own names for the header's attributes, for errors
     names: Mapping[str, str] = field(default_factory=dict)
+    # whether the message is about one chunk, rather than about all or none
     about_chunk: bool = False
-    weighs: bool = False
+    weighs: bool = False  # whether its weight and total say what its payload weighs
 
     @property
     def lowest_chunk(self) -> int:
@@ -143,10 +130,8 @@ def many(each: Field) -> Field:
 
 
 def rows(width: int) -> Field:
-    """Return a field that holds a list of rows of `width` integers, the first a worker's index.
-
-    It checks a whole list at once, because a COMMIT has many rows.
-    """
+    """Return a field of a list of rows of `width` integers, the first a worker's index."""
+    # It checks a whole list at once, because a COMMIT has many rows.
     lengths = {width}
 
     def fits(value: Any, limits: Limits) -> bool:

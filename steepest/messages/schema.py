@@ -37,19 +37,12 @@ _SLOTS = {  # places of a header, with the value that they have where a kind has
 
 
 class Header(NamedTuple):
-    """The place of a field in a message's header.
-
-    Attributes:
-        slot: an attribute of `Message`.
-        limit: the values that the field may hold; None for all that the header can hold, within
-            what is always checked: versions are from 0 to 2**62, chunks exist, weights of gradients
-            are from 0 to 1e100.
-        weighs: whether it is a weight of a gradient.
-    """
+    """The place of a field in a message's header: `slot` is an attribute of `Message`."""
 
     slot: str
+    # None: what is always checked: version 0 to 2**62, chunks exist, weights 0 to 1e100
     limit: Field | None = None
-    weighs: bool = False
+    weighs: bool = False  # whether it is a weight of a gradient
 
 
 #: The payload: bytes that follow the named values, a one-dimensional uint8 tensor, or None.

@@ -203,11 +203,7 @@ class _Found(NamedTuple):
 
 
 def tables_of(module: nn.Module) -> tuple[Table, ...]:
-    """Return the tables of a module's submodules, each once.
-
-    Raises:
-        ConfigurationError: two of one name differ.
-    """
+    """Return the tables of a module's submodules, each once; ConfigurationError: two of one name differ."""
     return merged(table for part in _parts(module) for table in part.tables)
 
 

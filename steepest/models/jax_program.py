@@ -22,25 +22,17 @@ Outcome = tuple[Any, dict[str, Any], Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class JaxProgram:
-    """A user's loss as compiled functions of arrays, which keep none of them.
+    """A user's loss as compiled functions of arrays, which keep none of them."""
 
-    Attributes:
-        loss: the user's, see `steepest.models.jax.JaxModel`.
-        skeleton: a pytree like the parameters', whose leaves are their names.
-        metrics: functions of (aux, batch) by name; None for the aux itself.
-        weight: function of the batch, or None.
-        stateful: whether the loss returns a new state.
-        gradients: of (trained, frozen, state, batch, seed) the `Outcome`, and the gradients by
-            name; trained and frozen parameters are given by name, the seed as two uint32.
-        evaluation: the same without gradients and randomness, in evaluation mode.
-    """
-
-    loss: Callable[..., Any]
-    skeleton: Any
+    loss: Callable[..., Any]  # the user's, see `steepest.models.jax.JaxModel`
+    skeleton: Any  # a pytree like the parameters', whose leaves are their names
+    # functions of (aux, batch) by name; None for the aux itself
     metrics: Mapping[str, Callable[[Any, Any], Any]] | None
-    weight: Callable[[Any], Any] | None
-    stateful: bool
+    weight: Callable[[Any], Any] | None  # function of the batch, or None
+    stateful: bool  # whether the loss returns a new state
+    # of (trained, frozen, state, batch, seed: two uint32) the `Outcome` and gradients, all by name
     gradients: Callable[..., tuple[Outcome, dict[str, Any]]] = field(init=False)
+    # the same without gradients and randomness, in evaluation mode
     evaluation: Callable[..., Outcome] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -53,20 +53,13 @@ def compiled(model: Any, loss: Any, optimizer: Any, metrics: Any) -> Any:
 
 
 class Result(NamedTuple):
-    """What was computed of one batch.
+    """What was computed of one batch."""
 
-    Attributes:
-        loss: with the losses of regularizers and layers.
-        weight: of the batch in means.
-        samples: number of samples.
-        metrics: by name, as Keras returns them.
-        gradients: by name of the variable, last layers first; None where there is none.
-    """
-
-    loss: float
-    weight: float
+    loss: float  # with the losses of regularizers and layers
+    weight: float  # of the batch in means
     samples: int
-    metrics: dict[str, Any]
+    metrics: dict[str, Any]  # by name, as Keras returns them
+    # by name of the variable, last layers first; None where there is none
     gradients: dict[str, torch.Tensor | None]
 
 

@@ -29,31 +29,24 @@ def as_tensorflow(tensor: torch.Tensor) -> Any:
 
 
 class KerasVariables:
-    """The variables of a Keras model, by names that are alike in all processes.
+    """The variables of a built Keras model, by names that are alike in all processes."""
 
-    Args:
-        model: built.
-
-    Attributes:
-        parameters: those that were made to be trained, frozen ones included, in the model's order.
-        trained: the names of those that are trained.
-        state: those that the model itself changes, such as running means.
-        seeds: the states of its generators of random numbers.
-
-    Raises:
-        ModelError: a variable that cannot be trained by servers.
-    """
+    # ModelError: servers cannot train one.
 
     def __init__(self, model: Any) -> None:
         layers = list(model._flatten_layers())
         made_to_train = {id(v) for layer in layers for v in layer._trainable_variables}
         generators = [g for layer in layers for g in layer._seed_generators]
+        # the states of its generators of random numbers
         self.seeds = [generator.state for generator in (*generators, global_seed_generator())]
         seeds = set(map(id, self.seeds))
         named = _named(model.name, layers, [v for v in model.variables if id(v) not in seeds])
+        # made to be trained, frozen ones included, in the model's order
         self.parameters = {n: v for n, v in named.items() if id(v) in made_to_train}
+        # what the model itself changes, such as running means
         self.state = {n: v for n, v in named.items() if n not in self.parameters}
         trainable = {id(v) for v in model.trainable_variables}
+        # the names of those that are trained
         self.trained = [n for n, v in self.parameters.items() if id(v) in trainable]
         for name in self.trained:
             _check(name, self.parameters[name])

@@ -68,18 +68,9 @@ class Weighed(NamedTuple):
 
 
 def weigh(batch: Any, result: Any, share: Share | None, sums: bool = False) -> Weighed:
-    """Return what a batch's loss says.
-
-    Args:
-        batch: of any form.
-        result: as `TorchModel.loss` returns it.
-        share: numbers of samples; None where the batch must say how many it has.
-        sums: whether losses are sums over the batch, which have no weight of their own.
-
-    Raises:
-        ModelError: it is no loss, or has no weight and the batch does not say how many samples it
-            has.
-    """
+    """Return what a batch's loss says, `result` being what `TorchModel.loss` returned."""
+    # share: numbers of samples, None where the batch must say how many; sums: losses are sums over the batch, without a
+    # weight of their own. ModelError: it is no loss, or it is not known of how many samples.
     if isinstance(result, tuple) and (len(result) != 2 or sums):
         raise ModelError(
             f"the loss is a tuple of {len(result)}: "
@@ -122,18 +113,9 @@ def with_parts(
 
 
 def samples_of(batch: Any, share: Share | None, *, weighed: bool) -> int:
-    """Return the number of samples in a batch.
-
-    Args:
-        batch: of any form.
-        share: numbers of samples, where the job divides the data; None where these choose their
-            own batches.
-        weighed: whether the batch has a weight of its own. Then the number is only reported, and
-            that of its last array, a target mostly, will do.
-
-    Raises:
-        ModelError: the batch does not say how many samples it has.
-    """
+    """Return the number of samples in a batch; ModelError: it does not say how many."""
+    # share: numbers of samples, None where the data choose their own batches; weighed: the batch has a weight of its
+    # own, so that the number is only reported, and that of its last array, a target mostly, will do.
     if share is not None:
         return share.samples
     if (count := _count(batch)) is not None:

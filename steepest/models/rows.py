@@ -23,10 +23,8 @@ def tables_in(module: torch.nn.Module) -> tuple[Table, ...]:
 
 
 def anchor(module: torch.nn.Module, tables: tuple[Table, ...]) -> None:
-    """Give a module that has tables, and nothing else to train, a parameter that stays 0.
-
-    Versions of weights are counted as parameters travel, so a job needs one that is trained.
-    """
+    """Give a module that has tables, and nothing else to train, a parameter that stays 0."""
+    # Versions of weights are counted as parameters travel, so a job needs one that is trained.
     if tables and not any(parameter.requires_grad for parameter in module.parameters()):
         module.register_parameter("anchor", torch.nn.Parameter(torch.zeros(())))
 

@@ -47,21 +47,11 @@ def _in_notebook() -> bool:
 
 
 class Meter:
-    """The figures of one `fit`.
-
-    Args:
-        now: the time at its begin, in seconds.
-        steps: the number of steps that it will take.
-
-    Attributes:
-        steps: that it will take, as far as is known now.
-        done: steps committed since the begin; less again when a death has undone some.
-        evaluation: the last evaluation's result.
-    """
+    """The figures of one `fit`, which begins at the time `now` (s) and will take so many steps."""
 
     def __init__(self, now: float, steps: int) -> None:
         self.steps = steps
-        self.done = 0
+        self.done = 0  # steps committed since the begin; less again when a death has undone some
         self._before = 0  # steps committed before the first one here
         self.evaluation: EvaluationResult | None = None
         self._samples = 0
@@ -125,12 +115,7 @@ def _clock(seconds: float) -> str:
 
 
 class Display(Callback):
-    """Base class of what shows a line of figures now and then, and another one at the end.
-
-    Args:
-        seconds: between two lines.
-        clock: tells the time in seconds.
-    """
+    """Base class of what shows a line of figures each so many `seconds`, by `clock`, and another one at the end."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds

@@ -24,14 +24,9 @@ _TOGETHER = 1000  # lines that are decoded at once
 
 
 class HistoryRows(Protocol):
-    """Rows of a history that outlive the driver.
+    """Rows of a history, at `path`, that outlive the driver; JSON's missing numbers (NaN, infinities) are null."""
 
-    A row of a step that is taken again replaces the rows of that step and of later ones, except
-    events. Numbers that JSON does not have (NaN, infinities) are null.
-
-    Attributes:
-        path: where they are.
-    """
+    # A row of a step that is taken again replaces the rows of that step and of later ones, except events.
 
     path: Any
 

@@ -123,10 +123,7 @@ class Staleness:
     histogram: dict[int, int]
 
     def quantile(self, share: float) -> int:
-        """Return the least staleness that a share of all pushes (0 to 1) did not exceed.
-
-        0 without pushes.
-        """
+        """Return the least staleness that a share of all pushes (0 to 1) did not exceed; 0 without pushes."""
         needed, seen = share * sum(self.histogram.values()), 0
         for staleness, count in sorted(self.histogram.items()):
             seen += count

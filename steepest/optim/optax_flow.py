@@ -93,17 +93,9 @@ def _union(sets: Sequence[int]) -> int:
 
 
 def is_elementwise(transformation: Any, params: Any, names: Sequence[str]) -> bool:
-    """Return whether a transformation may be run on parts of tensors.
-
-    Args:
-        transformation: an `optax.GradientTransformation`.
-        params: the pytree of its parameters as `jax.ShapeDtypeStruct`.
-        names: of its leaves, in order.
-
-    Raises:
-        ConfigurationError: it cannot be run on each parameter by itself; says which depends on
-            which, or what it needs.
-    """
+    """Return whether an `optax.GradientTransformation` may be run on parts of tensors."""
+    # params: a pytree of `jax.ShapeDtypeStruct`, names: of its leaves. ConfigurationError: it cannot be run on each
+    # parameter by itself; says which depends on which, or what it needs.
     flow = _checked_flow(transformation, params, names)
     if not flow.elementwise:
         return False

@@ -15,13 +15,9 @@ class SyncedState(NamedTuple):
 
 
 class Synced:
-    """A transformation whose parameters are the fast ones of one with lookahead.
+    """A transformation whose parameters are the fast ones of one that updates `optax.LookaheadParams`."""
 
-    Reference: Zhang et al. 2019, Lookahead Optimizer: k steps forward, 1 step back, arXiv:1907.08610.
-
-    Args:
-        transformation: an `optax.GradientTransformation` that updates `optax.LookaheadParams`.
-    """
+    # Zhang et al. 2019, Lookahead Optimizer: k steps forward, 1 step back, arXiv:1907.08610.
 
     def __init__(self, transformation: Any) -> None:
         self._transformation = transformation

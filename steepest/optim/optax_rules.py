@@ -29,16 +29,11 @@ Form = tuple[list[str], Any, list[tuple[int, ...]]]
 
 
 class OptaxRule:
-    """A transformation, and the pytree of parameters in which it finds each by its place.
+    """A transformation, and the pytree of parameters in which it finds each by its place."""
 
-    Each parameter is updated by itself: the transformation sees a tree in which every other one is
-    masked (`optax.MaskedNode`), so that masks and labels by path mean what they mean elsewhere.
-
-    Args:
-        transformation: an `optax.GradientTransformation`.
-        skeleton: a pytree like the parameters', whose leaves are their names.
-        x64: whether it computes with types of 64 bits.
-    """
+    # Each parameter is updated by itself: the transformation sees a tree in which every other one is masked
+    # (`optax.MaskedNode`), so that masks and labels by path mean what they mean elsewhere. skeleton: the tree, whose
+    # leaves are the names; x64: it computes with 64 bits.
 
     def __init__(self, transformation: Any, skeleton: Any, x64: bool) -> None:
         self.transformation = transformation
@@ -139,14 +134,9 @@ class _State(MutableMapping[str, torch.Tensor]):
 
 
 class OptaxOptimizer(torch.optim.Optimizer):
-    """A torch optimizer that updates its tensors with an optax transformation.
+    """A torch optimizer that updates (name, tensor) pairs by an optax transformation, times each group's "lr"."""
 
-    The state of each tensor has the transformation's own arrays by key, such as "0.mu", as tensors.
-
-    Args:
-        groups: of (name, tensor) pairs, each with "lr", a factor of the updates.
-        rule: of the transformation.
-    """
+    # The state of each tensor has the transformation's own arrays by key, such as "0.mu", as tensors.
 
     #: whether `OptimizerSpec.build` gives each tensor with its parameter's name
     takes_names = True

@@ -38,12 +38,7 @@ def _places(optimizer: torch.optim.Optimizer, index: int) -> list[tuple[str, dic
 
 
 def own_values(optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
-    """Return what an optimizer keeps in a parameter group and in itself, by key.
-
-    Args:
-        optimizer: any.
-        index: of the group.
-    """
+    """Return what an optimizer keeps in a parameter group and in itself, by key."""
     return {
         prefix + name: value
         for prefix, held in _places(optimizer, index)
@@ -130,11 +125,7 @@ def taken(value: Any) -> Any:
 
 
 def restored(found: Any) -> Any:
-    """Return the value that `taken` was given.
-
-    Raises:
-        ValueError: it could not be carried.
-    """
+    """Return the value that `taken` was given; ValueError: it could not be carried."""
     if not isinstance(found, dict):
         raise ValueError("the value could not be carried")
     return unpack({key: (part.clone(), plain) for key, (part, plain) in found.items()})[""]

@@ -26,20 +26,13 @@ Maker = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
-    """Several optimizers as one, whose step is a step of each.
-
-    Args:
-        groups: parameter groups, each with the index of its optimizer as "optimizer".
-        makers: of the optimizers.
-
-    Attributes:
-        parts: the optimizers that have a group here, by index.
-    """
+    """Several optimizers as one, whose step is a step of each; `groups` have an optimizer's index as "optimizer"."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], makers: Sequence[Maker]) -> None:
         groups = list(groups)
         super().__init__([{**group} for group in groups], {})
         self.defaults = {"makers": tuple(makers)}
+        # the optimizers that have a group here, by index
         self.parts: dict[int, torch.optim.Optimizer] = {}
         for index, (cls, arguments) in enumerate(makers):
             if own := [at for at, group in enumerate(groups) if group[WHICH] == index]:

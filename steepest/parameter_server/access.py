@@ -31,26 +31,19 @@ _CONNECT_SECONDS = 5.0  # for a user to connect to servers that have just begun 
 
 @dataclass(frozen=True)
 class Access:
-    """What a process needs to use a parameter server.
-
-    Attributes:
-        group: the servers' arrays.
-        servers: handles of their actors, which live as long as any process holds these.
-        addresses: at which the servers listen; empty when they are reached by actor calls.
-        token: the secret by which processes of this parameter server know each other.
-        timeout: seconds that a call may take.
-        max_in_flight: asynchronous pushes of one process that may be uncommitted.
-        ways: the transport, see `ParameterServer`; "ray" for actor calls.
-        identity: the certificate of processes of this parameter server; None without TLS.
-    """
+    """What a process needs to use a parameter server."""
 
     group: ServerGroup
+    # handles of their actors, which live as long as any process holds these
     servers: tuple[Any, ...]
+    # at which servers listen; empty when they are reached by actor calls
     addresses: tuple[Address, ...]
+    # the secret by which processes of this parameter server know each other
     token: bytes = field(repr=False)
-    timeout: float
-    max_in_flight: int
-    ways: str
+    timeout: float  # seconds that a call may take
+    max_in_flight: int  # asynchronous pushes of one process that may be uncommitted
+    ways: str  # the transport, see `ParameterServer`; "ray" for actor calls
+    # the certificate of processes of this parameter server; None without TLS
     identity: Identity | None = None
 
     @property

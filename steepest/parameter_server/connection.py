@@ -26,15 +26,12 @@ _TURN_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Reach:
-    """The way to the servers, as far as a connection cannot know it.
+    """The way to the servers, as far as a connection cannot know it."""
 
-    Attributes:
-        usable: returns whether the transport can still be used, if only to close it.
-        mend: looks for the successors of servers and connects to them, within so many seconds;
-            returns whether it has. Called on the thread that owns the roles while `pusher.broken`.
-    """
-
+    # returns whether the transport can still be used, if only to close it
     usable: Callable[[], bool] = lambda: True
+    # connects to the servers' successors within so many seconds, on the roles' thread while `pusher.broken`; returns
+    # whether it has
     mend: Callable[[float], bool] = lambda seconds: False
 
 

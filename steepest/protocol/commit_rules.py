@@ -10,19 +10,12 @@ from steepest.messages.message import PushId
 
 
 class Staged(NamedTuple):
-    """A push that is staged completely on every server.
-
-    Attributes:
-        worker: index of its worker.
-        incarnation: number of the worker's process.
-        sequence: number of the push among those of that process.
-        pulled: the version whose weights it was computed from.
-    """
+    """A push that is staged completely on every server."""
 
     worker: int
-    incarnation: int
-    sequence: int
-    pulled: int
+    incarnation: int  # number of the worker's process
+    sequence: int  # number of the push among those of that process
+    pulled: int  # the version whose weights it was computed from
 
     @property
     def id(self) -> PushId:
@@ -31,16 +24,11 @@ class Staged(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a rule decides on staged pushes.
+    """What a rule decides on staged pushes."""
 
-    Attributes:
-        commit: pushes that make the next version, in the order in which they are added up; empty to
-            wait for more.
-        drop: pushes that will never be committed.
-    """
-
+    # make the next version, in the order in which they are added up; empty to wait
     commit: tuple[Staged, ...] = ()
-    drop: tuple[Staged, ...] = ()
+    drop: tuple[Staged, ...] = ()  # will never be committed
 
 
 class CommitRule(Protocol):

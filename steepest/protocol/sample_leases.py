@@ -69,25 +69,17 @@ class _Busy:
 
 
 class Leases:
-    """Which share each worker computes, and how many pushes each has made. Pure.
+    """Which share each worker computes, and how many pushes each has made. Pure."""
 
-    Args:
-        rule: decides which workers may begin another push.
-        members: indices of the workers.
-
-    Attributes:
-        ledger: the shares.
-        last_applied: by worker, the sequence number of the last push of its process that is part of
-            the weights.
-        sent: by worker, the version whose weights it was sent last.
-        clocks: by worker, the number of its pushes that are committed.
-    """
+    # rule: decides which workers may begin another push.
 
     def __init__(self, rule: CommitRule, members: Collection[int]) -> None:
         self.ledger = Ledger()
+        # by worker, the number of its pushes that are committed
         self.clocks = dict.fromkeys(members, 0)
+        # by worker, sequence of its process' last push that is part of the weights
         self.last_applied: dict[int, int] = {}
-        self.sent: dict[int, int] = {}
+        self.sent: dict[int, int] = {}  # by worker, the version whose weights it was sent last
         self._rule = rule
         self._busy: dict[int, _Busy] = {}
 
@@ -101,24 +93,13 @@ class Leases:
         return self._busy[worker].share if worker in self._busy else None
 
     def state(self) -> list[int]:
-        """Return the shares that another coordinator may lease, as `restore` takes them.
-
-        The lowest that was never leased comes first, then all below it that are not committed.
-        """
+        """Return the shares another coordinator may lease: the lowest never leased, then those below not committed."""
         out = [busy.share for busy in self._busy.values() if busy.share is not None]
         return [self.ledger.following, *sorted([*self.ledger.returned, *out])]
 
     def lease(self, joined: Collection[int], most: float, now: float) -> list[tuple[int, int]]:
-        """Lease free shares to idle workers that may go on, the slowest first.
-
-        Args:
-            joined: indices of the workers that have joined.
-            most: how many workers may be busy; may be infinity.
-            now: in seconds on the caller's clock.
-
-        Returns:
-            (worker, share) of each new lease.
-        """
+        """Lease free shares to idle joined workers, the slowest first; return (worker, share) of each."""
+        # most: how many workers may be busy, perhaps infinity; now: in seconds on the caller's clock.
         leased = []
         clocks = {worker: self.clocks[worker] for worker in joined}
         for worker in sorted(
@@ -133,12 +114,7 @@ class Leases:
         return leased
 
     def restore(self, shares: Sequence[int]) -> None:
-        """Continue with other free shares.
-
-        Args:
-            shares: the lowest that was never leased, followed by all below it that are free; as
-                `state` returns them.
-        """
+        """Continue with other free shares, as `state` returns them."""
         self.ledger = Ledger(shares[0], shares[1:])
 
     def free(self, shares: Iterable[int]) -> None:
@@ -147,11 +123,7 @@ class Leases:
             self.ledger.give_back(share)
 
     def claim(self, push: PushId) -> bool:
-        """Bind a reported push to the lease of its worker, which takes no other push from then on.
-
-        Returns:
-            Whether the worker has a lease that no other push is bound to.
-        """
+        """Bind a reported push to its worker's lease; return whether there is one to which no other push is bound."""
         busy = self._busy.get(push.worker)
         if busy is None or busy.push not in (None, push):
             return False
@@ -159,12 +131,7 @@ class Leases:
         return True
 
     def commit(self, pushes: Iterable[Staged], *, skipped: bool = False) -> None:
-        """End the leases of committed pushes, and advance their workers' clocks by one.
-
-        Args:
-            pushes: that make a version.
-            skipped: whether the version leaves them out, because of NaN or infinity.
-        """
+        """End committed pushes' leases, and advance their workers' clocks by one; `skipped`: for NaN or infinity."""
         for push in pushes:
             del self._busy[push.worker]
             self.clocks[push.worker] += 1
@@ -172,11 +139,7 @@ class Leases:
                 self.last_applied[push.worker] = push.sequence
 
     def drop(self, pushes: Iterable[Staged]) -> list[int]:
-        """End the leases of dropped pushes.
-
-        Returns:
-            Their shares that are neither free nor leased now; see `free`.
-        """
+        """End the leases of dropped pushes; return their shares that are neither free nor leased now; see `free`."""
         return [
             share for push in pushes if (share := self._busy.pop(push.worker).share) is not None
         ]
@@ -190,15 +153,8 @@ class Leases:
                 busy.share = None
 
     def begin(self, worker: int, version: int, joined: Collection[int]) -> None:
-        """Add a process that joins as a worker, with the weights of `version`.
-
-        Its clock is at least the lowest of the others, so that it holds up no other worker.
-
-        Args:
-            worker: index of the worker.
-            version: the present version.
-            joined: indices of all workers that have joined.
-        """
+        """Add a joining worker, with the present version's weights and a clock not below the lowest of the others."""
+        # So it holds up no other worker.
         self.last_applied.pop(worker, None)
         self.sent[worker] = version
         others = [self.clocks[other] for other in joined if other != worker]
@@ -211,32 +167,22 @@ class Leases:
             del self._busy[worker]
 
     def clear(self, joined: Iterable[int], version: int) -> None:
-        """End all leases, whose shares are free, as a generation begins.
-
-        Args:
-            joined: indices of the workers that take part.
-            version: whose weights they are sent.
-        """
+        """End all leases, whose shares are free, as a generation begins."""
+        # joined: the workers that take part, which are sent the weights of `version`.
         self.give_back(self._busy)
         self._busy.clear()
         self.sent = dict.fromkeys(joined, version)
 
     def overdue(self, now: float, timeout: float) -> list[int]:
-        """Return the workers whose leases are `timeout` seconds old or older.
-
-        Args:
-            now: in seconds on the caller's clock; a lease from before the first call begins then.
-            timeout: in seconds.
-        """
+        """Return the workers whose leases are `timeout` seconds old or older."""
+        # One from before the first call begins then.
         for busy in self._busy.values():
             busy.since = min(busy.since, now)
         return [worker for worker, busy in self._busy.items() if now - busy.since >= timeout]
 
     def behind(self, workers: Iterable[int], version: int) -> list[int]:
-        """Return which workers were sent no weights of `version` or newer; the caller sends them.
-
-        From then on they count as sent.
-        """
+        """Return which workers were sent no weights of `version` or newer."""
+        # The caller sends them: they count as sent.
         found = [worker for worker in workers if self.sent[worker] < version]
         self.sent |= dict.fromkeys(found, version)
         return found

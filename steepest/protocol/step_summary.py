@@ -39,15 +39,8 @@ class OpenStep:
 def summarize(
     reports: Sequence[tuple[Report, int]], norms: Iterable[float | None], stats: bool
 ) -> dict[str, Any]:
-    """Return the fields of a `Result` about its pushes.
-
-    Loss and metrics are means weighted by samples, timings are means over pushes.
-
-    Args:
-        reports: of each push, with its staleness in versions.
-        norms: of each version's gradient; None where it is not known.
-        stats: whether to return loss, metrics and timings (seconds), if reports have them.
-    """
+    """Return a `Result`'s fields about its pushes: loss, metrics weighted by samples, mean timings (s), if `stats`."""
+    # reports: of each push, with its staleness in versions; norms: of each version's gradient; None if unknown.
     pushes = [report for report, _ in reports]
     summary: dict[str, Any] = {
         "staleness": [staleness for _, staleness in reports],

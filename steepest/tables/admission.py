@@ -123,22 +123,19 @@ def _by_chance(
 
 
 class Admission:
-    """What a shard knows of ids without rows.
-
-    Attributes:
-        counted: sightings less one, by (table, id), of the tables with a `CounterFilter`.
-        counters: by table number, of the tables with a `CBFFilter`.
-    """
+    """What a shard knows of ids without rows."""
 
     def __init__(self, filters: Sequence[Filter | None], salts: Sequence[int]) -> None:
         """Take the filter of each table, or None, and its 64 bits from `salt_of`."""
         self._filters, self._salts = tuple(filters), tuple(salts)
+        # by table number, of the tables with a `CBFFilter`
         self.counters = {
             table: np.zeros(way.size(), way.counter_type)
             for table, way in enumerate(filters)
             if isinstance(way, CBFFilter)
         }
         exact = any(isinstance(way, CounterFilter) for way in filters)
+        # sightings less one, by (table, id), of the tables with a `CounterFilter`
         self.counted = Index(len(filters)) if exact else None
 
     @property

@@ -46,24 +46,11 @@ def _scatter(rows: Floats, numbers: Int32s, begin: int, values: Floats) -> None:
 
 
 class Blocks:
-    """The rows of a shard's tables; they never move.
-
-    Attributes:
-        rows: (capacity, dim + slots), of which rows 0 to `top` - 1 have been used.
-        ids, tables: of each row, int64 and int16.
-        written: the version that wrote a row last, int64; `FREE` for a row that is not in use.
-        sightings: how often a row's id was in a push, int32.
-    """
+    """The rows of a shard's tables; they never move."""
 
     def __init__(self, dim: int, slots: int, dtype: str, most: int | None = None) -> None:
-        """Reserve room for rows.
-
-        Args:
-            dim: values in a row.
-            slots: of the optimizer, in a row.
-            dtype: of both.
-            most: rows that there will be at most; without it, what the machine's memory holds.
-        """
+        """Reserve room for rows of `dim` values and `slots` of the optimizer."""
+        # most: rows that there will be at most; without it, what the machine's memory holds.
         width = dim + slots
         room = physical_bytes() // (width * np.dtype(dtype).itemsize)
         most = min(room if most is None else most, _MOST)
@@ -71,7 +58,9 @@ class Blocks:
         self._known = [Reserved(most, kind) for kind in (np.int64, np.int16, np.int64, np.int32)]
         self._free = Reserved(most, np.int32)
         self.dim, self.top, self.freed = dim, 0, 0
+        # (capacity, dim + slots), of which rows 0 to `top` - 1 have been used
         self.rows: Floats = self._memory.array.reshape(-1, width)
+        # of each row: id, table, the version that wrote it last (`FREE`: not in use), pushes with its id
         self.ids, self.tables, self.written, self.sightings = (known.array for known in self._known)
 
     def __len__(self) -> int:
@@ -83,11 +72,7 @@ class Blocks:
         return min(memory.capacity for memory in (self._memory, *self._known)) - len(self)
 
     def require(self, count: int) -> None:
-        """Check that there is room for so many more rows.
-
-        Raises:
-            ResourcesError: there is not.
-        """
+        """Check that there is room for so many more rows; ResourcesError otherwise."""
         for memory in (self._memory, *self._known):
             memory.require(len(self) + count)
 

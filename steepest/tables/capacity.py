@@ -19,19 +19,12 @@ _BOUNDLESS = 2**62  # more rows than there can be
 
 
 class Plan(NamedTuple):
-    """What a push does to ids that have no rows.
+    """What a push does to ids that have no rows."""
 
-    Attributes:
-        admitted: which of these ids get a row.
-        wanted: rows to make, by table.
-        refused: ids for whose rows there is no room, by table.
-        excess: rows to evict, by table.
-    """
-
-    admitted: npt.NDArray[np.bool_]
-    wanted: Int64s
-    refused: Int64s
-    excess: Int64s
+    admitted: npt.NDArray[np.bool_]  # which of these ids get a row
+    wanted: Int64s  # rows to make, by table
+    refused: Int64s  # ids for whose rows there is no room, by table
+    excess: Int64s  # rows to evict, by table
 
 
 class Capacities:

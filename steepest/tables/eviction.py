@@ -53,16 +53,11 @@ Evict = GlobalStepEvict | L2WeightEvict
 
 
 class Heap(NamedTuple):
-    """Rows by their use, the least used first, as kernels take them.
+    """Rows by their use, the least used first, as kernels take them."""
 
-    Attributes:
-        keys, numbers: (capacity,), a row's use when it was entered, and its number.
-        ids, uses, written: of all rows, by number.
-    """
-
-    keys: Int64s
-    numbers: Int32s
-    ids: Int64s
+    keys: Int64s  # (capacity,), a row's use when it was entered
+    numbers: Int32s  # (capacity,), of rows
+    ids: Int64s  # of all rows, by number; so are uses and written
     uses: npt.NDArray[np.integer]
     written: Int64s
 
@@ -140,10 +135,9 @@ def _take(size: int, version: int, heap: Heap, taken: Int32s) -> int:
 
 
 class Use:
-    """The rows of one full table by how they are used: exact LRU or LFU, in 12 bytes a row.
+    """The rows of one full table by use: exact LRU or LFU, in 12 bytes a row."""
 
-    A push does not touch it, but for the rows that it adds and evicts.
-    """
+    # A push touches what it adds and evicts.
 
     def __init__(self, policy: Policy, capacity: int) -> None:
         """Begin with none of at most `capacity` rows."""
@@ -201,13 +195,7 @@ def _worn(
 
 
 def worn(evict: Sequence[tuple[Evict, ...]], version: int, blocks: Blocks) -> npt.NDArray[np.int8]:
-    """Return of each row up to `blocks.top` whether it is too old (1), too small (2), or stays (0).
-
-    Args:
-        evict: of each table, what is evicted.
-        version: of now.
-        blocks: the rows.
-    """
+    """Return of each row up to `blocks.top` whether it is too old (1) at `version`, too small (2), or stays (0)."""
     ages, norms = np.zeros(len(evict), np.int64), np.zeros(len(evict))
     for table, ways in enumerate(evict):
         for way in ways:

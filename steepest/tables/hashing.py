@@ -42,13 +42,7 @@ def _shards(tables: Int32s, ids: Int64s, count: np.uint64, shards: Int32s) -> No
 
 
 def shard_of(tables: Int32s, ids: Int64s, count: int) -> Int32s:
-    """Return the shard, from 0 to `count` - 1, that holds each (table, id).
-
-    Args:
-        tables: (n,), table numbers.
-        ids: (n,), non-negative.
-        count: of shards.
-    """
+    """Return the shard, 0 to `count` - 1, that holds each key: table numbers (n,), and non-negative ids (n,)."""
     shards = np.empty(len(ids), np.int32)
     _shards(read_only(tables, np.int32), read_only(ids, np.int64), np.uint64(count), shards)
     return shards

@@ -39,21 +39,13 @@ _PLACE, _DEPTH = (
 
 
 class Segments(NamedTuple):
-    """An index's memory, as kernels take it.
+    """An index's memory, as kernels take it."""
 
-    Attributes:
-        heads: (tables, 2), where a table's directory begins, and the logarithm of its size.
-        directory: of each table the segments to which the first bits of spread hashes lead.
-        keys: (buckets, 8) int64, of which the first five are ids.
-        rows: the same memory as (buckets, 16) int32.
-        fills: entries of each segment.
-    """
-
-    heads: Int64s
-    directory: Int32s
-    keys: Int64s
-    rows: Int32s
-    fills: Int32s
+    heads: Int64s  # (tables, 2), where a table's directory begins, and the logarithm of its size
+    directory: Int32s  # of each table the segments to which the first bits of spread hashes lead
+    keys: Int64s  # (buckets, 8) int64, of which the first five are ids
+    rows: Int32s  # the same memory as (buckets, 16) int32
+    fills: Int32s  # entries of each segment
 
 
 @inlined

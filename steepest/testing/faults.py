@@ -271,24 +271,14 @@ Reached = Callable[[int, Moment, Arrive], None]
 
 
 class Clock:
-    """A count of the steps of one life of a worker, by the gradients that it begins to compute.
+    """A count of the steps of one life of a worker, by the gradients that it begins to compute."""
 
-    Its last replica reports the moments of a step.
-
-    Args:
-        batches: that each replica computes for a step.
-        reached: called at each moment of a step.
-
-    Attributes:
-        step: the step that was begun last, or -1.
-        computing: whether that step is being computed.
-        factor: how many times as long computing takes.
-    """
+    # Its last replica reports the moments of a step to `reached`; batches: that each replica computes for a step.
 
     def __init__(self, batches: int, reached: Reached) -> None:
-        self.step = -1
-        self.computing = False
-        self.factor = 1.0
+        self.step = -1  # that was begun last, or -1
+        self.computing = False  # whether that step is being computed
+        self.factor = 1.0  # how many times as long computing takes
         self._batches = batches
         self._reached = reached
         self._begun = 0
@@ -296,10 +286,7 @@ class Clock:
         self._mark = 0.0
 
     def watch(self, model: Model) -> None:
-        """Count the gradients of a model.
-
-        The last one that is watched, of the last device, reports its moments.
-        """
+        """Count the gradients of a model; the last one that is watched, of the last device, reports its moments."""
         compute = model.compute_gradients
         self._last = model
 

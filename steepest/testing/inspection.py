@@ -56,10 +56,7 @@ def unsent_of(wire: WireTransport) -> int:
 
 
 def weight_buffers_of(holder: Server | MemberCollective) -> int:
-    """Return the number of buffers of a server's weights, or of those that a member lends.
-
-    A server's buffers that were given back take no memory but stay mapped, and count here.
-    """
+    """Return the number of a server's weight buffers (given back ones included), or of those that a member lends."""
     return len(
         holder._weights._buffers._buffers if isinstance(holder, Server) else holder._lending_buffers
     )

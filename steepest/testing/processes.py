@@ -70,13 +70,7 @@ def with_faults(
 
 
 class _Life:
-    """One life of a worker or server in this process.
-
-    Attributes:
-        number: of lives before it.
-        happened: faults.
-        clock: a worker's.
-    """
+    """One life of a worker or server in this process."""
 
     def __init__(self, lives: Path, own: Peer) -> None:
         self.happened: set[Fault] = set()

@@ -17,17 +17,11 @@ from steepest.tables.dealing import Dealing
 
 
 class RowsOfVersions:
-    """Answers workers' pulls of rows, each from the version that answered it in the run.
+    """Answers workers' pulls of rows, each from the version that answered it in the run."""
 
-    The one server of a replay has the newest rows; those of an older version that a later push needs
-    are copied before they change.
-
-    Args:
-        dealing: of tables into chunks.
-        server: that holds all chunks, at the version with which the log begins.
-        commits: of the log.
-        delays: whether gradients of rows were pushed a step late.
-    """
+    # The one server of a replay has the newest rows; those of an older version that a later push needs are copied
+    # before they change. server: holds all chunks, at the version with which the log begins; delays: whether gradients
+    # of rows were pushed a step late.
 
     def __init__(
         self, dealing: Dealing, server: Server, commits: tuple[Commit, ...], delays: bool

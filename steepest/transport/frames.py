@@ -52,17 +52,9 @@ def buffer_of(payload: Memory) -> memoryview:
 
 
 def encode(message: Message, notice: bytes = b"") -> bytes:
-    """Return the header and named values of a message, with a notice if its payload is lent.
-
-    The bytes of a payload that is not lent follow on the stream, from where they lie in memory.
-
-    Args:
-        message: with source and target.
-        notice: says where the lent payload lies; empty if it is not lent.
-
-    Raises:
-        MessageTooLargeError: its named values take more than `MAX_META` bytes.
-    """
+    """Return the header and named values of a message, with a notice of where a lent payload lies, or none."""
+    # The bytes of a payload that is not lent follow on the stream, from where they lie in memory. MessageTooLargeError:
+    # its named values take more than `MAX_META` bytes.
     source, target = message.source, message.target
     assert source is not None
     assert target is not None
@@ -79,12 +71,7 @@ def encode(message: Message, notice: bytes = b"") -> bytes:
 
 
 def control(what: int, slot: int) -> bytes:
-    """Return a frame between the two ends of a channel, about a lent payload.
-
-    Args:
-        what: `SEND_AGAIN` or `SENT_AGAIN`.
-        slot: in which the payload is lent.
-    """
+    """Return a frame between the two ends of a channel about a payload lent in a slot: `SEND_AGAIN`, `SENT_AGAIN`."""
     return _CONTROL.pack(_CONTROL_MAGIC, what, slot)
 
 

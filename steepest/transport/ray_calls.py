@@ -142,12 +142,9 @@ class _Channel:
 
 
 class CallingChannel(_Channel):
-    """A `Channel` to an actor; made by `CallTransport.connect`.
+    """A `Channel` to an actor; made by `CallTransport.connect`."""
 
-    Attributes:
-        calls: calls in flight, and calls that have returned whose answers are not taken yet; oldest
-            first.
-    """
+    # calls: in flight, and returned ones whose answers are not taken yet; oldest first.
 
     def __init__(self, transport: CallTransport, callee: Callee) -> None:
         super().__init__(transport, callee.peers)
@@ -477,16 +474,8 @@ class CallTransport:
 
 
 def unpack(text: memoryview, payloads: Sequence[Bytes], sink: Sink) -> list[Message]:
-    """Return the messages of a call or an answer, with payloads copied into the sink's memory.
-
-    Args:
-        text: encoded messages.
-        payloads: the large payloads of these, in order.
-        sink: returns the memory for each payload.
-
-    Raises:
-        ProtocolError: a header makes no sense, or does not go with its payload.
-    """
+    """Return the messages of a call or an answer, with its large payloads copied into the sink's memory."""
+    # ProtocolError: a header makes no sense, or does not go with its payload.
     messages = []
     following = iter(payloads)
     while text:
