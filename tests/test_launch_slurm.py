@@ -238,10 +238,19 @@ def started(place: Place, space: str, job: Path) -> subprocess.Popen[str]:
     return place.start("ip", "netns", "exec", space, *alone, "bash", str(job))
 
 
+def child_of(process: subprocess.Popen[str]) -> int:
+    """The child of a command that enters or makes a namespace of processes: it is in there, its parent is not.
+
+    Where nobody waits for an ended process of a namespace, the namespace does not end either. If its
+    parent is killed first, it is left to process 1 outside, which may be one that waits for nobody.
+    """
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(child)
+
+
 def ended_by_slurm(process: subprocess.Popen[str]) -> str:
     """Signals the shell that runs the file, as --signal=B:TERM@60 has it; returns what else was printed."""
-    (shell,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(shell), signal.SIGTERM)
+    os.kill(child_of(process), signal.SIGTERM)
     output, _ = process.communicate(timeout=SECONDS)
     return output
 
@@ -272,7 +281,7 @@ def test_a_job_trains_on_two_hosts_leaves_one_and_writes_a_checkpoint_before_its
             with inside(place, spaces[1], drain_notice(pods)) as notice:
                 while not re.search("event moved .*\n", seen):
                     seen += until(process.stdout, "\n")
-                notice.kill()
+                os.kill(child_of(notice), signal.SIGKILL)  # and nsenter sees it end
             assert f"event draining {ADDRESSES[1]} will go in" in seen
             assert re.search(
                 rf"event moved {ADDRESSES[1]} will go: .*worker [01] moved away; 1 workers", seen
