@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from steepest import DistributedSGD, ParameterServerStrategy, TorchModel
+from steepest import DistributedSGD, FailureConfig, ParameterServerStrategy, TorchModel
 from steepest.config.strategies import LocalStrategy
 from steepest.data.sampler import SamplePlan
-from steepest.errors import CheckpointError, ConfigurationError
+from steepest.errors import CheckpointError, ConfigurationError, ModelRaisedError
 from steepest.models.embedding import Embedding
 from steepest.tables.initial import Constant, Zeros
 from steepest.tables.row_optimizers import FTRL, SGD, Adagrad, RowOptimizer
 from steepest.tables.table import Table
 from steepest.testing import InProcessCluster
-from steepest.testing.simulation import Simulation
+from steepest.testing.simulation import Simulation, run_config
 from tests.modes import make, trained
 from tests.reference import Task, Weights, difference, sgd
 from tests.table_jobs import trainer
@@ -193,6 +193,24 @@ def test_what_cannot_be_followed_is_refused(
     task = replace(falling(optimizer), optimizer=dense)
     with pytest.raises(ConfigurationError, match=words):
         InProcessCluster(task.creator(), num_workers=2, strategy=strategy)
+
+
+def test_a_negative_rate_that_tables_cannot_follow_is_told_and_the_job_goes_back() -> None:
+    """Torch's optimizers take steps with such a rate."""
+    task = falling(SGD(lr=8.0, follows=0), learning_rate=lambda step: 0.5 if step < 2 else -0.25)
+    config = run_config(failure=FailureConfig(snapshot_every=1))
+    with trainer(task.creator(), simulation=Simulation(2), run_config=config) as training:
+        training.step()
+        training._supervisor.snapshots.ensure()
+        training.step()
+        told = "the optimizer raised in step 3: Conf.*: lr of parameter group 0=-0.25: give"
+        with pytest.raises(ModelRaisedError, match=told):
+            training.fit(
+                steps=3, progress=False
+            )  # a step's result may come before its update raises
+        step = training._training.step
+        assert step in (1, 2)
+        assert value(training) == -8 * step
 
 
 @pytest.mark.parametrize("wrong", [-1, 0.5, True, "0"])

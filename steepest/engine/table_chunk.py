@@ -23,6 +23,7 @@ from steepest.tables.shard import UPDATES_BETWEEN_EVICTIONS, TableShard
 from steepest.tables.state import TableState
 from steepest.tables.state_checks import require_number_in, require_sound
 from steepest.tensors.layout import Chunk
+from steepest.validation import require_number
 
 log = logging.getLogger(__name__)
 
@@ -181,6 +182,10 @@ class TableChunk(StagedChunk):
             hyper: of the model's optimizer, by parameter group; tables may follow a learning rate.
             rate: factor of the learning rate.
             buffer: None.
+
+        Raises:
+            ConfigurationError: a learning rate that a table follows is no finite number from 0, which
+                is kept as `raised`; no row has changed.
         """
         rows, mean, self.mean = self.rows, self.mean, None
         version = rows.version + 1
@@ -188,8 +193,7 @@ class TableChunk(StagedChunk):
             rows.version = version
         else:
             lr, optimizer = None, self._optimizer
-            if (group := optimizer.follows) is not None:
-                rate *= hyper[group].get("lr", self._rates[group]) / self._rates[group]
+            rate *= self._followed(hyper)
             if not optimizer.takes_rate():
                 mean = mean.times(rate)
             elif rate != 1.0:
@@ -199,6 +203,19 @@ class TableChunk(StagedChunk):
             self._tell_of_full_tables(rows)
         if version % UPDATES_BETWEEN_EVICTIONS == 0:
             rows.evict(version)
+
+    def _followed(self, hyper: Sequence[Hyperparameters]) -> float:
+        """Return the present learning rate over the one of the beginning, of the group that the tables follow."""
+        if (group := self._optimizer.follows) is None:
+            return 1.0
+        try:
+            own = self._rates[group]
+            return (
+                require_number(f"lr of parameter group {group}", hyper[group].get("lr", own)) / own
+            )
+        except ConfigurationError as error:  # of the user's schedule
+            self.raised = error
+            raise
 
     def _tell_of_full_tables(self, rows: TableShard) -> None:
         """Log, once, that a table has no room for more rows."""

@@ -98,6 +98,10 @@ COUNT = Field(
 ZERO = Field("0", lambda value, limits: value == 0)
 NUMBER = Field("a number", lambda value, limits: _is_number(value))
 FINITE = Field("a finite number", lambda value, limits: _is_number(value) and math.isfinite(value))
+FACTOR = Field(
+    "a finite number from 0",
+    lambda value, limits: _is_number(value) and value >= 0 and math.isfinite(value),
+)
 ZERO_OR_ONE = Field("0 or 1", lambda value, limits: value in (0, 1))
 FLAG = Field("true or false", lambda value, limits: isinstance(value, bool))
 TEXT = Field(f"a text of at most {_TEXT} characters", lambda value, limits: _is_text(value))

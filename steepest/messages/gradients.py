@@ -10,7 +10,7 @@ from steepest.messages.fields import (
     ANYTHING,
     COUNT,
     CULPRITS,
-    FINITE,
+    FACTOR,
     FLAG,
     NUMBER,
     PUSHES,
@@ -245,7 +245,7 @@ class Commit(Decision):
         entry: the commit's entry in the log, if a log is kept and servers remember decisions.
     """
 
-    rate: Annotated[float, Header("weight", FINITE)]
+    rate: Annotated[float, Header("weight", FACTOR)]
     pushes: Annotated[tuple[PushId, ...], PUSHES]
     readers: Annotated[Row[Row[int]], READERS]
     hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
