@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -149,33 +150,19 @@ class LocalStorage:
 
     def replace(self, file: Path, blocks: Blocks) -> None:
         """Write a file beside its place, sync it, and rename it."""
-        unfinished = file.with_name(f".{file.name}.unfinished")
-        try:
+        with _renamed(file.with_name(f".{file.name}.unfinished"), file) as unfinished:
             write_blocks(unfinished, blocks)
-            os.replace(unfinished, file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            raise
-        _sync(file.parent)
 
     def commit(
         self, file: Path, data: bytes, stamp: str, replaced: str | None, progress: Progress
     ) -> None:
         """Write a file beside its place, sync it, and rename it."""
-        unfinished = file.with_name(f".{file.name}-{stamp}")
-        try:
+        with _renamed(file.with_name(f".{file.name}-{stamp}"), file) as unfinished:
             progress(unfinished)
             unfinished.write_bytes(data)
             _sync(unfinished)
             if self.version(file) != replaced:
                 raise FileExistsError(f"another process has written or removed {file} meanwhile")
-            os.replace(unfinished, file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            raise
-        _sync(file.parent)
 
     def remove(self, file: Path) -> None:
         """Remove a file, if it is there."""
@@ -206,6 +193,19 @@ def storage_of(place: Place) -> Storage[Any]:
     from steepest.storage.object_storage import ObjectStorage
 
     return ObjectStorage.of(place.scheme)
+
+
+@contextlib.contextmanager
+def _renamed(unfinished: Path, file: Path) -> Iterator[Path]:
+    """Write a file beside its place in a block; rename it there after the block, or remove it."""
+    try:
+        yield unfinished
+        os.replace(unfinished, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+    _sync(file.parent)
 
 
 def _sync(path: Path) -> None:
