@@ -23,22 +23,28 @@ def require_count(name: str, value: object, least: int = 1) -> int:
     return int(value)
 
 
-def require_number(name: str, value: object, low: float = 0.0, high: float = math.inf) -> float:
-    """Return a finite number from `low` to `high`.
+def _finite(value: object) -> float:
+    """Return a number as a float; NaN for what is none, or is infinite, such as an int too large."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    return float(value) if abs(value) <= sys.float_info.max else math.nan  # type: ignore[operator]
+
+
+def require_number(
+    name: str, value: object, low: float = 0.0, high: float = math.inf, *, but: float | None = None
+) -> float:
+    """Return a finite number from `low` to `high`, and other than `but`.
 
     Raises:
         ConfigurationError: `value` is no such number; the message begins with `name`.
     """
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, Real)
-        or not abs(value) <= sys.float_info.max  # type: ignore[operator]
-        or not low <= float(value) <= high
-    ):
+    found = _finite(value)
+    if not low <= found <= high or found == but:
         allowed = f" of at least {low:g}" if high == math.inf else f" from {low:g} to {high:g}"
         allowed = "" if low == -math.inf and high == math.inf else allowed
+        allowed += "" if but is None else f", but not {but:g}"
         raise ConfigurationError(f"{name}={value!r:.40}: give a finite number{allowed}")
-    return float(value)
+    return found
 
 
 def require_positive(name: str, value: object) -> float:
@@ -47,9 +53,9 @@ def require_positive(name: str, value: object) -> float:
     Raises:
         ConfigurationError: `value` is no such number; the message begins with `name`.
     """
-    found = require_number(name, value)
-    if found == 0:
-        raise ConfigurationError(f"{name}={value!r}: give a positive number")
+    found = _finite(value)
+    if not found > 0:
+        raise ConfigurationError(f"{name}={value!r:.40}: give a positive number")
     return found
 
 
@@ -145,12 +151,3 @@ def require_batch_size(batch_size: object) -> None:
             "targets as one tuple, evaluate((x, y))"
         )
     require_count("batch_size", batch_size)
-
-
-def is_finite_number(value: object) -> bool:
-    """Return whether a value is a number that a float can hold; an int may be too large for one."""
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and abs(value) <= sys.float_info.max
-    )

@@ -211,9 +211,9 @@ def test_the_norm_is_that_of_what_arrives(way: str) -> None:
 @pytest.mark.parametrize(
     ("make_it", "words"),
     [
-        (lambda: TopK(0), "TopK\\(ratio=0\\): give a number above 0 and at most 1"),
-        (lambda: TopK(1.5), "give a number above 0"),
-        (lambda: TopK(float("nan")), "give a number above 0"),
+        (lambda: TopK(0), "TopK ratio=0: give a finite number from 0 to 1, but not 0"),
+        (lambda: TopK(1.5), "give a finite number from 0 to 1, but not 0"),
+        (lambda: TopK(float("nan")), "give a finite number from 0 to 1, but not 0"),
         (lambda: Int8(0), "Int8 block=0"),
         (lambda: PowerSGD(0), "PowerSGD rank=0"),
         (lambda: PowerSGD(1.5), "PowerSGD rank=1.5"),

@@ -207,7 +207,9 @@ def test_what_holds_no_batches_is_refused() -> None:
 
 @pytest.mark.parametrize("batch_size", [0, -1, 2.0, True, "8", None])
 def test_a_batch_size_is_a_positive_integer(batch_size: Any) -> None:
-    assert f"batch_size={batch_size!r}: give a positive number" in refused(np.zeros(3), batch_size)
+    assert f"batch_size={batch_size!r}: give an integer of at least 1" in refused(
+        np.zeros(3), batch_size
+    )
 
 
 # -- DataLoader -----------------------------------------------------------------------------------

@@ -252,7 +252,10 @@ def test_less_is_sent() -> None:
         ({"outer_lr": 0}, "outer_lr=0: give a positive number"),
         ({"outer_lr": float("nan")}, "outer_lr=nan"),
         ({"outer_lr": True}, "outer_lr=True"),
-        ({"outer_momentum": 1.0}, r"outer_momentum=1\.0: give a number from 0 to below 1"),
+        (
+            {"outer_momentum": 1.0},
+            r"outer_momentum=1\.0: give a finite number from 0 to 1, but not 1",
+        ),
         ({"nesterov": True}, "nesterov=True with outer_momentum=0"),
         ({"clip_norm": -1}, "clip_norm=-1"),
         ({"num_servers": 0}, "num_servers=0"),

@@ -319,10 +319,10 @@ def test_a_stream_that_is_too_short_says_so() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, None])
 def test_streams_without_a_length_or_block_are_refused(value: Any) -> None:
-    assert f"length={value!r}: give a positive number" in refused(
+    assert f"length={value!r}: give an integer of at least 1" in refused(
         lambda: IndexedStream(Recorded(), value)
     )
-    assert f"block={value!r}: give a positive number" in refused(
+    assert f"block={value!r}: give an integer of at least 1" in refused(
         lambda: IndexedStream(Recorded(), 6, value)
     )
     assert "make is a list: give a function" in refused(lambda: IndexedStream([1, 2], 2))  # type: ignore[arg-type]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from steepest.errors import ConfigurationError
-from steepest.validation import is_finite_number, require_count
+from steepest.validation import require_count, require_number
 
 
 @dataclass(frozen=True)
@@ -23,10 +22,7 @@ class TopK:
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        if not is_finite_number(self.ratio) or not 0 < self.ratio <= 1:
-            raise ConfigurationError(
-                f"TopK(ratio={self.ratio!r}): give a number above 0 and at most 1, such as 0.01"
-            )
+        require_number("TopK ratio", self.ratio, 0, 1, but=0)
 
 
 @dataclass(frozen=True)

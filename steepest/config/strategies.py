@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from steepest.config.compression import COMPRESSION_BY_NAME, Compression
 from steepest.errors import ConfigurationError
-from steepest.validation import is_finite_number, require_choice, require_count
+from steepest.validation import require_choice, require_count, require_number, require_positive
 
 
 def check_copies(num_servers: int | None, replication: int) -> None:
@@ -17,14 +17,6 @@ def check_copies(num_servers: int | None, replication: int) -> None:
         raise ConfigurationError(
             f"replication={replication} with num_servers={num_servers}: each copy is on another "
             "server; give more servers, or leave num_servers out"
-        )
-
-
-def check_clip_norm(value: float | None) -> None:
-    """Check that `value` is None or a positive, finite number; ConfigurationError otherwise."""
-    if value is not None and not (is_finite_number(value) and value > 0):
-        raise ConfigurationError(
-            f"clip_norm={value!r:.40}: give a positive number, or None to leave gradients unchanged"
         )
 
 
@@ -50,7 +42,8 @@ class SimpleStrategy:
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        check_clip_norm(self.clip_norm)
+        if self.clip_norm is not None:
+            require_positive("clip_norm", self.clip_norm)
 
 
 _HALF_DTYPES = (None, "fp16", "bf16")
@@ -72,7 +65,8 @@ class _OnTheWire:
             require_count("chunk_bytes", self.chunk_bytes)
         require_choice("nonfinite", self.nonfinite, ("refuse", "skip", "pass"))
         require_choice("transport", self.transport, transports)
-        check_clip_norm(self.clip_norm)
+        if self.clip_norm is not None:
+            require_positive("clip_norm", self.clip_norm)
         if isinstance(self.wire_dtype, tuple):
             if len(self.wire_dtype) != 2:
                 raise ConfigurationError(
@@ -373,12 +367,8 @@ class LocalStrategy(_OnTheWire):
         check_copies(self.num_servers, self.replication)
         for name in ("hierarchical", "nesterov"):
             require_choice(name, getattr(self, name), (False, True))
-        if not is_finite_number(self.outer_lr) or self.outer_lr <= 0:
-            raise ConfigurationError(f"outer_lr={self.outer_lr!r:.40}: give a positive number")
-        if not is_finite_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
-            raise ConfigurationError(
-                f"outer_momentum={self.outer_momentum!r}: give a number from 0 to below 1"
-            )
+        require_positive("outer_lr", self.outer_lr)
+        require_number("outer_momentum", self.outer_momentum, 0, 1, but=1)
         if self.nesterov and not self.outer_momentum:
             raise ConfigurationError(
                 "nesterov=True with outer_momentum=0: give the momentum too, 0.9 say"

@@ -19,6 +19,7 @@ from torch.utils.data import (
 from steepest.data.protocol import Blocks, Indices, Source
 from steepest.data.streams import StreamSource, divided_stream
 from steepest.errors import ConfigurationError
+from steepest.validation import require_count
 
 
 class ArraySource:
@@ -145,9 +146,7 @@ class IndexedStream:
             raise ConfigurationError(
                 f"make is a {type(make).__name__}: give a function of the first sample's number"
             )
-        for name, value in (("length", length), ("block", block)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"{name}={value!r}: give a positive number of samples")
+        length, block = require_count("length", length), require_count("block", block)
         self.size: int | None = length
         self.blocks: Blocks = block
         self._make, self._length, self._block, self._collate = make, length, block, collate_fn
@@ -221,10 +220,7 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
         and (streams or isinstance(loader_source, StreamSource))
     ):
         batch_size = 1  # a stream's batches have the size that they have
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise ConfigurationError(
-            f"batch_size={batch_size!r}: give a positive number of samples per replica"
-        )
+    batch_size = require_count("batch_size", batch_size)
     if (source := source or loader_source) is not None:
         return source, batch_size
     if isinstance(data, (str, bytes)) or type(data).__module__.split(".")[0] == "pandas":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from steepest.errors import ConfigurationError, ModelError
 from steepest.models.names import plain
 from steepest.optim.detached_schedule import check_scheduler
+from steepest.validation import require_positive
 
 
 def check_module(module: Any) -> None:
@@ -158,11 +158,4 @@ def check_precision(autocast: Any, loss_scale: Any) -> None:
         raise ConfigurationError(
             f"autocast={autocast!r}: give torch.bfloat16, torch.float16 or None"
         )
-    if (
-        isinstance(loss_scale, bool)
-        or not isinstance(loss_scale, (int, float))
-        or not 0 < loss_scale < math.inf
-    ):
-        raise ConfigurationError(
-            f"loss_scale={loss_scale!r}: give a positive number, a power of two to be exact"
-        )
+    require_positive("loss_scale", loss_scale)

@@ -24,6 +24,7 @@ from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.local import LocalRows
 from steepest.tables.pooling import Bags
 from steepest.tables.table import Table, merged
+from steepest.validation import require_choice
 
 #: Ids of a feature: a tensor (B,) or (B, N), a jagged tensor (B, *), or B lists.
 Ids = Tensor | Sequence[Sequence[int]]
@@ -305,7 +306,8 @@ class EmbeddingBag(TableModule):
         include_last_offset: bool = False,
     ) -> None:
         super().__init__([table])
-        self.mode = _require_mode(mode, "sum", "mean", "max")
+        require_choice("mode", mode, ("sum", "mean", "max"))
+        self.mode = mode
         self.embedding_dim = table.dim
         self.padding_idx = _require_padding(table, padding_idx)
         self.include_last_offset = include_last_offset
@@ -355,7 +357,8 @@ class EmbeddingCollection(TableModule):
         if not isinstance(tables, Mapping):
             raise ConfigurationError(f"tables={tables!r:.80}: give a dict of features and Tables")
         super().__init__(list(tables.values()))
-        self.mode = None if mode is None else _require_mode(mode, "sum", "mean", "max")
+        require_choice("mode", mode, (None, "sum", "mean", "max"))
+        self.mode = mode
         self._features = dict(tables)
 
     @_left_to_python
@@ -425,12 +428,6 @@ def _one_after_another(bounds: Sequence[Tensor]) -> Tensor:
         moved.append(part[:-1] + begin)
         begin += int(part[-1])
     return torch.cat([*moved, bounds[-1].new_tensor([begin])])
-
-
-def _require_mode(mode: str, *allowed: str) -> str:
-    if mode not in allowed:
-        raise ConfigurationError(f"mode={mode!r}: give one of {', '.join(map(repr, allowed))}")
-    return mode
 
 
 def _require_padding(table: Table, padding_idx: Any) -> int | None:

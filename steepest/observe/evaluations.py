@@ -9,7 +9,7 @@ from typing import Any
 from steepest.errors import ConfigurationError
 from steepest.observe.progress import Callback
 from steepest.observe.results import EvaluationResult
-from steepest.validation import require_choice, require_count
+from steepest.validation import require_choice, require_count, require_number, require_positive
 
 MODES = ("min", "max")
 
@@ -54,8 +54,7 @@ class _Watching(Callback):
             raise ConfigurationError(f"metric={metric!r}: give 'loss' or the name of a metric")
         require_choice("mode", mode, MODES)
         require_count("patience", patience, 0)
-        if not 0 <= min_delta < math.inf:
-            raise ConfigurationError(f"min_delta={min_delta!r}: give a number of at least 0")
+        require_number("min_delta", min_delta)
         self._metric = metric
         self._mode = mode
         self._patience = patience
@@ -142,9 +141,8 @@ class ReduceOnPlateau(_Watching):
         min_rate: float = 0.0,
     ) -> None:
         super().__init__(metric, mode, patience, min_delta)
-        if not 0 < factor < 1:
-            raise ConfigurationError(f"factor={factor!r}: give a number between 0 and 1")
-        self._factor = factor
+        require_number("factor", factor, 0, 1, but=1)
+        self._factor = require_positive("factor", factor)
         self._min_rate = min_rate
 
     def on_evaluation(self, sgd: Any, result: EvaluationResult) -> None:
