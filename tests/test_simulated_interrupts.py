@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -141,6 +142,24 @@ def test_the_exception_comes_out_of_the_users_call_and_steps_go_on_afterwards() 
         assert trainer.step().step == step + 1
         assert simulation.threads()
     assert not simulation.threads()
+
+
+def test_the_others_go_on_when_a_thread_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda about: told.append(about.exc_value))
+    simulation = Simulation(1)
+    with simulation.running():
+        error = Ring()
+
+        def fail() -> None:
+            pause(1.0)
+            raise error
+
+        thread = Thread(target=fail)
+        thread.start()
+        thread.join()
+        assert told == [error]
+        pause(1.0)
 
 
 def test_threads_of_the_driver_have_names() -> None:

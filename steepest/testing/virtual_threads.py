@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -19,9 +20,10 @@ class Killed(BaseException):
 
 
 class HangError(BaseException):
-    """The program does not come to its end; the message says what each thread waits for."""
+    """The program does not come to its end; the message says what each thread waits for.
 
-    # Not an `Exception`, lest the program under test handles it.
+    Not an `Exception`, lest the program under test handles it.
+    """
 
 
 #: Threads that wait for something, each with the number of its wait.
@@ -154,9 +156,11 @@ class Scheduler:
     # -- threads -------------------------------------------------------------------------------
 
     def spawn(self, body: Callable[[], None], name: str, owner: Any) -> VirtualThread:
-        """Start a thread, which runs when its turn comes."""
-        # A thread that ends starts none of its own process. It may be the one in whose turn time passes, and what is
-        # due then starts threads of other processes.
+        """Start a thread, which runs when its turn comes.
+
+        A thread that ends starts none of its own process. It may be the one in whose turn time
+        passes, and what is due then starts threads of other processes.
+        """
         thread = VirtualThread(name, owner)
         if self.current.doomed and owner is self.current.owner:
             thread.doomed = thread.finished = True
@@ -171,9 +175,18 @@ class Scheduler:
         self.block(None, seconds, "sleep")
 
     def block(self, waiters: Waiters | None, timeout: float | None, what: str) -> bool:
-        """Let the current thread wait for a `wake`, or only the time; return False if the timeout ended the wait."""
-        # timeout: in virtual seconds, None or infinity for none; what: it waits for, in words. Killed: its process was
-        # killed; HangError: the program hangs.
+        """Let the current thread wait; return False if the timeout has ended the wait.
+
+        Args:
+            waiters: the list by which `wake` finds the thread; None if it only waits for the time.
+            timeout: in virtual seconds; None or infinity for none.
+            what: it waits for, in words.
+
+        Raises:
+            Killed: the thread's process was killed.
+            HangError: the program hangs.
+            BaseException: what `throw` was given for the thread.
+        """
         me = self.current
         if me is self.main:
             me.waits_for = what
@@ -264,6 +277,9 @@ class Scheduler:
             body()
         except (Killed, HangError):
             pass
+        except BaseException:  # noqa: BLE001 - told as Python tells it; the others go on
+            raised = (*sys.exc_info(), threading.current_thread())
+            threading.excepthook(threading.ExceptHookArgs(raised))
         del body
         thread.finished = True
         del self._living[thread]
