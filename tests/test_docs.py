@@ -182,7 +182,9 @@ def test_every_public_name_is_exported_documented_and_in_the_readme_or_architect
     assert {name for name in dir(steepest) if not name.startswith("_")} == set(steepest.__all__)
 
 
-@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", *map(str, DOCS)])
+@pytest.mark.parametrize(
+    "page", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", *map(str, DOCS)]
+)
 def test_what_a_page_refers_to_is_there(page: str) -> None:
     text = (ROOT / page).read_text()
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
