@@ -201,6 +201,52 @@ def test_a_round_that_failed_leaves_no_trace(raises_in: int) -> None:
     assert same_bits(cluster.weights(), run(task, 2, 6, config).weights())
 
 
+class SickInBackward(nn.Module):
+    """Raises once, in one of its backward passes, when the second layer's gradients are done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+        self.passes = 0
+        self.raises_in = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        hidden = self.first(x)
+        if self.passes == self.raises_in:
+            hidden.register_hook(self.fail)
+        return self.second(hidden)
+
+    @staticmethod
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError("once")
+
+
+def masked(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The mean over the samples that have a target, and their number."""
+    there = target[:, 0].isfinite()
+    return nn.functional.mse_loss(output[there], target[there]), int(there.sum())
+
+
+def test_a_backward_pass_that_failed_leaves_no_gradient_to_a_batch_without_weight() -> None:
+    """The round is made again, and begins with that batch."""
+    x, y = samples(60)
+    y[SamplePlan(60, 12, 0).share(2, 3, 6)] = torch.nan  # the first batch of worker 1's third round
+    task = Task(SickInBackward, OPTIMIZERS["momentum"], (x, y), masked, batch_size=2)
+    config = LocalStrategy(sync_every=3, chunk_bytes=64)
+
+    def create(worker_index: int, device_index: int) -> Any:
+        model = task.creator()(worker_index, device_index)
+        model.module.raises_in = 8 if worker_index == 1 else -1
+        return model
+
+    cluster = InProcessCluster(create, num_workers=2, strategy=config)
+    results = cluster.step(6)
+    assert [type(result) for result in results] == [Result, Result, Failure]
+    cluster.step(1)
+    assert same_bits(cluster.weights(), run(task, 2, 3, config).weights())
+
+
 @pytest.mark.parametrize(("optimizer", "servers"), [("adam", None), ("momentum", 2)])
 def test_a_round_that_is_skipped_leaves_no_trace(optimizer: str, servers: int | None) -> None:
     """Neither in the weights nor in any worker's inner optimizer; a replay skips it as well."""

@@ -134,7 +134,9 @@ class LocalReplicas(Replicas):
         return result
 
     def _begin(self, number: int) -> None:
-        """Save the inner optimizer's state, or restore it where a share is computed again."""
+        """Save the inner optimizer's state, or restore it where a share is computed again; no gradient is kept."""
+        for held in self._held.values():
+            held.drop_mean()  # of a batch in which the model raised
         if number == self._number:
             self._load(self._before)
             self._schedule.load_state(self._schedule_before)
