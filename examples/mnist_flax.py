@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
 from data import Arrays, load_mnist
-from flax import linen
 
-from steepest import Callback, DistributedSGD, JaxModel, StepResult
+from steepest import Callback, DistributedSGD, JaxModel, StepResult  # says what to install
+
+# isort: split
+import jax
+import optax
+from flax import linen
 
 BATCH = 64  # samples for each worker and step
 
@@ -47,7 +48,7 @@ def model_creator(train: Arrays, rate: float, decay_steps: int) -> Callable[[int
         module = Network()
         return JaxModel.from_flax(
             module,
-            module.init(jax.random.key(0), jnp.zeros((1, 784)), train=False),
+            module.init(jax.random.key(0), jax.numpy.zeros((1, 784)), train=False),
             loss=lambda *pair: optax.softmax_cross_entropy_with_integer_labels(*pair).mean(),
             metrics={"accuracy": lambda logits, labels: (logits.argmax(axis=1) == labels).mean()},
             optimizer=optax.adam(optax.cosine_decay_schedule(rate, decay_steps, alpha=0.05)),

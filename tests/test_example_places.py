@@ -1,9 +1,10 @@
-"""The examples of ResNet-101, Ray Data, Ray Tune and a strategy of one's own do what they say."""
+"""The examples of ResNet-101, Ray Data, Ray Tune, a strategy of one's own and Flax do what they say."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import ray
 import torch
 
 from steepest.config.run import data_directory
+from steepest.errors import ConfigurationError
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -144,3 +146,13 @@ def test_tune_finds_the_better_rate(
     assert "best: strategy='allreduce', lr=0.3" in printed
     assert re.search(r"learning rate 0\.3 *: accuracy [\d.]+% after 16 epochs", printed)
     assert re.search(r"learning rate 0\.001 *: accuracy [\d.]+% after 2 epochs", printed)
+
+
+# -- JAX -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax") is not None, reason="JAX is installed")
+def test_the_example_of_flax_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with pytest.raises(ConfigurationError, match=r"pip install 'steepest\[jax\]'"):
+        runpy.run_path(str(EXAMPLES / "mnist_flax.py"))
