@@ -19,21 +19,15 @@ class Data(Body):
     """The bytes of one message of a collective operation.
 
     A member sends it to another member, during a call of a user's function or during a step.
-
-    Attributes:
-        generation: the membership during a step; 0 during a call.
-        sequence: the sender's count of its messages to this member in this call or generation, from
-            0.
-        call: number of the call of a user's function; 0 during a step.
-        lent: 0 if the receiver may read the payload in the sender's memory, -1 if it must copy it.
-        payload: the bytes of the tensor.
     """
 
-    generation: Generation
+    generation: Generation  # the membership during a step; 0 during a call
+    # the sender's count of its messages to this member in this call or generation, from 0
     sequence: Sequence
-    call: Call
+    call: Call  # number of the call of a user's function; 0 during a step
+    # 0 if the receiver may read the payload in the sender's memory, -1 if it must copy it
     lent: Annotated[int, Header("chunk")] = -1
-    payload: Payload = field(default=None, compare=False)
+    payload: Payload = field(default=None, compare=False)  # the bytes of the tensor
 
 
 @body(Kind.CONNECTED)
@@ -53,12 +47,8 @@ class Abort(Body):
 
     A member sends it to all others when it gives an operation up or its user's function raised;
     their operations in progress end with a `PeerLostError`.
-
-    Attributes:
-        generation, call: as in `Data`.
-        reason: in words.
     """
 
-    generation: Generation
+    generation: Generation  # this and call: as in `Data`
     call: Call
-    reason: Annotated[str, TEXT] = ""
+    reason: Annotated[str, TEXT] = ""  # in words

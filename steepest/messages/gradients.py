@@ -55,27 +55,18 @@ class Push(Body):
     that holds the chunk; or, where its host has an aggregator and the server is on another host, to
     the aggregator. A user of a parameter server sends an update of its arrays in this form, as
     generation 0, incarnation 0, and in units of 1.
-
-    Attributes:
-        generation, incarnation: of the worker as it computed the gradient.
-        sequence: the worker's count of its pushes; the same for all chunks of one gradient.
-        pulled: version of the weights from which the gradient was computed.
-        chunk: index of the chunk.
-        unit: sample weight that the payload is to be multiplied by.
-        total: summed weight of the samples behind the gradient.
-        absent: indices, in the layout's entries, of parameters of the chunk without a gradient.
-        payload: the chunk's bytes in its dtype, in half precision, or compressed; None where there
-            is no gradient, which counts as zero.
     """
 
-    generation: Generation
+    generation: Generation  # this and incarnation: of the worker as it computed the gradient
     incarnation: Incarnation
-    sequence: Sequence
-    pulled: Pulled
+    sequence: Sequence  # the worker's count of its pushes; the same for all chunks of one gradient
+    pulled: Pulled  # version of the weights from which the gradient was computed
     chunk: Chunk
-    unit: Unit = 0.0
-    total: Total = 0.0
+    unit: Unit = 0.0  # sample weight that the payload is to be multiplied by
+    total: Total = 0.0  # summed weight of the samples behind the gradient
+    # indices, in the layout's entries, of parameters of the chunk without a gradient
     absent: Absent = ()
+    # in the chunk's dtype, in half precision, or compressed; None: no gradient, which counts as zero
     payload: Payload = field(default=None, compare=False)
 
 
@@ -87,27 +78,18 @@ class HostPush(Body):
     An aggregator sends it to the server of another host that owns the chunk, once each worker of
     its host has pushed the chunk. If the sum holds NaN or infinity, the aggregator sends the
     gradients one by one instead, each as a HOST_PUSH of one push.
-
-    Attributes:
-        generation: of the pushes.
-        pulled: version of the weights from which the gradients were computed.
-        chunk: index of the chunk.
-        unit: sample weight that the payload is to be multiplied by.
-        total: summed weight of the samples behind all of the gradients.
-        pushes: the pushes that are added up, in the order of their workers.
-        absent: indices, in the layout's entries, of parameters of the chunk without a gradient in
-            any of the pushes.
-        payload: as in `Push`.
     """
 
     generation: Generation
-    pulled: Pulled
+    pulled: Pulled  # version of the weights from which the gradients were computed
     chunk: Chunk
-    unit: Unit
-    total: Total
+    unit: Unit  # sample weight that the payload is to be multiplied by
+    total: Total  # summed weight of the samples behind all of the gradients
+    # that are added up, in the order of their workers
     pushes: Annotated[tuple[PushId, ...], PUSHES]
+    # indices, in the layout's entries, of parameters without a gradient in any of the pushes
     absent: Absent = ()
-    payload: Payload = field(default=None, compare=False)
+    payload: Payload = field(default=None, compare=False)  # as in `Push`
 
 
 @body(Kind.VERSION_STAGED)
@@ -117,19 +99,14 @@ class VersionStaged(Body):
 
     A server sends it to the coordinator when all its trainable chunks are reduced, under a rule
     that commits all pushes of a version together.
-
-    Attributes:
-        generation: of the pushes.
-        version: of the weights from which the gradients were computed.
-        squares: sum of the squares of the mean gradient's elements, over the chunks whose first
-            holder this server is; None where gradients are not checked.
-        culprits: (worker, parameter's name) for each NaN or infinity found; worker -1 where only
-            the sum is not finite.
     """
 
-    generation: Generation
-    version: Version
+    generation: Generation  # of the pushes
+    version: Version  # of the weights from which the gradients were computed
+    # sum of squares of the mean gradient, over the chunks whose first holder this server is; None where gradients are
+    # not checked
     squares: Annotated[float | None, NUMBER] = None
+    # (worker, parameter's name) for each NaN or infinity; worker -1 where only the sum is not finite
     culprits: Annotated[Row[Row[Any]], CULPRITS] = ()
 
 
@@ -139,21 +116,14 @@ class PushStaged(Body):
     """Every chunk of one push has arrived at one server.
 
     A server sends it to the coordinator, under a rule that commits pushes one by one.
-
-    Attributes:
-        generation, incarnation, sequence: of the push.
-        pulled: version of the weights from which the gradient was computed.
-        worker: index of the worker that pushed.
-        squares: sum of the squares of this push's gradient, over the chunks whose first holder this
-            server is; None where gradients are not checked.
-        culprits: as in `VersionStaged`.
     """
 
     generation: Generation
     incarnation: Incarnation
     sequence: Sequence
-    pulled: Pulled
-    worker: Annotated[int, WORKER]
+    pulled: Pulled  # version of the weights from which the gradient was computed
+    worker: Annotated[int, WORKER]  # that pushed
+    # of this push's gradient, as in `VersionStaged`; so are culprits
     squares: Annotated[float | None, NUMBER] = None
     culprits: Annotated[Row[Row[Any]], CULPRITS] = ()
 
@@ -169,37 +139,27 @@ class Report(Body):
     """Every chunk of a gradient has been sent, and what the step was like.
 
     A worker sends it to the coordinator right after the last PUSH of the gradient.
-
-    Attributes:
-        generation, incarnation, sequence: of the push.
-        pulled: version of the weights from which the gradient was computed.
-        total: summed weight of its samples.
-        samples: number of its samples.
-        bytes_pushed: bytes of this gradient that were sent to other processes.
-        bytes_pulled: bytes of weights received from other processes since the last report.
-        loss: mean over the samples, by weight; None, with metrics and timings empty, where the
-            driver asked for no statistics.
-        metrics: means over the samples, by name.
-        timings: seconds, by part of the step: "data", "compute", "wait".
-        row_versions: (count, version): so many requests for rows of embedding tables, in the order in
-            which the gradient needed them, were answered at that version; empty where all were at
-            `pulled`, or there were none.
-        own_rows: whether the push has this step's gradients of rows, where gradients of rows are
-            pushed a step late.
     """
 
     generation: Generation
     incarnation: Incarnation
     sequence: Sequence
-    pulled: Pulled
-    total: Annotated[float, Header("total", weighs=True)]
+    pulled: Pulled  # version of the weights from which the gradient was computed
+    total: Annotated[float, Header("total", weighs=True)]  # summed weight of its samples
     samples: Annotated[int, COUNT]
-    bytes_pushed: Annotated[int, COUNT]
+    bytes_pushed: Annotated[int, COUNT]  # of this gradient, that were sent to other processes
+    # of weights received from other processes since the last report
     bytes_pulled: Annotated[int, COUNT]
+    # mean over the samples, by weight; None, with metrics and timings empty, where no statistics were asked for
     loss: Annotated[float | None, NUMBER] = None
+    # means over the samples, by name
     metrics: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
+    # seconds, by part of the step: "data", "compute", "wait"
     timings: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
+    # (count, version): so many requests for rows of tables, in the order in which the gradient needed them, were
+    # answered at that version; empty where all were at `pulled`, or there were none
     row_versions: Annotated[Row[Row[int]], ROW_VERSIONS] = ()
+    # whether the push has this step's gradients of rows, where these are pushed a step late
     own_rows: Annotated[bool, FLAG] = False
 
 
@@ -209,19 +169,15 @@ class Decision(Body):
 
     Servers that hold copies remember the decisions, so that a new coordinator can continue from
     them.
-
-    Attributes:
-        generation, version: of a server once it has carried the decision out.
-        number: the decision's number, from 1; 0 where servers hold no copies and remember nothing.
-        state: the coordinator's ledger and counters after the decision, for a new coordinator.
-        schedule: the state of the hyperparameters' schedule; in each MEMBERS and each hundredth
-            commit, None in others.
     """
 
-    generation: Generation
+    generation: Generation  # this and version: of a server once it has carried the decision out
     version: Version
+    # from 1; 0 where servers hold no copies and remember nothing
     number: Annotated[int, COUNT] = field(default=0, kw_only=True)
+    # the coordinator's ledger and counters after the decision, for a new coordinator
     state: Annotated[dict[str, Any] | None, STATE] = field(default=None, kw_only=True)
+    # state of the hyperparameters' schedule, in each MEMBERS and each hundredth commit
     schedule: Annotated[dict[str, Any] | None, RECORD] = field(default=None, kw_only=True)
 
 
@@ -261,13 +217,10 @@ class Discard(Decision):
 
     The coordinator sends it to every server when a rule drops pushes, when a user's push holds NaN
     or infinity, or when a process died before its push arrived at all servers.
-
-    Attributes:
-        pushes: the pushes.
-        readers: (worker, 0) of each worker that is sent the present weights for its next push.
     """
 
     pushes: Annotated[tuple[PushId, ...], PUSHES]
+    # (worker, 0) of each worker that is sent the present weights for its next push
     readers: Annotated[Row[Row[int]], READERS] = ()
 
 
@@ -278,12 +231,9 @@ class Refresh(Decision):
 
     The coordinator sends it to every server when workers get a lease, or training ends, under a
     rule that commits pushes one by one.
-
-    Attributes:
-        readers: (worker, 0) of each of these workers.
     """
 
-    readers: Annotated[Row[Row[int]], READERS]
+    readers: Annotated[Row[Row[int]], READERS]  # (worker, 0) of each of these workers
 
 
 @body(Kind.LOGGED)
@@ -292,14 +242,10 @@ class Logged(Body):
     """A commit is remembered in another process than the coordinator's, and outlives that one.
 
     Server 1 sends it to the coordinator after it has applied the commit, where chunks have copies.
-
-    Attributes:
-        generation: of the server.
-        version: that the commit made.
     """
 
     generation: Generation
-    version: Version
+    version: Version  # that the commit made
 
 
 @body(Kind.WEIGHTS)
@@ -309,26 +255,18 @@ class Weights(Body):
 
     A server sends it to the readers of a commit or snapshot; in training also the aggregator of a
     host to the workers of that host, as soon as the chunk has come.
-
-    Attributes:
-        generation: of the server.
-        sequence: number of the reader's request, or of a user's push, that it answers; 0 for
-            training workers.
-        version: of these weights.
-        chunk: index of the chunk.
-        reload: whether all chunks are sent, those that are not trained too, as when a generation
-            begins.
-        skipped: whether the reader's push that was committed last was left out of the weights,
-            because of NaN or infinity.
-        payload: the chunk's bytes, in its dtype or in half precision.
     """
 
     generation: Generation
+    # of the reader's request, or a user's push, that it answers; 0 for training workers
     sequence: Sequence
-    version: Version
+    version: Version  # of these weights
     chunk: Chunk
+    # whether all chunks are sent, those that are not trained too, as when a generation begins
     reload: Annotated[bool, FLAG] = False
+    # whether the reader's last committed push was left out, because of NaN or infinity
     skipped: Annotated[bool, FLAG] = False
+    # in the chunk's dtype or in half precision
     payload: Payload = field(default=None, compare=False)
 
 
@@ -339,11 +277,8 @@ class WeightsShared(Body):
 
     An aggregator sends it to the workers of its host before the first weights of a generation. A
     worker that can map the memory uses it as its own weights.
-
-    Attributes:
-        generation: of the aggregator's weights.
-        payload: the flat vector of all weights, in shared memory.
     """
 
     generation: Generation
+    # the flat vector of all weights, in shared memory
     payload: Payload = field(default=None, compare=False)

@@ -28,12 +28,9 @@ class Join(Body):
     """A worker asks to become a member.
 
     A worker sends it to the coordinator when its process has started and its channels are open.
-
-    Attributes:
-        incarnation: number of lives of this worker before this one.
     """
 
-    incarnation: Incarnation
+    incarnation: Incarnation  # number of lives of this worker before this one
 
 
 @body(Kind.MEMBERS)
@@ -44,19 +41,13 @@ class Members(Decision):
     The coordinator sends it to every server and every worker that has joined: when all have joined,
     when a member is lost, when a step is given up or steps are taken back, and when a state is
     installed. A worker that joins a generation later is sent it alone.
-
-    Attributes:
-        workers: indices of the members, ascending.
-        reload: whether servers send all weights to all members.
-        install: (role, index, request number) of the clients whose states the servers install
-            before they send weights.
-        again: whether a worker that has computed a gradient from the same version and share pushes
-            that again, instead of computing it anew.
     """
 
-    workers: Annotated[Row[int], many(WORKER)]
-    reload: Annotated[bool, FLAG]
+    workers: Annotated[Row[int], many(WORKER)]  # indices of the members, ascending
+    reload: Annotated[bool, FLAG]  # whether servers send all weights to all members
+    # (role, index, request number) of clients whose states are installed before weights are sent
     install: Annotated[Row[Row[Any]], PUTS] = ()
+    # whether a worker with a gradient of the same version and share pushes that, instead of computing anew
     again: Annotated[bool, FLAG] = False
 
 
@@ -67,9 +58,6 @@ class WorkerJoined(Decision):
 
     The coordinator sends it to every server, under a rule that commits pushes one by one; servers
     send the worker all weights.
-
-    Attributes:
-        worker: index of the worker.
     """
 
     worker: Annotated[int, WORKER]
@@ -82,15 +70,12 @@ class WorkerEnded(Decision):
 
     The coordinator sends it to every server, under a rule that commits pushes one by one, when the
     worker's channel closes or the driver gives the worker up.
-
-    Attributes:
-        worker: index of the worker.
-        life: incarnation that is over; pushes of it, and of earlier ones, are refused from now on.
-        pushes: its pushes that have not arrived at all servers, which are void.
     """
 
     worker: Annotated[int, WORKER]
+    # incarnation that is over; pushes of it, and of earlier ones, are refused from now on
     life: Annotated[int, COUNT]
+    # its pushes that have not arrived at all servers, which are void
     pushes: Annotated[tuple[PushId, ...], PUSHES]
 
 
@@ -101,17 +86,12 @@ class Grant(Body):
 
     The coordinator sends it to every member when the driver asks for steps and when a generation
     continues, under a rule by which every member contributes to every version.
-
-    Attributes:
-        limit: the version that the last of these steps makes.
-        stats: whether reports are to have loss, metrics and timings.
-        rates: see `Ask`.
     """
 
     generation: Generation
-    limit: Annotated[int, Header("version")]
-    stats: Annotated[bool, FLAG] = True
-    rates: Annotated[RateChanges, RATES] = ()
+    limit: Annotated[int, Header("version")]  # the version that the last of these steps makes
+    stats: Annotated[bool, FLAG] = True  # whether reports are to have loss, metrics and timings
+    rates: Annotated[RateChanges, RATES] = ()  # see `Ask`
 
 
 @body(Kind.LEASE)
@@ -120,20 +100,14 @@ class Lease(Body):
     """A share of the samples is leased to a worker, which computes one push from it.
 
     The coordinator sends it to an idle worker, under a rule that commits pushes one by one.
-
-    Attributes:
-        version: of the weights from which the worker computes; it waits for them if it holds older
-            ones.
-        share: number of the share, counted over all epochs.
-        stats: as in `Grant`.
-        committed: sequence number of the last push of the worker that is part of the weights; 0 for
-            none.
     """
 
     generation: Generation
+    # of the weights from which the worker computes; it waits for them if it holds older ones
     version: Version
-    share: Annotated[int, COUNT]
-    stats: Annotated[bool, FLAG] = True
+    share: Annotated[int, COUNT]  # its number, counted over all epochs
+    stats: Annotated[bool, FLAG] = True  # as in `Grant`
+    # sequence number of the worker's last push that is part of the weights; 0 for none
     committed: Annotated[int, COUNT] = 0
 
 
@@ -144,18 +118,12 @@ class Failed(Body):
 
     A worker sends it to the coordinator when the model or its data raised, a server when the
     optimizer raised, once.
-
-    Attributes:
-        generation: of the sender.
-        incarnation: of the worker; 0 from a server.
-        version: of the weights from which the gradient was being computed; from a server, that
-            which the update was to make.
-        error, traceback, kind: of the exception, see `steepest.errors.describe_error`.
     """
 
     generation: Generation
-    incarnation: Incarnation
+    incarnation: Incarnation  # of the worker; 0 from a server
+    # from which the gradient was being computed; from a server, that the update was to make
     version: Version
-    error: Annotated[str, TEXT]
+    error: Annotated[str, TEXT]  # this, traceback and kind: see `steepest.errors.describe_error`
     traceback: Annotated[str, TEXT]
     kind: Annotated[str, TEXT] = ""

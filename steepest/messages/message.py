@@ -43,17 +43,11 @@ def member_peer(rank: int) -> Peer:
 
 
 class PushId(NamedTuple):
-    """The identity of a push, by which it is applied at most once, however often it is sent.
+    """The identity of a push, by which it is applied at most once, however often it is sent."""
 
-    Attributes:
-        worker: index of the worker that computed it, or of a parameter server's user.
-        incarnation: number of lives of the worker before the one that computed it.
-        sequence: the worker's own count of its pushes.
-    """
-
-    worker: int
-    incarnation: int
-    sequence: int
+    worker: int  # that computed it, or a parameter server's user
+    incarnation: int  # number of lives of the worker before the one that computed it
+    sequence: int  # the worker's own count of its pushes
 
 
 class Kind(enum.IntEnum):

@@ -139,19 +139,14 @@ OPEN: Mapping[Line, Schema] = MappingProxyType(
 
 
 class Admission:
-    """The check of messages that come from other processes.
-
-    Args:
-        table: the schema of each kind that a role may send to a role.
-        limits: the number of workers, servers and chunks of the job.
-        succeeded: roles whose successor may connect while the old channel is open: `SUCCEEDED`, or
-            fewer.
-    """
+    """The check of messages that come from other processes."""
 
     def __init__(
         self,
+        # the schema of each kind that a role may send to a role
         table: Mapping[Line, Schema] = TRAINING,
         limits: Limits = Limits(),  # noqa: B008 - immutable
+        # roles whose successor may connect while the old channel is open
         succeeded: Collection[str] = SUCCEEDED,
     ) -> None:
         self.succeeded = frozenset(succeeded)

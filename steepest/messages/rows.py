@@ -17,22 +17,14 @@ class PullRows(Body):
 
     A worker sends it in its forward pass to each server that answers for shards with some of the
     rows of its batch. A server that is at an earlier version answers when it has come to it.
-
-    Attributes:
-        generation: of the worker.
-        sequence: the worker's count of its requests.
-        version: that rows must have at least.
-        group: number of the group of tables.
-        training: whether gradients of these rows will be pushed.
-        payload: the keys of distinct rows, by ascending shard, see
-            `steepest.tables.gradients.pack_keys`.
     """
 
     generation: Generation
-    sequence: Sequence
-    version: Version
-    group: Annotated[int, COUNT]
-    training: Annotated[bool, FLAG] = False
+    sequence: Sequence  # the worker's count of its requests
+    version: Version  # that rows must have at least
+    group: Annotated[int, COUNT]  # of tables
+    training: Annotated[bool, FLAG] = False  # whether gradients of these rows will be pushed
+    # keys of distinct rows, by ascending shard, see `steepest.tables.gradients.pack_keys`
     payload: Payload = field(default=None, compare=False)
 
 
@@ -42,17 +34,12 @@ class Rows(Body):
     """The values of rows.
 
     A server sends it to the worker that asked.
-
-    Attributes:
-        generation: of the server.
-        sequence: of the request.
-        version: of the rows.
-        refused: why there are none, in words: a table has no room for new rows, say.
-        payload: the values, (n, dim) of the tables' dtype, in the order of the request.
     """
 
     generation: Generation
     sequence: Sequence
-    version: Version
+    version: Version  # of the rows
+    # why there are none, in words: a table has no room for new rows, say
     refused: Annotated[str, TEXT] = ""
+    # the values, (n, dim) of the tables' dtype, in the order of the request
     payload: Payload = field(default=None, compare=False)

@@ -46,26 +46,18 @@ class Read(Body):
     """A request for a snapshot: one version over all servers.
 
     The driver's client, or a user of a parameter server, sends it to the coordinator.
-
-    Attributes:
-        sequence: the reader's count of its requests.
-        what: "weights"; "state" for the optimizer's and the coordinator's state as well; "standing"
-            for the version and the coordinator's state alone; "rows" for the values of one embedding
-            table alone.
-        chunks: indices of the chunks that are wanted; None for all.
-        table: number of that table in its group.
-        since: the rows that the reader has: of these shards it is sent what has changed, if that is
-            known, and otherwise all rows.
-        at: the version that is wanted. While it is not committed the request waits, until a later
-            one of the reader that waits takes its place. Where the present version is a later one,
-            that is read.
     """
 
     sequence: Sequence
+    # "weights"; "state": the optimizer's and the coordinator's too; "standing": version and coordinator's state alone;
+    # "rows": the values of one embedding table alone
     what: Annotated[str, _WHAT] = "weights"
-    chunks: Annotated[Row[int] | None, many(CHUNK)] = None
-    table: Annotated[int, COUNT] = 0
+    chunks: Annotated[Row[int] | None, many(CHUNK)] = None  # that are wanted; None for all
+    table: Annotated[int, COUNT] = 0  # number of that table in its group
+    # the rows that the reader has: of these shards it is sent what has changed, if known, or all rows
     since: Annotated[Bases, _BASES] = ()
+    # the version that is wanted, or the present one if that is later; until it is committed the request waits, or until
+    # a later one of the reader takes its place
     at: Version = 0
 
 
@@ -75,23 +67,17 @@ class Snapshot(Body):
     """The order to send a reader what it asked for.
 
     The coordinator sends it to every server between two commits, so that all send one version.
-
-    Attributes:
-        generation: of the coordinator.
-        sequence, what, chunks, table, since: of the request, see `Read`.
-        version: that the servers are at.
-        reader: the process that asked.
-        state: of the coordinator, to be passed on to the reader; None where only weights are read.
     """
 
     generation: Generation
-    sequence: Sequence
-    version: Version
-    reader: Annotated[Peer, PEER]
+    sequence: Sequence  # this, what, chunks, table and since: of the request, see `Read`
+    version: Version  # that the servers are at
+    reader: Annotated[Peer, PEER]  # that asked
     what: Annotated[str, _WHAT]
     chunks: Annotated[Row[int] | None, many(CHUNK)] = None
     table: Annotated[int, COUNT] = 0
     since: Annotated[Bases, _BASES] = ()
+    # of the coordinator, to be passed on to the reader; None where only weights are read
     state: Annotated[dict[str, Any] | None, STATE] = None
 
 
@@ -124,11 +110,9 @@ class StateTensor(_Tensor):
     """One tensor of optimizer state, or an array of some rows of tables, in a snapshot.
 
     A server sends it to the client that reads "state" or "rows".
-
-    Attributes:
-        waits: whether the server sends more when a READ_ON has come.
     """
 
+    # whether the server sends more when a READ_ON has come
     waits: Annotated[bool, FLAG] = field(default=False, kw_only=True)
 
 
@@ -139,9 +123,6 @@ class ReadOn(Body):
 
     The client sends it to the server of each STATE that waits for it, so that rows lie in the
     server's memory once, and not a second time in what it has yet to send.
-
-    Attributes:
-        sequence: of the reader's request.
     """
 
     sequence: Sequence
@@ -153,22 +134,16 @@ class SnapshotEnd(Body):
     """The end of a snapshot from one server: all that it has of it was sent before.
 
     A server sends it to the reader.
-
-    Attributes:
-        generation: of the server.
-        sequence: of the reader's request.
-        version: of the snapshot.
-        state: of the coordinator, where the reader asked for "state" or "standing".
-        given_up: why the rest is not sent, in words; empty where all was.
-        traceback: of the optimizer that raised, from a parameter server by itself; it sends such an
-            end also instead of the weights that a push makes, under the push's number.
     """
 
     generation: Generation
     sequence: Sequence
     version: Version
+    # of the coordinator, where the reader asked for "state" or "standing"
     state: Annotated[dict[str, Any] | None, STATE] = None
-    given_up: Annotated[str, TEXT] = ""
+    given_up: Annotated[str, TEXT] = ""  # why the rest is not sent, in words; empty where all was
+    # of the optimizer that raised, from a parameter server by itself; it sends such an end also instead of the weights
+    # that a push makes, under the push's number
     traceback: Annotated[str, TEXT] = ""
 
 
@@ -178,18 +153,12 @@ class Put(Body):
     """One chunk of weights, to be installed later.
 
     A client sends it to every server that holds the chunk.
-
-    Attributes:
-        sequence: the client's count of its requests; one for all messages of a put.
-        number: of this message among those of the put, from 0.
-        chunk: index of the chunk.
-        payload: the chunk's bytes in its dtype.
     """
 
-    sequence: Sequence
-    number: Number
+    sequence: Sequence  # the client's count of its requests; one for all messages of a put
+    number: Number  # of this message among those of the put, from 0
     chunk: Chunk
-    payload: Payload = field(default=None, compare=False)
+    payload: Payload = field(default=None, compare=False)  # in the chunk's dtype
 
 
 @body(Kind.PUT_STATE)
@@ -198,12 +167,9 @@ class PutState(_Tensor):
     """One tensor of optimizer state, to be installed later.
 
     A client sends it to every server that holds the chunk.
-
-    Attributes:
-        number: of this message among those of the put, from 0.
     """
 
-    number: Number = field(default=0, kw_only=True)
+    number: Number = field(default=0, kw_only=True)  # as in `Put`
 
 
 @body(Kind.REPLACE_STATE)
@@ -213,14 +179,10 @@ class ReplaceState(Body):
 
     A client sends it to every server, after all other messages of the put, when it installs weights
     together with optimizer state.
-
-    Attributes:
-        sequence: of the put.
-        number: of this message among those of the put, from 0.
     """
 
     sequence: Sequence
-    number: Number
+    number: Number  # as in `Put`
 
 
 @body(Kind.PUT_RECEIVED)
@@ -229,15 +191,11 @@ class PutReceived(Body):
     """A server has received one message of a put.
 
     The server sends it to the client.
-
-    Attributes:
-        sequence: of the put.
-        number: of the message that was received.
-        refused: why the server does not take it, in words; empty if it does.
     """
 
     sequence: Sequence
-    number: Number
+    number: Number  # of the message that was received
+    # why the server does not take it, in words; empty if it does
     refused: Annotated[str, TEXT] = ""
 
 
@@ -247,18 +205,13 @@ class Install(Body):
     """A request to make a put the state of the job.
 
     A client sends it to the coordinator when servers have acknowledged all messages of the put.
-
-    Attributes:
-        sequence: of the put.
-        version: that the state has from now on.
-        anew: whether the shares of the samples begin anew at that version.
-        state: of the coordinator, or parts of it, see `RecoveredState`; None to leave its ledger
-            and counters as they are.
     """
 
     sequence: Sequence
-    version: Version
+    version: Version  # that the state has from now on
+    # whether the shares of the samples begin anew at that version
     anew: Annotated[bool, FLAG] = False
+    # of the coordinator, or parts of it, see `RecoveredState`; None to keep its ledger and counters
     state: Annotated[dict[str, Any] | None, nothing_or(STATE)] = None
 
 
@@ -268,14 +221,9 @@ class Installed(Body):
     """The put is the state of the job.
 
     The coordinator sends it to the client, in answer to an INSTALL.
-
-    Attributes:
-        generation: that has begun.
-        sequence: of the request.
-        version: of the state.
     """
 
-    generation: Generation
+    generation: Generation  # that has begun
     sequence: Sequence
     version: Version
 
@@ -286,16 +234,11 @@ class InstallRefused(Body):
     """Nothing is installed, because a process is dead.
 
     The coordinator sends it to the client, in answer to an INSTALL.
-
-    Attributes:
-        sequence: of the request.
-        peer: the dead process.
-        why: the cause of its death, in words.
     """
 
     sequence: Sequence
-    peer: Annotated[Peer, PEER]
-    why: Annotated[str, TEXT]
+    peer: Annotated[Peer, PEER]  # the dead process
+    why: Annotated[str, TEXT]  # the cause of its death, in words
 
 
 @body(Kind.INSTALL_PUT)
@@ -305,9 +248,7 @@ class InstallPut(Decision):
 
     The coordinator of a parameter server by itself sends it to every server; a training job's
     coordinator does so with MEMBERS.
-
-    Attributes:
-        install: (role, index, request number) of each client whose put is installed.
     """
 
+    # (role, index, request number) of each client whose put is installed
     install: Annotated[Row[Row[Any]], PUTS]

@@ -18,15 +18,11 @@ class Pushed(Body):
     """A user pushes an update.
 
     The user sends it to the coordinator right before the chunks, which are PUSHes to the servers.
-
-    Attributes:
-        sequence: the user's count of its pushes.
-        pulled: newest version that the user has received.
-        pull: whether the user is sent the weights that the push makes, instead of a PUSH_COMMITTED.
     """
 
-    sequence: Sequence
-    pulled: Pulled
+    sequence: Sequence  # the user's count of its pushes
+    pulled: Pulled  # newest version that the user has received
+    # whether the user is sent the weights that the push makes, instead of a PUSH_COMMITTED
     pull: Annotated[bool, FLAG] = False
 
 
@@ -36,14 +32,10 @@ class PushCommitted(Body):
     """A push is committed.
 
     The coordinator sends it to the user.
-
-    Attributes:
-        sequence: of the push.
-        version: that the push made.
     """
 
     sequence: Sequence
-    version: Version
+    version: Version  # that the push made
 
 
 @body(Kind.PUSH_REFUSED)
@@ -53,18 +45,14 @@ class PushRefused(Body):
 
     The coordinator sends it to the user of a push that holds NaN or infinity, with
     ``nonfinite="refuse"``; and of every push since a server's optimizer has raised.
-
-    Attributes:
-        sequence: of the push.
-        culprits: (worker, array's name) for each array with NaN or infinity.
-        raised: the server whose optimizer raised, and what, in words; empty if none did.
-        traceback: of what it raised.
     """
 
     sequence: Sequence
+    # (worker, array's name) for each array with NaN or infinity
     culprits: Annotated[Row[Row[Any]], CULPRITS] = ()
+    # the server whose optimizer raised, and what, in words; empty if none did
     raised: Annotated[str, TEXT] = ""
-    traceback: Annotated[str, TEXT] = ""
+    traceback: Annotated[str, TEXT] = ""  # of what it raised
 
 
 @body(Kind.USER_LEFT)
@@ -74,9 +62,6 @@ class UserLeft(Body):
 
     The server sends it to the coordinator, which commits the pushes that are whole on all servers
     and drops the others.
-
-    Attributes:
-        worker: index of the user.
     """
 
     worker: Annotated[int, WORKER]
