@@ -19,34 +19,22 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class ChunkState:
-    """A chunk on its way to another process.
+    """A chunk on its way to another process."""
 
-    Attributes:
-        weights: its bytes.
-        records: its optimizer's state, see `ServerChunk.state`: description and bytes of each
-            tensor.
-    """
-
-    weights: Bytes
+    weights: Bytes  # its bytes
+    # its optimizer's state, see `ServerChunk.state`: description and bytes of each tensor
     records: list[tuple[dict[str, Any], Bytes]]
 
 
 class RetainedChunks:
-    """The chunks of a process' servers that have ended.
-
-    Args:
-        servers: of one layout; they must handle no more messages.
-    """
+    """The chunks of a process' servers, of one layout, that have ended and handle no more messages."""
 
     def __init__(self, servers: Sequence[Server] = ()) -> None:
         self._chunks = {index: held for server in servers for index, held in server.chunks.items()}
         self._vector = servers[0].vector if servers else None
 
     def vector(self, nbytes: int) -> torch.Tensor:
-        """Return a flat vector of `nbytes` bytes for the next servers.
-
-        It is the one in which the kept chunks lie, if that has the size.
-        """
+        """Return a flat vector for the next servers: that in which the kept chunks lie, if it has `nbytes`."""
         if self._vector is None or self._vector.numel() != nbytes:
             self._vector = allocate(nbytes)
         return self._vector

@@ -68,23 +68,16 @@ Outcome = Result | Failure | WorkerLost | PeerLostError
 
 @dataclass
 class Snapshot:
-    """What a read returns, at one version over all servers.
-
-    Attributes:
-        version: of which everything is.
-        weights: the flat vector (uint8, of the layout's size); empty for a read of "standing" or
-            "rows".
-        records: optimizer state, slice by slice, and rows, piece by piece; empty unless "state" or
-            "rows" was read.
-        state: of the coordinator, see `RecoveredState`; empty where only weights were read.
-        seconds: from the arrival of its first part to that of its last.
-    """
+    """What a read returns, at one version over all servers."""
 
     version: int
+    # the flat vector (uint8, of the layout's size); empty for a read of "standing" or "rows"
     weights: torch.Tensor
+    # optimizer state, slice by slice, and rows, piece by piece; empty unless "state" or "rows" was read
     records: list[Record] = field(default_factory=list)
+    # of the coordinator, see `RecoveredState`; empty where only weights were read
     state: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
+    seconds: float = 0.0  # from the arrival of its first part to that of its last
 
 
 @dataclass(frozen=True, order=True)
@@ -127,27 +120,15 @@ class Client:
     """The driver's role in a job: a state machine over messages.
 
     Its methods are called on the router's thread. Futures are set there, too.
-
-    Args:
-        layout: of the model.
-        holders: the servers of each chunk.
-        num_servers: the number of servers.
-        send: sends as the client.
-
-    Attributes:
-        outcomes: the bodies of RESULT, FAILURE and WORKER_LOST, or the loss of a peer, in the order of
-            events; may be read on any thread. None, which another thread may add, says nothing.
-        position: the newest generation and version that the client has heard of.
-        lost_peer: the first coordinator or server whose loss the client has heard of; None if there
-            is none.
-        torn: the failure by which the servers' chunks are of no version, see `Failure`; None if
-            there is none.
     """
 
     def __init__(
         self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send
     ) -> None:
+        # RESULT, FAILURE and WORKER_LOST, or the loss of a peer, in the order of events, for any thread; None, which
+        # another thread may add, says nothing
         self.outcomes: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
+        # the newest generation and version that the client has heard of
         self.position = Position(0, 0)
         self._since = time.monotonic()  # when a step last ended
         self._layout = layout
@@ -161,19 +142,15 @@ class Client:
         self._answers: dict[int, Future[Any]] = {}  # of requests that one message answers
         self._ended: set[tuple[int, int]] = set()  # (worker, life) of each WORKER_LOST
         self._failure: PeerLostError | None = None  # after which nothing is answered any more
+        # the first coordinator or server whose loss the client has heard of
         self.lost_peer: Peer | None = None
+        # the failure by which the servers' chunks are of no version, see `Failure`
         self.torn: Failure | None = None
 
     def ask(self, steps: int, stats: bool, rates: RateChanges = ()) -> None:
-        """Ask the coordinator for more steps; each ends as one entry of `outcomes`.
-
-        After the loss of a server or the coordinator the only entry is that loss.
-
-        Args:
-            steps: how many.
-            stats: whether their results have loss, metrics and timings.
-            rates: learning rates that hold instead of the schedule's.
-        """
+        """Ask the coordinator for more steps; each ends as one entry of `outcomes`."""
+        # After the loss of a server or the coordinator the only entry is that loss. stats: whether results have loss,
+        # metrics and timings; rates: that hold instead of the schedule's.
         if self._failure is not None:
             while not self.outcomes.empty():  # results of earlier steps, which came after the loss
                 self.outcomes.get()
@@ -183,11 +160,7 @@ class Client:
         self._send(COORDINATOR, Ask(self._requests, steps, stats, rates).pack())
 
     def revoke(self) -> Future[Position]:
-        """Take back the steps that are granted but not committed.
-
-        Returns:
-            A future of the job's position after that.
-        """
+        """Take back the steps that are granted but not committed; return a future of the job's position after that."""
         return self._request(Revoke)
 
     def stop(self) -> Future[int]:
@@ -320,15 +293,8 @@ class Client:
         return parts
 
     def declare_lost(self, worker: int, life: int, why: str) -> None:
-        """Have the coordinator give up a worker that is silent or cut off.
-
-        It has when a WORKER_LOST is in `outcomes`.
-
-        Args:
-            worker: its index.
-            life: its incarnation.
-            why: for the error.
-        """
+        """Have the coordinator give up a worker's life that is silent or cut off."""
+        # A WORKER_LOST follows in `outcomes`.
         self._send(COORDINATOR, GiveUp(worker, life, why).pack())
 
     def counters(self) -> Future[Counters]:
@@ -348,18 +314,8 @@ class Client:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Return the memory for an arriving payload: of the vector that is read, or new.
-
-        Args:
-            message: without its payload.
-            size: of the payload, in bytes.
-
-        Returns:
-            `size` bytes; None to drop the payload, because no read waits for it.
-
-        Raises:
-            ProtocolError: a client takes no such payload.
-        """
+        """Return memory of the vector that is read, or new, for a payload; None without a read."""
+        # See `Role.destination`.
         read = self._reads.get(message.sequence)
         if read is None or (
             message.source is not None and message.source.index not in read.awaited
@@ -377,11 +333,7 @@ class Client:
         )
 
     def handle(self, source: Peer, message: Message) -> None:  # noqa: PLR0915
-        """Act on one message.
-
-        Raises:
-            ProtocolError: a client takes no such message.
-        """
+        """Act on one message; ProtocolError: a client takes no such message."""
         match message.kind:
             case Kind.WORKER_LOST:
                 lost = WorkerLost.unpack(message)

@@ -26,9 +26,6 @@ class CoordinatorRole:
         pause: seconds for which results of short steps wait for each other while more steps are to
             come: waking the client for each would take processor time from the workers.
         when_idle: has a function called as soon as the process has nothing else to do.
-
-    Attributes:
-        coordinator: as given.
     """
 
     def __init__(
@@ -48,11 +45,9 @@ class CoordinatorRole:
         self._results: list[tuple[Peer, Message]] = []  # that wait to be sent to clients
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Act on one message, and send what is decided.
-
-        Results of steps are made and sent when they are due and no message waits: made together, each
-        takes a third of the time.
-        """
+        """Act on one message, and send what is decided."""
+        # Results of steps are made and sent when they are due and no message waits: made together, each takes a third
+        # of the time.
         version = self.coordinator.version
         if message.kind not in _OF_STEPS:
             self._carry_out(self.coordinator.settle())
@@ -63,11 +58,7 @@ class CoordinatorRole:
             self._send_results()
 
     def destination(self, message: Message, size: int) -> None:
-        """Refuse a payload: no message to the coordinator has one.
-
-        Raises:
-            ProtocolError: always.
-        """
+        """Refuse a payload by ProtocolError: no message to the coordinator has one."""
         raise ProtocolError(f"{message.kind.name} with {size} bytes of payload for the coordinator")
 
     def lost(self, peer: Peer, reason: str) -> None:
@@ -75,11 +66,7 @@ class CoordinatorRole:
         self._carry_out(self.coordinator.lost(peer, reason))
 
     def tick(self, now: float) -> None:
-        """Send the results that waited, and what is decided as deadlines have passed.
-
-        Args:
-            now: seconds, monotonic.
-        """
+        """Send the results that waited, and what is decided as deadlines have passed."""
         self._carry_out(self.coordinator.tick(now))
         self._send_results()
 

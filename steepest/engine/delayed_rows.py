@@ -37,18 +37,12 @@ class DelayedRows:
     are left out with it, and those of the step before are pushed again with the next step. What is
     kept when a worker's process gets another role is given to the new one as `state`; what is kept
     when the process dies is lost.
-
-    Args:
-        rows: packs what is pushed.
-
-    Attributes:
-        delays: whether gradients are delayed; otherwise each step pushes its own, with what is kept.
-        is_last: whether no step is granted after the present one.
     """
 
     def __init__(self, rows: RowCollector) -> None:
+        # whether gradients are delayed; otherwise each step pushes its own, with what is kept
         self.delays = False
-        self.is_last = True
+        self.is_last = True  # whether no step is granted after the present one
         self._rows = rows
         self._kept: _Kept | None = None  # of the step before the present one
         self._next: _Kept | None = None  # of the present one

@@ -82,18 +82,8 @@ class HostAggregator:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> Memory | None:
-        """Return the memory for an arriving payload: gradients stay where they are lent.
-
-        Args:
-            message: without its payload, unless that is lent inside the host.
-            size: of the payload, in bytes.
-
-        Returns:
-            `size` bytes, in the vector for weights; None to drop what is of an earlier version.
-
-        Raises:
-            ProtocolError: no chunk has that size.
-        """
+        """Return memory for a payload, in the vector for weights; gradients stay where they are lent."""
+        # See `Role.destination`.
         if message.kind is not Kind.PUSH:
             return self._weights.destination(message, size)
         if (
@@ -108,11 +98,7 @@ class HostAggregator:
         return where_lent(message, size)
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Act on one message: gather a gradient, or pass weights on.
-
-        Raises:
-            ProtocolError: an aggregator takes no such message.
-        """
+        """Act on one message: gather a gradient, or pass weights on; ProtocolError: it takes no such message."""
         if message.kind is Kind.PUSH:
             self._gather(source, Push.unpack(message))
         elif (weights := self._weights.receive(message)) is not None:

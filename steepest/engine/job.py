@@ -39,38 +39,25 @@ ModelCreator = Callable[[int, int], Model]
 
 @dataclass(frozen=True)
 class Description:
-    """What one worker's models are like; all workers must agree.
-
-    Attributes:
-        layout: of the parameters.
-        optimizer_spec: the model's optimizer.
-        samples: number of training samples; None for streams.
-        batch_size: samples of one batch.
-        blocks: of the data, see `steepest.data.protocol.Blocks`; None without.
-        drop_last: of the data, see `SamplePlan`.
-        notice: what users should know of the data and the model, which the driver logs.
-        tables: the embedding tables of which the models use rows.
-        fingerprint: of the data; that of worker 0 counts.
-        threads: torch's in the process that described the models.
-        changing: whether replicas have values of their own beside trained parameters: buffers, or
-            frozen parameters, which a model may change itself.
-        clip_norm: the greatest norm of a gradient, unless the strategy says another.
-        attend: an attribute of models made for tests: called with each server and worker that is
-            hosted in a process.
-    """
+    """What one worker's models are like; all workers must agree."""
 
     layout: ParameterLayout
     optimizer_spec: OptimizerSpec
-    samples: int | None
-    batch_size: int
-    blocks: Blocks | None = None
-    threads: int = 1
+    samples: int | None  # of training data; None for streams
+    batch_size: int  # samples of one batch
+    blocks: Blocks | None = None  # of the data, see `steepest.data.protocol.Blocks`; None without
+    threads: int = 1  # torch's in the process that described the models
+    # whether replicas have values of their own beside trained parameters: buffers, or frozen parameters, which a model
+    # may change itself
     changing: bool = False
+    # of models made for tests: called with each server and worker that is hosted in a process
     attend: Callable[[Router, Peer, Role], None] | None = None
-    drop_last: bool = False
-    notice: str = ""
-    tables: tuple[Table, ...] = ()
+    drop_last: bool = False  # of the data, see `SamplePlan`
+    notice: str = ""  # what users should know of the data and the model, which the driver logs
+    tables: tuple[Table, ...] = ()  # embedding tables of which the models use rows
+    # of the data; that of worker 0 counts
     fingerprint: Fingerprint = field(default_factory=dict, hash=False)
+    # the greatest norm of a gradient, unless the strategy says another
     clip_norm: float | None = None
 
 
@@ -78,39 +65,28 @@ class Description:
 class Job:
     """The facts of one job, the same in every process.
 
-    Attributes:
-        description: of the model.
-        config: the strategy as the user chose it.
-        num_workers, devices_per_worker, num_servers: how many of each.
-        seed: of initial weights, order of samples and random state.
-        step_timeout: seconds within which a step must end.
-        keep_log: whether the coordinator keeps every commit, for a replay.
-        hosts: where workers and servers run; by default each on a host of its own.
-        accumulate: micro-batches that each replica has at least for one gradient.
-        schedule_offset: where the learning-rate schedule stands at step 0, see `updates_before`.
-        replaces: whether a worker that is lost is replaced, where that can be.
-        global_batch_size: samples of one batch of all replicas together; None for as many as the
-            models' batch size makes.
-        unfrozen: names of parameters that are trained although models are made with them frozen.
-
     Raises:
         ConfigurationError: `global_batch_size` with data that choose their own batches; tables
             under a strategy that has none, or that follow a learning rate that is not there.
     """
 
     description: Description
-    config: StrategyConfig
+    config: StrategyConfig  # the strategy as the user chose it
     num_workers: int
     devices_per_worker: int
     num_servers: int
-    seed: int
-    step_timeout: float
-    keep_log: bool = False
+    seed: int  # of initial weights, order of samples and random state
+    step_timeout: float  # seconds within which a step must end
+    keep_log: bool = False  # whether the coordinator keeps every commit, for a replay
+    # where workers and servers run; by default each on a host of its own
     hosts: HostMap | None = None
-    accumulate: int = 1
+    accumulate: int = 1  # micro-batches that each replica has at least for one gradient
+    # where the learning-rate schedule stands at step 0, see `updates_before`
     schedule_offset: int = 0
-    replaces: bool = False
+    replaces: bool = False  # whether a worker that is lost is replaced, where that can be
+    # samples of one batch of all replicas together; None for as many as the models' batch size makes
     global_batch_size: int | None = None
+    # names of parameters that are trained although models are made with them frozen
     unfrozen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -308,11 +284,8 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """The number of batches that each replica computes for one gradient.
-
-        There are more than `accumulate` where a batch would otherwise have more samples than the
-        models' batch size.
-        """
+        """The number of batches that each replica computes for one gradient."""
+        # More than `accumulate` where a batch would otherwise have more samples than the models' batch size.
         size, replicas = self.global_batch_size or 0, self.shares * self.devices_per_worker
         return max(self.accumulate, -(-size // (replicas * self.description.batch_size)))
 
@@ -445,11 +418,7 @@ def _difference_of_tables(first: Sequence[Table], other: Sequence[Table]) -> str
 def check_agreement(
     first: Description, other: Description, first_name: str, other_name: str
 ) -> None:
-    """Check that two replicas are alike; their names are for the error.
-
-    Raises:
-        ModelError: they are not; says in what.
-    """
+    """Check that two replicas, named for the error, are alike; ModelError says in what they are not."""
     difference = _difference_of_tables(first.tables, other.tables)
     difference = difference or first.layout.difference(other.layout)
     for what, a, b in (

@@ -103,10 +103,8 @@ class LocalReplicas(Replicas):
         metrics: bool,
         arrive: Arrive = all_here,
     ) -> WorkerResult:
-        """Make one share's updates, and push the difference that they made.
-
-        The weights are those from before afterwards. For arguments see `Replicas.compute`.
-        """
+        """Make one share's updates, and push their difference; the weights are those from before afterwards."""
+        # Arguments: see `Replicas.compute`.
         arrive(None)
         self._begin(number)
         step = self._places.step_of(number)
@@ -219,11 +217,7 @@ class LocalReplicas(Replicas):
             held.end_state()
 
     def inner_state(self, step: int) -> InnerOptimizerState:
-        """Return the state of the inner optimizer and its schedule.
-
-        Args:
-            step: steps committed; a share that was computed for a later step does not count.
-        """
+        """Return the inner optimizer's and schedule's state; a share computed for a later step does not count."""
         given_up = self._places.step_of(self._number) >= step
         state, plain = assemble(self.layout, self._before if given_up else self._records())
         schedule = self._schedule_before if given_up else self._schedule.state()

@@ -38,15 +38,6 @@ class PushPull:
         own: index of the server of the worker's own process, None if there is none; bytes between
             the two do not count as moved.
         left_out: called, once or more, when the last push was left out of the servers' weights.
-
-    Attributes:
-        compressor: of the gradients, with what it has left out so far; None where they travel as
-            they are.
-        bytes_pushed: to other processes in this step.
-        bytes_pulled: of weights from other processes, so far.
-        sequence: number of the last push, from 1.
-        unpushed: number of chunks of this step that are not pushed yet.
-        rows: of embedding tables; None without tables.
     """
 
     def __init__(
@@ -59,7 +50,8 @@ class PushPull:
         own: int | None = None,
         left_out: Callable[[], None] = lambda: None,
     ) -> None:
-        self.bytes_pushed = self.bytes_pulled = 0
+        self.bytes_pushed = 0  # to other processes in this step
+        self.bytes_pulled = 0  # of weights from other processes, so far
         self._own = None if own is None else server_peer(own)
         layout, holders, hosts = topology.layout, topology.holders, topology.hosts
         self._layout = layout
@@ -89,25 +81,21 @@ class PushPull:
         for chunk in layout.table_shards:  # no aggregator adds up rows, no codec packs them
             packed[chunk] = False
             self._targets[chunk] = [server_peer(server) for server in holders[chunk]]
-        self.rows: RowExchange | None = None
+        self.rows: RowExchange | None = None  # of embedding tables; None without tables
         if topology.tables is not None:
             from steepest.engine.row_exchange import RowExchange
 
             self.rows = RowExchange(worker, topology.tables, holders, send)
+        # of the gradients, with what it has left out so far; None where they travel as they are
         self.compressor = None if codec is None else GradientCompressor(layout, codec, packed)
-        self.sequence = self.unpushed = 0
+        self.sequence = 0  # number of the last push, from 1
+        self.unpushed = 0  # chunks of this step that are not pushed yet
         self._generation = self._incarnation = 0
         self._version = 0
         self._weights = ArrivingWeights(f"worker {worker}", layout, weights, pull_dtype)
 
     def begin(self, generation: int, version: int, incarnation: int) -> None:
-        """Begin a push.
-
-        Args:
-            generation: of the job.
-            version: of the weights from which the gradient is computed.
-            incarnation: number of the worker's life.
-        """
+        """Begin a push of the worker's life `incarnation`, of a gradient that is computed from a version's weights."""
         self._incarnation = incarnation
         self._generation, self._version = generation, version
         self.sequence += 1
@@ -120,16 +108,9 @@ class PushPull:
     def ready(
         self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> None:
-        """Push a complete chunk of the gradient, see `steepest.engine.replicas.ChunkReady`.
-
-        Args:
-            chunk: its index.
-            payload: flat bytes; must not change before the weights that come of the push are here.
-                Empty for a shard of tables of which no row has a gradient.
-            unit: weight of one unit of the payload; 0 to push none.
-            total: summed weight of the worker's samples.
-            absent: entries that have no gradient.
-        """
+        """Push a complete chunk of the gradient, see `steepest.engine.replicas.ChunkReady`."""
+        # payload: must not change before the weights that come of the push are here; empty for a shard of tables of
+        # which no row has a gradient.
         self.unpushed -= 1
         pushed = payload if unit and payload.numel() else None
         if pushed is not None and self.compressor is not None:
@@ -177,19 +158,8 @@ class PushPull:
         )
 
     def destination(self, message: Message, size: int) -> Memory | None:
-        """Return the memory for an arriving payload: for weights, where the model uses them.
-
-        Args:
-            message: without its payload, unless that is lent inside the host.
-            size: of the payload, in bytes.
-
-        Returns:
-            `size` bytes; None to drop the payload: weights that are old, or a shared vector that
-            does not lie in memory of this host.
-
-        Raises:
-            ProtocolError: a worker takes no such payload.
-        """
+        """Return memory for a payload: for weights, where the model uses them, unless they are old."""
+        # See `Role.destination`. None too for a shared vector that does not lie in memory of this host.
         if message.kind is Kind.ROWS and self.rows is not None:
             return self.rows.destination(message, size)
         if message.kind is Kind.WEIGHTS_SHARED and size == self._layout.nbytes:
@@ -197,14 +167,8 @@ class PushPull:
         return self._weights.destination(message, size)
 
     def receive(self, source: Peer, message: Message) -> tuple[int, int] | None:
-        """Take a message with weights.
-
-        Returns:
-            Generation and version, if all weights of that version are here now; otherwise None.
-
-        Raises:
-            ProtocolError: the message is neither WEIGHTS, WEIGHTS_SHARED nor ROWS.
-        """
+        """Take a message with weights; return generation and version, if all of that version are here now."""
+        # ProtocolError: the message is neither WEIGHTS, WEIGHTS_SHARED nor ROWS.
         if message.kind is Kind.ROWS and self.rows is not None:
             self.rows.receive(source, message)
             return None

@@ -11,12 +11,8 @@ from steepest.tensors.dtypes import Tensors, merge_replicas
 
 
 def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
-    """Return each replica's state, all with the same names.
-
-    Args:
-        call: calls a function of `Replicas` on all workers, with arguments for it, and returns the
-            results by worker.
-    """
+    """Return each replica's state, all with the same names."""
+    # call: calls a function of `Replicas` on all workers, with arguments for it, and returns the results by worker.
     states = [state for part in call(Replicas.states) for state in part]
     names = sorted(set().union(*states))
     if all(len(state) == len(names) for state in states):
@@ -27,12 +23,7 @@ def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
 
 
 def mean_states(states: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float]) -> Tensors:
-    """Return one state merged from several replicas' (`steepest.tensors.dtypes.merge_replicas`).
-
-    Args:
-        states: by replica, all with the same names.
-        weights: of the replicas.
-    """
+    """Return one state merged from replicas', by weight (`steepest.tensors.dtypes.merge_replicas`)."""
     return Tensors(
         (name, merge_replicas([state[name] for state in states], weights)) for name in states[0]
     )

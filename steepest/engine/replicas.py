@@ -47,28 +47,18 @@ Memory = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """The result of one step on one worker.
+    """The result of one step on one worker."""
 
-    Attributes:
-        loss: mean over its replicas, by weight.
-        weight: of its samples in means.
-        samples: number of samples.
-        metrics: means, by name.
-        timings: seconds, by what they were spent on.
-    """
-
-    loss: float
-    weight: float
+    loss: float  # mean over its replicas, by weight
+    weight: float  # of its samples in means
     samples: int
-    metrics: dict[str, float]
-    timings: dict[str, float]
+    metrics: dict[str, float]  # means, by name
+    timings: dict[str, float]  # seconds, by what they were spent on
 
 
 def memory_for(layout: ParameterLayout) -> Memory:
-    """Return memory for the weights and gradients of replicas that will be made.
-
-    Its pages are taken already, which may last longer than copying to them.
-    """
+    """Return memory for the weights and gradients of replicas that will be made."""
+    # Its pages are taken already, which may last longer than copying to them.
     return layout.allocate(), allocate(layout.nbytes).zero_()
 
 
@@ -111,20 +101,6 @@ class Replicas:
         devices: of the models.
         share: of the job's work.
         memory: for weights and gradients, see `memory_for`.
-
-    Attributes:
-        models: as given.
-        layout: of the models.
-        weights: the flat vector of weights, uint8, of the layout's size.
-        first_index: index of the first replica among all replicas of the job.
-        worker: index of the worker.
-        leased: as given.
-        seconds_ahead: that loading a batch of the last share took while its weights were awaited.
-        compressor: of this worker's gradients, with what it has left out so far; None until a
-            process hosts the worker, and without compression.
-        rates: learning rates that a user has set, for replicas that have an optimizer.
-        rows: of embedding tables, which the models use; None without tables.
-        settings: batch size and data of each model, with which the job divides its samples.
     """
 
     def __init__(
@@ -135,8 +111,10 @@ class Replicas:
         memory: Memory | None = None,
     ) -> None:
         self.models = tuple(models)
+        # batch size and data of each model, with which the job divides its samples
         self.settings = [(model.batch_size, model.data) for model in models]
         self.layout = models[0].layout
+        # the flat vector of weights, uint8, of the layout's size
         self.weights, self._sum = memory or (self.layout.allocate(), allocate(self.layout.nbytes))
         self._memory = self.weights
         accumulate = share.accumulate
@@ -167,20 +145,20 @@ class Replicas:
         self._loaded: _Loaded | None = None  # a batch of a step to come
         self._streams = OpenStreams(len(models))
         self._division = (self.first_index, self._replicas)  # with which streams are open
+        # that loading a batch of the last share took while its weights were awaited
         self.seconds_ahead = 0.0
+        # of this worker's gradients, with what it has left out; None until a process hosts the worker
         self.compressor: GradientCompressor | None = None
+        # learning rates that a user has set, for replicas that have an optimizer
         self.rates: RateChanges = ()
+        # of embedding tables, which the models use; None without tables
         self.rows: RowCollector | None = None
         self._ahead: LookAhead | None = None
 
     def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
-        """Set the sample plan, and the seed of the job.
-
-        Args:
-            plan: from now on; None when the data are streams, which go on where they are. Those that
-                are divided are opened again where this worker has another part of them now.
-            seed: of the job.
-        """
+        """Set the sample plan, and the seed of the job."""
+        # plan: None when the data are streams, which go on where they are. Those that are divided are opened again
+        # where this worker has another part of them now.
         division = (self.first_index, self._replicas)
         redivided = division != self._division and _divides(self.models[0].data)
         self._division = division
@@ -194,13 +172,8 @@ class Replicas:
         self.compressor = compressor
 
     def use_rows(self, rows: RowCollector | None, ahead: LookAhead | None = None) -> None:
-        """Have the models use rows of embedding tables.
-
-        Args:
-            rows: None without tables.
-            ahead: looks at batches before they are computed; None to pull rows when they are
-                needed.
-        """
+        """Have the models use rows of embedding tables, if any."""
+        # ahead: looks at batches before they are computed; None to pull rows when they are needed.
         self.rows = rows
         self._ahead = ahead
         if rows is not None:
@@ -214,20 +187,14 @@ class Replicas:
         self._streams, self._division = other._streams, other._division
 
     def begin_with(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Give every model a state (see `Model.state`).
-
-        It is set again when the first weights have come, which bring installed frozen parameters.
-        """
+        """Give every model a state (see `Model.state`)."""
+        # It is set again when the first weights have come, which bring installed frozen parameters.
         self._first = state
         for model in self.models:
             model.load_state(state)
 
     def states(self, names: Sequence[str] = ()) -> list[Tensors]:
-        """Return each replica's state (see `Model.state`).
-
-        Args:
-            names: of frozen parameters that are in it even where they are as installed.
-        """
+        """Return each replica's state (see `Model.state`), with these frozen parameters even if as installed."""
         found = []
         for model in self.models:
             state = Tensors(model.state())
@@ -253,17 +220,9 @@ class Replicas:
             self._move(self._memory)
 
     def adopt(self, weights: torch.Tensor) -> bool:
-        """Use a vector of weights that other processes write, instead of this worker's own.
-
-        The models may write to it, as they may to their own: what they write is private to this
-        process, and is undone when they have computed.
-
-        Args:
-            weights: uint8, flat, of the layout's size.
-
-        Returns:
-            Whether it is used.
-        """
+        """Use a vector of weights (uint8, flat) that other processes write, instead of this worker's own."""
+        # Return if it is used. The models may write to it, as they may to their own: that is private to this process,
+        # and undone when they have computed.
         if weights.data_ptr() == self.weights.data_ptr():
             return True
         if not make_writable(weights, whole_pages=self.layout.on_pages):
@@ -307,11 +266,8 @@ class Replicas:
         return self.weights.data_ptr() != self._memory.data_ptr()
 
     def weights_changed(self) -> None:
-        """Copy new weights to the devices; on the CPU the models see them as they are.
-
-        With the first weights all replicas take the frozen parameters that were installed; later
-        they keep their own.
-        """
+        """Copy new weights to the devices; on the CPU the models see them as they are."""
+        # With the first weights all replicas take the frozen parameters that were installed; later they keep their own.
         for device, (weights, _) in zip(self._devices, self._own, strict=True):
             if device.type != "cpu":
                 weights.copy_(self.weights, non_blocking=True)
@@ -386,11 +342,7 @@ class Replicas:
         return self._streams.places[0]
 
     def continue_streams(self, place: StreamPlace | None) -> None:
-        """Set where the job is in its pass over streams, for those that are opened from now on.
-
-        Args:
-            place: of another worker; None to begin the streams anew.
-        """
+        """Set where the job is in its pass over streams that are opened from now on; None to begin them anew."""
         self._streams.places = [place] * len(self.models)
         if place is None and self._places.plan is None:
             self._drop_batches()
@@ -517,10 +469,7 @@ class Replicas:
         return self.leased
 
     def warmup(self) -> None:
-        """Compute one gradient on every replica and drop it; models keep their state.
-
-        Rows of embedding tables are those of the beginning.
-        """
+        """Compute one gradient on every replica and drop it; models keep their state, tables their first rows."""
         for replica, model in enumerate(self.models):
             shares = [np.arange(min(model.batch_size, model.data.size or 1))]
             batch = next(iter(model.data.open(shares)))

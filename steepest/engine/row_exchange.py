@@ -63,30 +63,24 @@ class RowExchange(RowCollector):
         dealing: of tables into chunks.
         holders: the servers of each chunk, of which the first answers.
         send: sends as the worker.
-
-    Attributes:
-        wait_until: receives messages in the middle of a forward pass; None before `begin_life`.
-        position: generation and version of the weights with which models compute.
-        bytes_pulled: so far.
-        lookups: of the last batch, each of one group of tables.
-        delayed: the gradients that are kept for the next step.
-        versions: of the answers that the present gradient is computed with, in their order.
     """
 
     def __init__(
         self, worker: int, dealing: Dealing, holders: Sequence[Sequence[int]], send: Send
     ) -> None:
         super().__init__(dealing)
+        # receives messages in the middle of a forward pass; None before `begin_life`
         self.wait_until: WaitUntil | None = None
-        self.position = (0, 0)
+        self.position = (0, 0)  # generation and version of the weights with which models compute
         self.bytes_pulled = 0
         self._worker = worker
         self._send = send
         self._sequence = 0
         self._awaited: dict[int, int] = {}  # by request, the server
         self._answers: dict[int, Rows] = {}
-        self.lookups = self._done = 0
-        self.delayed = DelayedRows(self)
+        self.lookups = self._done = 0  # of the last batch, each of one group of tables
+        self.delayed = DelayedRows(self)  # the gradients that are kept for the next step
+        # of the answers that the present gradient is computed with, in their order
         self.versions: list[int] = []
         self._looking: list[_Asked] | None = None  # the look-ups of a pass that only asks
         self._later = 0  # versions after the present one, of which its rows are to be
@@ -101,28 +95,15 @@ class RowExchange(RowCollector):
         )
 
     def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
-        """Begin to pull rows, with other numbers of requests than in other lives of the worker.
-
-        A server may answer a dead worker's request on its successor's channel.
-
-        Args:
-            incarnation: number of the life.
-            wait_until: receives messages in the middle of a forward pass.
-        """
+        """Begin to pull rows, with other numbers of requests than in other lives of the worker."""
+        # A server may answer a dead worker's request on its successor's channel. wait_until: receives messages in the
+        # middle of a forward pass.
         self._sequence, self.wait_until = incarnation << _REQUESTS_BITS, wait_until
 
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = True) -> Floats:
-        """Return the values of rows, (n, dim), as servers have them; waits for the answers.
-
-        Args:
-            group: its number.
-            tables, ids: (n,), distinct.
-            training: whether their gradients will be pushed.
-
-        Raises:
-            ConfigurationError: a table has no room for a row of each id, or the models are not in
-                a process of a job.
-        """
+        """Return the values of distinct rows, (n, dim), as servers have them; waits for the answers."""
+        # training: whether their gradients will be pushed. ConfigurationError: a table has no room for a row of each
+        # id, or the models are not in a process of a job.
         if self.wait_until is None or self.position[1] < 0:  # or before the first weights
             raise ConfigurationError("rows of embedding tables are pulled while a job runs")
         if self._looking is not None:
@@ -208,13 +189,9 @@ class RowExchange(RowCollector):
         return {"row_versions": runs, "own_rows": own}
 
     def look(self, place: Place, forward: Callable[[], None], *, later: bool) -> None:
-        """Ask for the rows of a batch that is computed later, and do not wait for them.
-
-        Args:
-            place: of the batch.
-            forward: runs the forward pass; it is left at the last look-up, by an exception.
-            later: whether rows are to be of the version after that of `position`.
-        """
+        """Ask for the rows of a batch that is computed later, and do not wait for them."""
+        # forward: runs the forward pass, left at the last look-up by an exception; later: rows are to be of the version
+        # after `position`'s.
         if len(self._awaited) >= _MOST_AWAITED:
             return
         self._looking, self._later = [], int(later)
@@ -298,11 +275,7 @@ class RowExchange(RowCollector):
         return where_lent(message, size) if message.sequence in self._awaited else None
 
     def receive(self, source: Peer, message: Message) -> None:
-        """Take the answer of a server; a late one, or a copy, is dropped.
-
-        Raises:
-            ProtocolError: it is another server's than the one that was asked.
-        """
+        """Take the answer of a server; a late one, or a copy, is dropped; ProtocolError: another server was asked."""
         if message.sequence not in self._awaited:
             return
         if source.index != self._awaited[message.sequence]:

@@ -35,21 +35,14 @@ class _Wanted(NamedTuple):
 
 
 class RowPulls:
-    """The pulls of rows at one server, of which those of a version to come wait for it.
-
-    Args:
-        server: its index, for errors.
-        tables: how tables are dealt into chunks; None without tables.
-        chunks: that the server holds, by index.
-        send: sends as the server.
-    """
+    """The pulls of rows at one server, of which those of a version to come wait for it."""
 
     def __init__(
         self,
-        server: int,
+        server: int,  # its index, for errors
         tables: Dealing | None,
         chunks: Mapping[int, StagedChunk],
-        send: Send,
+        send: Send,  # sends as the server
     ) -> None:
         self._server = server
         self._tables = tables
@@ -58,17 +51,8 @@ class RowPulls:
         self._waiting: list[tuple[Peer, _Wanted]] = []
 
     def receive(self, source: Peer, pull: PullRows, at: Key) -> None:
-        """Answer a pull, or keep it until its version is here; one of an old generation is dropped.
-
-        Args:
-            source: the worker.
-            pull: its request.
-            at: generation and version of the server.
-
-        Raises:
-            ProtocolError: it asks for rows that this server does not hold, or the worker has asked
-                too often.
-        """
+        """Answer a worker's pull, or keep it until its version is here; one of an old generation is dropped."""
+        # ProtocolError: it asks for rows that this server does not hold, or the worker has asked too often.
         if pull.generation >= at[0]:
             self._answer_in_time(source, self._checked(pull), at)
 

@@ -56,21 +56,14 @@ _DECISIONS: dict[Kind, type[Decision]] = {
 
 @dataclass(frozen=True)
 class ServerMode:
-    """What servers do differently in the modes of training.
+    """What servers do differently in the modes of training."""
 
-    Attributes:
-        together: whether every member contributes to every version, so that a chunk is reduced as
-            soon as the last member has pushed it.
-        in_workers: whether each server lives in the process of the worker of its index, which takes
-            the weights that this server has.
-        open_to_all: whether processes that are no members may push.
-        checked: whether sums of squares are computed, which show NaN and infinity.
-    """
-
+    # every member contributes to every version: a chunk is reduced as soon as the last has pushed it
     together: bool = True
+    # each server lives in the process of the worker of its index, which takes its weights
     in_workers: bool = False
-    open_to_all: bool = False
-    checked: bool = True
+    open_to_all: bool = False  # whether processes that are no members may push
+    checked: bool = True  # whether sums of squares are computed, which show NaN and infinity
 
 
 class Server:
@@ -89,17 +82,6 @@ class Server:
         own_pending: copies what has not been sent yet of some memory, so that it may change; None
             to write new weights elsewhere while the old ones are in use.
         mode: of training, as far as servers are concerned.
-
-    Attributes:
-        version: of the weights: the number of the last commit.
-        generation: the last one that the coordinator began.
-        refused: the number of pushes that were dropped.
-        torn: the update in which the optimizer raised, if no whole state was installed since: the
-            chunks are of no version. None while they are of `version`.
-        chunks: that this server holds, by index.
-        answers_for: indices of those whose copies, if any, are on other servers.
-        decisions: the coordinator's decisions, remembered where chunks have copies.
-        flush: sends queued bytes without waiting; does nothing unless it is set.
     """
 
     def __init__(
@@ -114,9 +96,10 @@ class Server:
         own_pending: Callable[[torch.Tensor], None] | None = None,
         mode: ServerMode = ServerMode(),
     ) -> None:
-        self.version = 0
-        self.generation = 0
-        self.refused = 0
+        self.version = 0  # of the weights: the number of the last commit
+        self.generation = 0  # the last one that the coordinator began
+        self.refused = 0  # the number of pushes that were dropped
+        # the update in which the optimizer raised, if no whole state was installed since: chunks are of no version
         self.torn: RaisedUpdate | None = None
         self._since = time.monotonic()  # when it took its present position
         self._index = index
@@ -125,23 +108,26 @@ class Server:
         self._copies = any(len(servers) > 1 for servers in holders)
         # whether workers may have all weights of a version that this server has yet to make
         self._is_passed = self._copies or bool(layout.table_shards)
-        self.decisions = DecisionLog()
+        self.decisions = DecisionLog()  # the coordinator's, remembered where chunks have copies
         self._codec = topology.wire_formats[0]
         self._hosts = topology.hosts
         self._together = mode.together
         self._open_to_all = mode.open_to_all
         self._layout = layout
+        # that this server holds, by index
         self.chunks: dict[int, StagedChunk] = {
             chunk.index: make_chunk(chunk, topology, spec, weights, mode.checked)
             for chunk in layout.chunks
             if index in holders[chunk.index]
         }
+        # indices of those whose copies, if any, are on other servers
         self.answers_for = {chunk for chunk in self.chunks if holders[chunk][0] == index}
         self._trainable = [chunk for chunk in self.chunks.values() if chunk.chunk.trainable]
         # First layers first, which lie in the last chunks: the next forward pass begins with them.
         # Rows last, for which no worker waits before it has asked for them.
         last_first = self._trainable[::-1]
         self._in_order = sorted(last_first, key=lambda held: held.chunk.has_rows)
+        # sends queued bytes without waiting; does nothing unless it is set
         self.flush: Callable[[], None] = lambda: None
         self._spec = spec
         self._base = [hyper for _, hyper in spec.groups] if spec is not None else []
@@ -169,11 +155,7 @@ class Server:
         self._pulls = RowPulls(index, topology.tables, self.chunks, send)
 
     def begin_with(self, arriving: ArrivingState | None) -> None:
-        """Set the optimizer's state to that with which it arrives, before the first step.
-
-        Args:
-            arriving: of all parameters, and of tables; None for none.
-        """
+        """Set the optimizer's state, before the first step, to that with which parameters and tables arrive."""
         if arriving is None:
             return
         begun = set()
@@ -202,18 +184,8 @@ class Server:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Return the memory for an arriving payload: new, a staging buffer, or where it is lent.
-
-        Args:
-            message: without its payload, unless that is lent inside the host.
-            size: of the payload, in bytes.
-
-        Returns:
-            `size` bytes; None to receive and drop a push that is late.
-
-        Raises:
-            ProtocolError: this server takes no such payload.
-        """
+        """Return memory for a payload: new, a staging buffer, or where it is lent; None for a late push."""
+        # See `Role.destination`.
         if message.kind is Kind.PUT_STATE:
             return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
         if message.kind is Kind.PULL_ROWS:
@@ -240,11 +212,7 @@ class Server:
         return held.staging_buffer(size)
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Act on one message.
-
-        Raises:
-            ProtocolError: the message is refused.
-        """
+        """Act on one message; ProtocolError: it is refused."""
         match message.kind:
             case Kind.PUSH:
                 self._stage(source, Push.unpack(message))
@@ -295,11 +263,9 @@ class Server:
             self.decisions.hear(decision)
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Forget what a lost peer had begun; what the loss means is the coordinator's to decide.
-
-        The coordinator is sent USER_LEFT for a parameter server's user, after PUSH_STAGED for each
-        of its pushes that had arrived whole.
-        """
+        """Forget what a lost peer had begun; what the loss means is the coordinator's to decide."""
+        # The coordinator is sent USER_LEFT for a parameter server's user, after PUSH_STAGED for each of its pushes that
+        # had arrived whole.
         self._puts.lost(peer)
         self._pulls.lost(peer)
         self._weights.rows.lost(peer)

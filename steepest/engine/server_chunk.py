@@ -35,10 +35,6 @@ class ServerChunk(StagedChunk):
         checked: whether to compute squares, in which NaN and infinity show.
         keeps_mean: whether payloads may change once their mean is formed, and not only when it is
             applied.
-
-    Attributes:
-        mean: flat, of the chunk's dtype; None before `reduce`, and where no push weighs anything.
-        absent: entries of which no push in the mean has a gradient.
     """
 
     def __init__(
@@ -51,7 +47,9 @@ class ServerChunk(StagedChunk):
         keeps_mean: bool = False,
     ) -> None:
         super().__init__(chunk, weights)
+        # flat, of the chunk's dtype; None before `reduce`, and where no push weighs anything
         self.mean: torch.Tensor | None = None
+        # entries of which no push in the mean has a gradient
         self.absent: frozenset[int] = frozenset()
         self._layout = layout
         self._spec = spec
@@ -332,15 +330,9 @@ class ServerChunk(StagedChunk):
         return [of.get(id(parameter), -1) for parameter in self._parameters]
 
     def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
-        """Keep one record of the optimizer's state, which takes effect with `end_state`.
-
-        Args:
-            about: its description, see `state`.
-            value: its tensor, which becomes the optimizer's without a copy.
-
-        Raises:
-            ProtocolError: the record is none of this chunk.
-        """
+        """Keep one record of the optimizer's state, see `state`; it takes effect with `end_state`."""
+        # value: its tensor, which becomes the optimizer's without a copy. ProtocolError: the record is none of this
+        # chunk.
         parameter = self.check_state(about, value)
         self._loading.setdefault(parameter, {})[about["key"]] = value, about["plain"]
 

@@ -36,17 +36,14 @@ class StagedChunk(ABC):
     Args:
         chunk: of the layout.
         weights: its bytes, flat uint8; empty for a shard of tables.
-
-    Attributes:
-        chunk, weights: as given.
-        staged: the pushes that are neither committed nor dropped.
-        raised: the exception that the user's optimizer raised in the last `apply`; None if none did.
     """
 
     def __init__(self, chunk: Chunk, weights: torch.Tensor) -> None:
+        # the exception that the user's optimizer raised in the last `apply`; None if none did
         self.raised: BaseException | None = None
         self.chunk = chunk
         self.weights = weights
+        # the pushes that are neither committed nor dropped
         self.staged: dict[PushId, StagedPush] = {}
         # All staging memory, by id; a connection that breaks within a payload drops its buffer.
         self._buffers: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
@@ -90,12 +87,7 @@ class StagedChunk(ABC):
 
     @abstractmethod
     def fits(self, size: int, codec: Codec | None) -> bool:
-        """Return whether a gradient may have so many bytes.
-
-        Args:
-            size: in bytes.
-            codec: of gradients of servers of other hosts; None if they travel as they are.
-        """
+        """Return whether a gradient may have so many bytes, as it is or in the form of a codec."""
 
     @abstractmethod
     def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
@@ -108,11 +100,8 @@ class StagedChunk(ABC):
 
     @abstractmethod
     def check(self, push: PushId) -> float:
-        """Return the sum of the squares of one staged gradient; not finite when an element is not.
-
-        The gradient is the mean over the push's samples; the result is 0 where squares are not
-        computed.
-        """
+        """Return the sum of squares of a staged gradient, the mean over its samples."""
+        # Not finite if an element is not. 0 where squares are not computed.
 
     @abstractmethod
     def reduce(self, chosen: Iterable[PushId]) -> None:
@@ -128,14 +117,8 @@ class StagedChunk(ABC):
 
     @abstractmethod
     def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
-        """Return (worker, parameter or table) of each NaN or infinity in some staged gradients.
-
-        Args:
-            chosen: the pushes with these gradients.
-
-        Returns:
-            Each once; the worker is -1 where each gradient is finite and only their sum is not.
-        """
+        """Return (worker, parameter or table) of each NaN or infinity in some staged gradients, each once."""
+        # The worker is -1 where each gradient is finite and only their sum is not.
 
     @abstractmethod
     def apply(

@@ -40,47 +40,33 @@ class Strategy:
     weights for a gradient. With an outer learning rate of 1 and no momentum the result is the mean
     of the workers' weights.
 
-    Attributes:
-        rule: how staged pushes become commits.
-        cut: how models are cut into chunks.
-        in_driver: whether the driver itself is the only server, reached through Ray's object store.
-        in_workers: whether each worker's process is a server's too.
-        servers: how many servers to run; None for one on each node, or in each worker.
-        replication: how many servers hold each chunk; all, if there are fewer.
-        in_place: whether servers in a worker's process update the very weights that it computes
-            with.
-        updates: batches of each replica in a step with an update of its own weights after each; 1
-            for none.
-        hierarchical: whether what several workers of a host have in common leaves it and comes to
-            it once.
-        nonfinite: what becomes of an update with NaN or infinity: "refuse", "skip" or "pass".
-        clip_norm: the greatest norm of an update's gradient; None for any.
-        scale_rate: whether the learning rate is divided by the staleness.
-        wire_formats: how float32 chunks are pushed, and in which dtype they are pulled; None for as
-            they are.
-        table_staleness: how many updates older than the weights the rows of embedding tables may
-            be, which are asked for so many steps before; None to ask for them in the step.
-        outer: of local SGD, which has the outer optimizer's settings.
-
     Reference: ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
     arXiv:1910.02054.
     """
 
-    rule: CommitRule
-    cut: ChunkSpec
+    rule: CommitRule  # how staged pushes become commits
+    cut: ChunkSpec  # how models are cut into chunks
+    # whether the driver itself is the only server, reached through Ray's object store
     in_driver: bool = False
-    in_workers: bool = False
-    servers: int | None = None
-    replication: int = 1
+    in_workers: bool = False  # whether each worker's process is a server's too
+    servers: int | None = None  # how many to run; None for one on each node, or in each worker
+    replication: int = 1  # how many servers hold each chunk; all, if there are fewer
+    # whether servers in a worker's process update the very weights that it computes with
     in_place: bool = True
+    # batches of each replica in a step with an update of its own weights after each; 1 for none
     updates: int = 1
+    # whether what several workers of a host have in common leaves it and comes to it once
     hierarchical: bool = True
+    # what becomes of an update with NaN or infinity: "refuse", "skip" or "pass"
     nonfinite: str = "refuse"
-    clip_norm: float | None = None
-    scale_rate: bool = False
+    clip_norm: float | None = None  # the greatest norm of an update's gradient; None for any
+    scale_rate: bool = False  # whether the learning rate is divided by the staleness
+    # how float32 chunks are pushed, and in which dtype they are pulled; None for as they are
     wire_formats: tuple[Codec | None, torch.dtype | None] = (None, None)
+    # how many updates older than the weights rows of tables may be, asked for so many steps before; None to ask for
+    # them in the step
     table_staleness: int | None = None
-    outer: LocalStrategy | None = None
+    outer: LocalStrategy | None = None  # of local SGD, which has the outer optimizer's settings
 
     @property
     def kind(self) -> str:

@@ -19,41 +19,29 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True)
 class ServerState:
-    """The state that one process' servers hold.
+    """The state that one process' servers hold."""
 
-    Attributes:
-        position: generation and version.
-        chunks: indices of the chunks; none if the optimizer raised in the middle of an update.
-        state: of the coordinator, from its last decision: ledger and history, and the schedule if
-            one was sent.
-        log: entries of the coordinator's log.
-    """
-
-    position: tuple[int, int]
-    chunks: frozenset[int]
+    position: tuple[int, int]  # generation and version
+    chunks: frozenset[int]  # their indices; none if the optimizer raised in the middle of an update
+    # of the coordinator, from its last decision: ledger and history, and the schedule if one was sent
     state: dict[str, Any]
-    log: list[list[Any]]
+    log: list[list[Any]]  # entries of the coordinator's log
 
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """A whole job's state at one version.
+    """A whole job's state at one version."""
 
-    Attributes:
-        version: of the weights.
-        state: of the coordinator: "ledger" (see `Leases.state`), "history" and, if there is one
-            that can be carried, "schedule" (see `Schedule.state`), which may be of a step before.
-        log: every commit until then; None if they were not kept or are not known.
-        weights: the flat vector; None if chunks are in the processes that held them.
-        records: with weights, the optimizer's state.
-        holders: without weights, the processes that have each chunk.
-    """
-
-    version: int
+    version: int  # of the weights
+    # of the coordinator: "ledger" (see `Leases.state`), "history" and, if there is one that can be carried, "schedule"
+    # (see `Schedule.state`), which may be of a step before
     state: dict[str, Any]
+    # every commit until then; None if they were not kept or are not known
     log: list[Commit] | None = None
+    # the flat vector; None if chunks are in the processes that held them
     weights: torch.Tensor | None = None
-    records: list[Record] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)  # with weights, the optimizer's state
+    # without weights, the processes that have each chunk
     holders: Mapping[int, Sequence[Any]] | None = None
 
 
@@ -87,12 +75,7 @@ def state_of(servers: Sequence[Server]) -> ServerState:
 
 
 def assemble(chunks: int, found: Mapping[T, ServerState]) -> RecoveredState | None:
-    """Return one state from those of several processes; None if a chunk is lost.
-
-    Args:
-        chunks: their number.
-        found: by process; only those at the newest version count.
-    """
+    """Return one state from those of processes at the newest version; None if one of so many chunks is lost."""
     newest = max(found.values(), key=lambda part: part.position)
     whole = {
         process: part.chunks for process, part in found.items() if part.position == newest.position

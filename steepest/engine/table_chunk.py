@@ -45,16 +45,13 @@ class TableChunk(StagedChunk):
         checked: whether to compute squares, in which NaN and infinity show.
         rates: learning rates of the parameter groups of the model's optimizer, as it was made; NaN for
             a group that has none.
-
-    Attributes:
-        rows: of the shard.
-        mean: of staged pushes; None before `reduce`, and where no push has a row of this shard.
     """
 
     def __init__(
         self, chunk: Chunk, dealing: Dealing, checked: bool = True, rates: Sequence[float] = ()
     ) -> None:
         super().__init__(chunk, torch.empty(0, dtype=torch.uint8))
+        # of staged pushes; None before `reduce`, and where no push has a row of this shard
         self.mean: RowGradients | None = None
         self._dealing = dealing
         self._name = dealing.name(chunk.index)
@@ -62,7 +59,7 @@ class TableChunk(StagedChunk):
         self._table_names = [table.name for table in self._tables]
         self._checked = checked
         self._optimizer, self._rates = self._tables[0].optimizer, rates
-        self.rows = dealing.make(chunk.index)
+        self.rows = dealing.make(chunk.index)  # of the shard
         # a state of which parts have come: the pieces of each array, by where they begin
         self._loaded: dict[str, dict[int, npt.NDArray[Any]]] = {}
         self._told: set[str] = set()  # the tables of which it is logged that they are full
@@ -300,11 +297,8 @@ class TableChunk(StagedChunk):
         return {"name": self._name, "key": key, "start": start, "stop": stop, "plain": False}
 
     def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
-        """Keep one record of the state, which takes effect with `end_state`.
-
-        Raises:
-            ProtocolError: the record is none of this shard.
-        """
+        """Keep one record of the state, which takes effect with `end_state`."""
+        # ProtocolError: it is none of this shard.
         self.check_state(about, value)
         self._loaded.setdefault(about["key"], {})[about["start"]] = value.contiguous().numpy()
 

@@ -21,20 +21,15 @@ if TYPE_CHECKING:
 class HostMap:
     """The hosts on which the workers and servers of a job run, by number.
 
-    Attributes:
-        workers: the host of each worker.
-        servers: the host of each server.
-        gathers: whether gradients and weights between several workers of one host and servers of
-            other hosts pass through an aggregator.
-
     Example:
         >>> hosts = HostMap(workers=(0, 0, 1), servers=(0, 1), gathers=True)
         >>> hosts.aggregators
         {0: (0, 1)}
     """
 
-    workers: tuple[int, ...]
-    servers: tuple[int, ...]
+    workers: tuple[int, ...]  # the host of each worker
+    servers: tuple[int, ...]  # the host of each server
+    # whether what several workers of a host and servers of other hosts exchange passes through an aggregator
     gathers: bool = False
 
     @classmethod
@@ -44,11 +39,8 @@ class HostMap:
 
     @cached_property
     def aggregators(self) -> dict[int, tuple[int, ...]]:
-        """The workers of each aggregator, by the aggregator's index.
-
-        A host with a server and several workers has an aggregator, in the process of its first
-        server, whose index it has.
-        """
+        """The workers of each aggregator, by its index: that of the host's first server, in whose process it is."""
+        # A host with a server and several workers has one.
         found: dict[int, tuple[int, ...]] = {}
         for host in sorted(set(self.servers)) if self.gathers else ():
             workers = tuple(worker for worker, where in enumerate(self.workers) if where == host)
@@ -103,20 +95,13 @@ class HostMap:
 
 @dataclass(frozen=True)
 class Topology:
-    """How a model is spread over the processes of a job, the same in all of them.
-
-    Attributes:
-        layout: of the model.
-        holders: the servers of each chunk: the first answers for it, the others have copies,
-            updated alike.
-        hosts: where workers and servers run, and which workers have an aggregator.
-        wire_formats: how float32 chunks are pushed to servers of other hosts, and in which dtype
-            they are pulled from there; None for as they are.
-        tables: how embedding tables are dealt into shards; None without tables.
-    """
+    """How a model is spread over the processes of a job, the same in all of them."""
 
     layout: ParameterLayout
+    # the servers of each chunk: the first answers for it, the others have copies, updated alike
     holders: Sequence[Sequence[int]]
-    hosts: HostMap
+    hosts: HostMap  # where workers and servers run, and which workers have an aggregator
+    # how float32 chunks are pushed to servers of other hosts, and in which dtype they are pulled from there; None for
+    # as they are
     wire_formats: tuple[Codec | None, torch.dtype | None] = (None, None)
-    tables: Dealing | None = None
+    tables: Dealing | None = None  # how embedding tables are dealt into shards; None without tables

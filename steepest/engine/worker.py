@@ -69,12 +69,6 @@ class Worker:
         members: number of workers, each of which has one share of a step that is granted.
         incarnation: number of this life of the worker, from 0.
         between: has the process' router move bytes during a step.
-
-    Attributes:
-        version: of the weights that are here whole; -1 for none.
-        generation: the newest one that the worker has begun.
-        computing: number of the share that is being computed, or whose batch is being loaded; None
-            between two steps.
     """
 
     def __init__(
@@ -88,8 +82,9 @@ class Worker:
         incarnation: int = 0,
         between: BetweenTurns,
     ) -> None:
-        self.version = -1
-        self.generation = 0
+        self.version = -1  # of the weights that are here whole; -1 for none
+        self.generation = 0  # the newest one that the worker has begun
+        # number of the share that is computed, or whose batch is loaded; None between two steps
         self.computing: int | None = None
         self._index = index
         self._replicas = replicas
@@ -289,11 +284,7 @@ class Worker:
         )
 
     def give_up(self) -> Future[None]:
-        """Take no more steps, and abandon the present one if its weights are still on their way.
-
-        Returns:
-            A future that is done when the present step has ended.
-        """
+        """Take no more steps, abandon the present one if its weights are on their way; return a future of its end."""
         self._stopped = self._superseded = True
         return self.at_version(0, -1, lambda replicas: None)
 
@@ -303,10 +294,8 @@ class Worker:
         self._calls.fail(error, least_version=-1)
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Fail the calls that wait for weights, if the coordinator or a server is lost.
-
-        The driver hears of the loss from other processes, or from Ray.
-        """
+        """Fail the calls that wait for weights, if the coordinator or a server is lost."""
+        # The driver hears of the loss from other processes, or from Ray.
         if peer.role in ("coordinator", "server"):
             self._failure = PeerLostError(f"worker {self._index}: {peer} is gone ({reason})")
             self._calls.fail(self._failure)

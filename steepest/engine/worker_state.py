@@ -16,30 +16,21 @@ from steepest.tensors.dtypes import Tensors
 
 @dataclass(frozen=True)
 class WorkerState:
-    """Copies of what one worker has that no server holds.
+    """Copies of what one worker has that no server holds."""
 
-    Attributes:
-        buffers: of each replica, with frozen parameters that it has changed, see `Replicas.states`.
-        left_out: what compression has left out of its gradients, see `GradientCompressor.state`.
-        inner: of its own optimizer under local SGD; None under other strategies.
-        rows: gradients of rows that it has not pushed, see `DelayedRows.state`.
-        seconds: that copying took, during which the worker computed nothing.
-    """
-
+    # of each replica, with frozen parameters that it has changed, see `Replicas.states`
     buffers: list[Tensors]
+    # what compression has left out of its gradients, see `GradientCompressor.state`
     left_out: Tensors
+    # of its own optimizer under local SGD; None under other strategies
     inner: InnerOptimizerState | None
-    seconds: float
+    seconds: float  # that copying took, during which the worker computed nothing
+    # gradients of rows that it has not pushed, see `DelayedRows.state`
     rows: Tensors = field(default_factory=Tensors)
 
 
 def worker_state(replicas: Replicas, step: int) -> WorkerState:
-    """Return copies of a worker's own state.
-
-    Args:
-        replicas: of the worker, between two steps.
-        step: steps committed.
-    """
+    """Return copies of a worker's own state, between two steps, after so many committed."""
     began = time.perf_counter()
     buffers = replicas.states()
     compressor = replicas.compressor
@@ -55,12 +46,8 @@ def worker_state(replicas: Replicas, step: int) -> WorkerState:
 def buffers_of(
     workers: Sequence[WorkerState], installed: dict[str, torch.Tensor]
 ) -> tuple[dict[int, Tensors], Tensors]:
-    """Return the buffers of all replicas by index, and their mean.
-
-    Args:
-        workers: all workers' state, in order.
-        installed: parameters by name, which replicas have that have not changed them.
-    """
+    """Return the buffers of all replicas by index, in the order of workers, and their mean."""
+    # installed: parameters by name, which replicas have that have not changed them.
     states = [state for worker in workers for state in worker.buffers]
     names = sorted(set().union(*states))
     whole = [
