@@ -41,11 +41,7 @@ class CheckpointDirectory:
             raise CheckpointError(f"cannot keep checkpoints in {path}: {error}") from error
 
     def paths(self) -> list[Place]:
-        """Return the paths of all checkpoints, damaged and unfinished ones too, oldest first.
-
-        Raises:
-            UnreachableError: they cannot be listed now.
-        """
+        """Return all checkpoints' paths, damaged and unfinished ones too, oldest first; UnreachableError: not now."""
         with self._reaching():
             folders = self._storage.folders(self._path)
         found = [path for path in folders if _NAME.fullmatch(path.name)]

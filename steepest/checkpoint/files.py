@@ -149,38 +149,21 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class JobSignature:
-    """The properties of a job that a checkpoint must have to be restored.
+    """The properties of a job that a checkpoint must have to be restored."""
 
-    Attributes:
-        layout: of its parameters.
-        optimizer: its class' name.
-        flags: the optimizer's switches, see `OptimizerSpec.state_flags`.
-        samples: of its data set.
-        buffers: by name.
-        tables: of embedding tables, what a checkpoint's must be like, see `Checkpoint.about`.
-        data: the fingerprint of its data, which may differ.
-        batch: samples of a batch, and of a step, which may differ.
-    """
-
-    layout: ParameterLayout
-    optimizer: str
-    flags: Mapping[str, bool]
-    samples: int | None
-    buffers: Mapping[str, torch.Tensor]
+    layout: ParameterLayout  # of its parameters
+    optimizer: str  # its class' name
+    flags: Mapping[str, bool]  # the optimizer's switches, see `OptimizerSpec.state_flags`
+    samples: int | None  # of its data set
+    buffers: Mapping[str, torch.Tensor]  # by name
+    # of embedding tables, what a checkpoint's must be like, see `Checkpoint.about`
     tables: Sequence[Sequence[Any]] = ()
-    data: Fingerprint = field(default_factory=dict)
-    batch: tuple[int, int] = (0, 0)
+    data: Fingerprint = field(default_factory=dict)  # the fingerprint of its data, which may differ
+    batch: tuple[int, int] = (0, 0)  # samples of a batch, and of a step, which may differ
 
     def check(self, saved: Checkpoint, data: str = "continue") -> None:
-        """Check that a checkpoint fits to this job; nothing is changed.
-
-        Args:
-            saved: the checkpoint.
-            data: "new" if the number of samples may differ.
-
-        Raises:
-            CheckpointError: it does not; the message says in which property.
-        """
+        """Check that a checkpoint fits to this job; CheckpointError says in which property it does not."""
+        # Nothing is changed. data: "new" if the number of samples may differ.
         for what, mine in (
             ("optimizer", self.optimizer),
             ("flags", dict(self.flags)),
@@ -397,15 +380,10 @@ def _elementwise(value: torch.Tensor, start: int, stop: int, shape: tuple[int, .
 
 @dataclass(frozen=True)
 class Link:
-    """A checkpoint that later ones may continue.
+    """A checkpoint that later ones may continue."""
 
-    Attributes:
-        name: of its directory, beside which theirs lie.
-        sha256: of its manifest.
-    """
-
-    name: str
-    sha256: str
+    name: str  # of its directory, beside which theirs lie
+    sha256: str  # of its manifest
 
 
 def write(path: Place, checkpoint: Checkpoint, progress: Progress = no_progress) -> Link:

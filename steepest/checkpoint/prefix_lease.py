@@ -78,11 +78,8 @@ class PrefixLease:
         threading.Thread(target=self._renew_often, name="steepest-lease", daemon=True).start()
 
     def check(self) -> None:
-        """Check that the lease is held, and renew it if the last renewal is long ago.
-
-        Raises:
-            CheckpointError: another driver has it now; or it cannot be renewed.
-        """
+        """Check that the lease is held, and renew it if that is due."""
+        # CheckpointError: another driver has it, or it cannot.
         if self._lost is None and self._clock() - self._renewed <= self._times.lasts / 2:
             return
         try:
@@ -99,11 +96,7 @@ class PrefixLease:
             )
 
     def renew(self) -> None:
-        """Renew the lease, unless it is lost.
-
-        Raises:
-            OSError: the store does not answer.
-        """
+        """Renew the lease, unless it is lost; OSError: the store does not answer."""
         with self._renewing:
             if self._lost is not None or self._ended.is_set():
                 return

@@ -35,15 +35,8 @@ def together(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
 
 
 def dealt(state: Mapping[str, torch.Tensor], dealing: Dealing | None) -> dict[str, torch.Tensor]:
-    """Return optimizer state with rows in the shards of a job, however many there were.
-
-    Args:
-        state: by "parameter/key"; rows of the same tables as the job's.
-        dealing: of the job; None without tables.
-
-    Raises:
-        CheckpointError: the rows make no sense, or a table has more of them than its capacity.
-    """
+    """Return optimizer state ("parameter/key") with rows in the shards of a job, however many there were."""
+    # CheckpointError: the rows make no sense, or a table has more of them than its capacity.
     if dealing is None:
         return dict(state)
     shards = _by_shard(state)

@@ -27,12 +27,9 @@ _ARRAYS = 64  # and as many data sets within data sets
 
 
 def fingerprint(source: Any) -> Fingerprint:
-    """Return the fingerprint of a source's data; it takes some milliseconds, however many they are.
-
-    Args:
-        source: its attribute `contents` has the arrays or the data set of which it is made; without
-            one the fingerprint is empty, as that of data without arrays.
-    """
+    """Return the fingerprint of a source's data; it takes some milliseconds, however many they are."""
+    # source: its attribute `contents` has the arrays or the data set; without one the fingerprint is empty, as that of
+    # data without arrays.
     found: Fingerprint = {}
     try:
         for name, array in islice(_arrays(getattr(source, "contents", None), "", set()), _ARRAYS):
@@ -43,12 +40,7 @@ def fingerprint(source: Any) -> Fingerprint:
 
 
 def differences(theirs: Mapping[str, Sequence[Any]], mine: Fingerprint) -> list[str]:
-    """Return in words how data differ from those of another fingerprint; none without arrays.
-
-    Args:
-        theirs: as JSON has it.
-        mine: of the present data.
-    """
+    """Return in words how data differ from those of another fingerprint, as JSON has it; none without arrays."""
     if not theirs or not mine:
         return []
     found = []

@@ -15,30 +15,19 @@ from steepest.optim.spec import OptimizerSpec
 
 @dataclass(frozen=True)
 class ArrivingState:
-    """An optimizer's state from before the job, in the form in which checkpoints have it.
+    """An optimizer's state from before the job, in the form in which checkpoints have it."""
 
-    Attributes:
-        state: whole tensors by "parameter/key".
-        plain: names of those that stand for other values, see `steepest.optim.portable`.
-    """
-
-    state: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]  # whole tensors by "parameter/key"
+    # names of those that stand for other values, see `steepest.optim.portable`
     plain: tuple[str, ...]
 
 
 def arriving_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], spec: OptimizerSpec
 ) -> ArrivingState | None:
-    """Return the state with which an optimizer arrives; None for one that has taken no step.
-
-    Args:
-        optimizer: as the user's function returned it.
-        names: of the parameters that are trained, by `id(parameter)`.
-        spec: read off it.
-
-    Raises:
-        ConfigurationError: its state cannot be carried, or is not that of its parameters.
-    """
+    """Return the state with which a user's optimizer arrives; None for one that has taken no step."""
+    # names: of the trained parameters, by `id(parameter)`. ConfigurationError: it cannot be carried, or is not that of
+    # its parameters.
     found: dict[str, torch.Tensor] = {}
     plain: list[str] = []
     for index, group in enumerate(optimizer.param_groups):

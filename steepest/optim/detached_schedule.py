@@ -14,15 +14,8 @@ from steepest.validation import require_count
 
 
 def check_scheduler(scheduler: Any, what: str) -> None:
-    """Check that a scheduler depends on the step alone.
-
-    Args:
-        scheduler: anything.
-        what: the beginning of the error's message about what is no scheduler.
-
-    Raises:
-        ConfigurationError: it is no scheduler of torch's, or needs a metric.
-    """
+    """Check that a scheduler depends on the step alone; `what` begins the error's message about what is none."""
+    # ConfigurationError: it is no scheduler of torch's, or needs a metric.
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigurationError(
             f"{type(scheduler).__name__} needs a metric: give steepest.ReduceOnPlateau to "
@@ -78,11 +71,7 @@ class DetachedSchedule:
         return copy.deepcopy(scheduler, replaced)
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
-        """Return a copy of the scheduler, for an optimizer.
-
-        Args:
-            optimizer: of as many parameter groups as the scheduler's own; gets their values.
-        """
+        """Return a copy for an optimizer of as many parameter groups, which get the scheduler's values."""
         LambdaLR(optimizer, lambda step: 1.0)  # schedulers warn of an optimizer that had none
         for group, values in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(copy.deepcopy(values))

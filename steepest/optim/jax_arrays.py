@@ -22,11 +22,7 @@ except ImportError as error:
 
 @contextlib.contextmanager
 def on_cpu(x64: bool) -> Iterator[None]:
-    """Compute on the CPU inside of this context.
-
-    Args:
-        x64: whether JAX has types of 64 bits there, whatever `jax_enable_x64` says.
-    """
+    """Compute on the CPU in this context, with types of 64 bits if `x64`, whatever `jax_enable_x64` says."""
     with jax.enable_x64(x64), jax.default_device(jax.devices("cpu")[0]):
         yield
 

@@ -31,18 +31,12 @@ _RANDOM = ("random_", "threefry", "rng_")
 
 
 class Flow:
-    """The parameters on which each result of a traced function depends.
-
-    Sets of parameters are bits of an integer.
-
-    Attributes:
-        elementwise: whether all that was computed from parameters was computed place by place.
-        said: the operations with their constants, in order; equal for two traces of functions that
-            differ in shapes alone.
-    """
+    """The parameters, bits of an integer, on which each result of a traced function depends."""
 
     def __init__(self) -> None:
+        # whether all that was computed from parameters was computed place by place
         self.elementwise = True
+        # operations with constants, in order; equal for functions that differ in shapes alone
         self.said: list[Any] = []
 
     def follow(self, closed: Any, inputs: Sequence[int]) -> list[int]:

@@ -66,11 +66,7 @@ def _checked(value: torch.Tensor) -> torch.Tensor:
 
 
 def pack_all(values: Mapping[Any, Any]) -> Packed:
-    """Return values by key as tensors, see `pack`.
-
-    Raises:
-        TypeError: one of them, or a key, cannot be carried; says which.
-    """
+    """Return values by key as tensors, see `pack`; TypeError says which of them, or key, cannot be carried."""
     packed: Packed = {}
     for key, value in values.items():
         if type(key) is not str or "/" in key:
@@ -91,11 +87,7 @@ def is_text(value: torch.Tensor) -> bool:
 
 
 def check_packed(value: torch.Tensor) -> None:
-    """Check a tensor that stands for a value that is none.
-
-    Raises:
-        ValueError: `pack` makes no such tensor.
-    """
+    """Check a tensor that stands for a value that is none; ValueError: `pack` makes no such tensor."""
     if is_text(value):
         from_json(json.loads(value.numpy().tobytes()), lambda number: None)
     elif value.numel() != 1:
@@ -103,14 +95,8 @@ def check_packed(value: torch.Tensor) -> None:
 
 
 def unpack(packed: Mapping[str, tuple[torch.Tensor, bool]]) -> dict[str, Any]:
-    """Return values by key, as they were before `pack`.
-
-    Args:
-        packed: of any number of values; tensors become parts of the values without a copy.
-
-    Raises:
-        ValueError: parts are missing, or make no sense.
-    """
+    """Return values by key, as before `pack`, with tensors not copied."""
+    # ValueError: parts are missing, or make no sense.
     found: dict[str, Any] = {}
     used: set[str] = set()
     for key, (tensor, plain) in packed.items():

@@ -98,10 +98,6 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
 
 def as_one(optimizer: Any) -> Any:
-    """Return several optimizers as one; anything else as it is.
-
-    Raises:
-        ConfigurationError: see `SeveralOptimizers.of`.
-    """
+    """Return several optimizers as one, see `SeveralOptimizers.of`; anything else as it is."""
     several = isinstance(optimizer, (list, tuple)) and optimizer
     return SeveralOptimizers.of(optimizer) if several else optimizer

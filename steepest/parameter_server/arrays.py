@@ -42,16 +42,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Arrays:
-    """Names, shapes, dtypes and chunks of one parameter server's arrays, without their values.
+    """Names, shapes, dtypes and chunks of one parameter server's arrays, without their values."""
 
-    Attributes:
-        layout: the arrays as parameters, cut into chunks.
-        rule: "add", or the optimizer's name and those of its switches that change its state.
-        numpy: names of the arrays that users see as NumPy arrays; the others are torch tensors.
-    """
-
-    layout: ParameterLayout
-    rule: str
+    layout: ParameterLayout  # the arrays as parameters, cut into chunks
+    rule: str  # "add", or the optimizer's name and those of its switches that change its state
+    # names of the arrays that users see as NumPy arrays; the others are torch tensors
     numpy: frozenset[str]
 
     @classmethod

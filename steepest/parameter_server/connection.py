@@ -52,12 +52,6 @@ class Connection:
         max_in_flight: pushes that may be uncommitted; a further asynchronous one waits.
         reach: of the servers.
         clock: returns the time, in seconds, by which `timeout` is measured.
-
-    Attributes:
-        pusher: as given.
-        recycler: of memory for arrays that are pulled.
-        updates: recycler of memory for arrays that are pushed, which servers of this host read
-            without a copy where that is possible.
     """
 
     def __init__(
@@ -73,8 +67,9 @@ class Connection:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pusher = pusher
-        self.recycler = Recycler()
+        self.recycler = Recycler()  # of memory for arrays that are pulled
         # servers may still read the memory of a push whose caller has given up
+        # of memory for arrays that are pushed, which servers of this host read without a copy
         self.updates = Recycler(lendable_if_possible, lambda: pusher.pushing == 0)
         self._router = router
         self._host_client = host_client
@@ -92,11 +87,7 @@ class Connection:
 
     @property
     def client(self) -> Client:
-        """The role that reads and installs state; for use on the thread that owns the roles.
-
-        Raises:
-            PeerLostError, ShutdownError: a server is lost, or the connection is closed.
-        """
+        """The role that reads and installs state, for the thread that owns the roles; PeerLostError, ShutdownError."""
         if self._client is None:
             if (failure := self.pusher.failure) is not None:  # a new client would not learn of it
                 raise failure

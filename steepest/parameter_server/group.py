@@ -19,19 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """The servers of some arrays, to which any user may push; every push is an update of its own.
-
-    Attributes:
-        arrays: names, shapes, dtypes and chunks of what the servers hold.
-        num_servers: number of servers.
-        nonfinite: "refuse", "skip" or "pass" updates with NaN or infinity.
-        replication: how many servers hold each chunk.
-    """
+    """The servers of some arrays, to which any user may push; every push is an update of its own."""
 
     arrays: Arrays
     num_servers: int
-    nonfinite: str = "refuse"
-    replication: int = 1
+    nonfinite: str = "refuse"  # "refuse", "skip" or "pass" updates with NaN or infinity
+    replication: int = 1  # how many servers hold each chunk
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -66,10 +59,7 @@ class ServerGroup:
         router.admit(self.admission)
 
     def host_client(self, router: Router, index: int) -> Client:
-        """Host a client on a router, which reads and installs state for a user; return it.
-
-        Imports torch.
-        """
+        """Host a client on a router, which reads and installs state for a user; return it; imports torch."""
         from steepest.engine.client import Client
 
         _, peer = self.user_peers(index)

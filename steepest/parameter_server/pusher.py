@@ -56,12 +56,6 @@ class Pusher:
         holders: the indices of the servers that hold each chunk.
         num_servers: number of servers.
         drop_arriving: has payloads that are half-way into some memory discarded; see `Router`.
-
-    Attributes:
-        version: the newest version that an answer had.
-        pushing: number of pushes in flight.
-        index: of this worker; servers do not know it beforehand.
-        broken: why requests wait for a successor of a server; empty while none do.
     """
 
     def __init__(
@@ -71,10 +65,10 @@ class Pusher:
         num_servers: int,
         drop_arriving: Callable[[Bytes], None],
     ) -> None:
-        self.version = 0
-        self.pushing = 0
-        self.index = -1
-        self.broken = ""
+        self.version = 0  # the newest that an answer had
+        self.pushing = 0  # number of pushes in flight
+        self.index = -1  # of this worker; servers do not know it beforehand
+        self.broken = ""  # why requests wait for a successor of a server; empty while none do
         self._arrays = arrays
         self._holders = holders
         self._copies = any(len(servers) > 1 for servers in holders)
@@ -205,15 +199,8 @@ class Pusher:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> Bytes | None:
-        """Return the memory for an arriving chunk of weights.
-
-        Returns:
-            The wanted memory itself where all of the chunk belongs there, new memory where a part
-            does, None for a chunk that is not awaited, or of a request that was withdrawn.
-
-        Raises:
-            ProtocolError: the message may not have this payload.
-        """
+        """Return memory for a chunk: the wanted memory where all of it belongs there, new where a part does."""
+        # Else None. See `Role.destination`; None for a chunk that is not awaited, or of a request that was withdrawn.
         request = self._requests.get(message.sequence)
         if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._holders):
             raise ProtocolError(
@@ -233,11 +220,7 @@ class Pusher:
         return target
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Act on one message; one that answers no open request is ignored.
-
-        Raises:
-            ProtocolError: a kind that no user of a parameter server receives.
-        """
+        """Act on one message; one that answers no open request is ignored; ProtocolError: a kind for no user."""
         request = self._requests.get(message.sequence)
         match message.kind:
             case _ if request is None:
@@ -312,10 +295,8 @@ class Pusher:
         return self._requests.pop(sequence).future
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Fail all requests, open and later ones, if a server or the coordinator is lost.
-
-        Where servers have copies, requests wait for `resume` instead.
-        """
+        """Fail all requests, open and later ones, if a server or the coordinator is lost."""
+        # With copies they await `resume`.
         if peer.role in ("server", "coordinator"):
             text = f"{peer} of the parameter server is gone ({reason}): it was shut down or died"
             if self._copies:

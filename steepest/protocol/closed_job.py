@@ -43,19 +43,14 @@ class ClosedJob:
         step_timeout: seconds after which an open step is given up.
         replaces: whether a lost worker is waited for, because another process will join in its
             place; otherwise the loss is a failure.
-
-    Attributes:
-        joined: indices of the workers that have joined and are not lost.
-        losses: the workers and servers that are lost and not replaced, each with the reason.
-        limit: the version up to which steps are granted.
-        torn: see `Membership.torn`; once it is set, no step is taken any more.
     """
 
     def __init__(self, state: CommitState, *, step_timeout: float, replaces: bool = False) -> None:
         self.state = state
-        self.joined: set[int] = set()
+        self.joined: set[int] = set()  # indices of the workers that have joined and are not lost
+        # the workers and servers that are lost and not replaced, each with the reason
         self.losses: dict[Peer, str] = {}
-        self.limit = 0
+        self.limit = 0  # the version up to which steps are granted
         self.torn: Mapping[str, Any] | None = None
         self._step_timeout = step_timeout
         self._replaces = replaces
@@ -400,11 +395,9 @@ class ClosedJob:
         return out
 
     def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
-        """Let workers go on whose pushes came too late, see `Membership.dropped`.
-
-        If more steps are to come their shares are free only after the next leases: a worker that is
-        too slow for a share would get it again and again.
-        """
+        """Let workers go on whose pushes came too late, see `Membership.dropped`."""
+        # If more steps are to come their shares are free only after the next leases: a worker that is too slow for a
+        # share would get it again and again.
         leases = self.state.leases
         shares = leases.drop(pushes)
         to_lease = self.limit - self.state.version - len(leases.busy)

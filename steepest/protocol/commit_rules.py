@@ -44,13 +44,7 @@ class CommitRule(Protocol):
     together: bool
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
-        """Return which staged pushes to commit and to drop.
-
-        Args:
-            version: the present version.
-            members: indices of all workers of the job.
-            staged: the complete pushes, oldest first.
-        """
+        """Return which staged pushes (oldest first) of a version and all workers to commit, and which to drop."""
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
         """Return whether a worker may begin its next push, by the clocks of all joined workers, itself included."""

@@ -39,18 +39,6 @@ class CommitState:
         keep_log: whether to keep every commit, for a replay.
         witnessed: whether servers remember the decisions, so that these outlive this process: a
             client learns of a commit when a server in another process knows it.
-
-    Attributes:
-        members, servers, rule: as given.
-        version: number of updates committed.
-        generation: number of the present membership; pushes of earlier ones are void.
-        logged: the newest version that clients may learn of; infinity where no server remembers.
-        staging: the pushes that are reported or staged, and not decided on.
-        leases: which worker computes which share of the samples.
-        history: counters, and the log if it is kept.
-        versions_per_step, pushes_per_step: how many versions, and pushes, make one training step.
-        rates: learning rates that hold instead of the schedule's.
-        schedule_behind: whether the schedule has not reached the open step yet.
     """
 
     def __init__(
@@ -67,16 +55,18 @@ class CommitState:
         self.members = members
         self.servers = servers
         self.rule = rule
-        self.version = 0
-        self.generation = 0
+        self.version = 0  # number of updates committed
+        self.generation = 0  # number of the present membership; pushes of earlier ones are void
+        # the newest version that clients may learn of; infinity where no server remembers
         self.logged = 0 if witnessed else math.inf
+        # the pushes that are reported or staged, and not decided on
         self.staging: Staging = StagedTogether(holding) if rule.together else StagedEach(holding)
-        self.leases = Leases(rule, members)
-        self.history = History(keep_log)
+        self.leases = Leases(rule, members)  # which worker computes which share of the samples
+        self.history = History(keep_log)  # counters, and the log if it is kept
         self.versions_per_step = rule.versions_per_step(max(len(members), 1))
         self.pushes_per_step = rule.pushes_per_step(max(len(members), 1))
-        self.rates: RateChanges = ()
-        self.schedule_behind = False
+        self.rates: RateChanges = ()  # learning rates that hold instead of the schedule's
+        self.schedule_behind = False  # whether the schedule has not reached the open step yet
         self._schedule = schedule
         self._witnessed = witnessed
         self._decisions = 0  # that servers were sent; counted where servers remember them
@@ -111,14 +101,8 @@ class CommitState:
         self.logged = version if self._witnessed else math.inf
 
     def install(self, install: Install, joined: Collection[int]) -> None:
-        """Continue from another version, ledger, counters and schedule.
-
-        Staged pushes stay until the next generation begins.
-
-        Args:
-            install: the client's request; what its state lacks begins anew.
-            joined: indices of the workers that have joined.
-        """
+        """Continue from another version, ledger, counters and schedule; what the client's state lacks begins anew."""
+        # Staged pushes stay until the next generation begins.
         self.version = install.version
         self.logged = self.version if self._witnessed else math.inf
         first = self.step * self.pushes_per_step  # the first share of that step
@@ -135,11 +119,8 @@ class CommitState:
         self.history.forget_log()
 
     def confirm(self, version: int) -> None:
-        """Let clients learn of the commits up to a version, which another process knows.
-
-        Raises:
-            ProtocolError: that version is not committed.
-        """
+        """Let clients learn of the commits up to a version, which another process knows."""
+        # ProtocolError: not committed.
         if version > self.version:
             raise ProtocolError(f"LOGGED of version {version}, the last is {self.version}")
         self.logged = max(self.logged, version)

@@ -99,10 +99,8 @@ class Coordinator:
         return self.settle() + self.decide(source, message) + self.settle()
 
     def settle(self) -> Outgoing:
-        """Return the results of the steps committed since the last call, and count their pushes.
-
-        No process waits for this: servers and workers may be sent their messages before.
-        """
+        """Return the results of the steps committed since the last call, and count their pushes."""
+        # No process waits for this: servers and workers may be sent their messages before.
         return self.membership.settle()
 
     def decide(self, source: Peer, message: Message) -> Outgoing:
@@ -141,11 +139,7 @@ class Coordinator:
                 return self.membership.handle(source, message)
 
     def tick(self, now: float) -> Outgoing:
-        """Act on the passing of time.
-
-        Args:
-            now: seconds on a clock of the caller's own, which does not go back.
-        """
+        """Act on the passing of time; `now`: seconds on a clock of the caller's own, which does not go back."""
         behind = self._state.schedule_behind
         out = self.settle() + self.membership.tick(now)
         if behind:

@@ -13,16 +13,12 @@ REMEMBERED = 4096
 
 
 class DecisionLog:
-    """The decisions that one server has received; all servers receive them in one order, by number.
-
-    Attributes:
-        log: all entries of the coordinator's log, if it keeps one.
-        schedule: the newest state of the coordinator's schedule that came with a decision.
-    """
+    """The decisions that one server has received; all servers receive them in one order, by number."""
 
     def __init__(self) -> None:
         self._recent: deque[Decision] = deque(maxlen=REMEMBERED)
-        self.log: list[list[Any]] = []
+        self.log: list[list[Any]] = []  # all entries of the coordinator's log, if it keeps one
+        # the newest state of the coordinator's schedule that came with a decision
         self.schedule: dict[str, Any] = {}
 
     def hear(self, decision: Decision) -> None:
@@ -42,12 +38,7 @@ class DecisionLog:
 def missing(
     received: Sequence[Decision], by_server: Iterable[Sequence[Decision]]
 ) -> list[Decision]:
-    """Return, in order, the decisions that some server has received and this one has not.
-
-    Args:
-        received: the decisions that this server has received, oldest first.
-        by_server: the decisions that each server has received.
-    """
+    """Return, in order, the decisions that some server has received and this one (`received`, oldest first) has not."""
     last = received[-1].number if received else 0
     others = {
         decision.number: decision

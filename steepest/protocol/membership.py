@@ -34,35 +34,19 @@ class Membership(Protocol):
         """The version up to which steps are granted; the present version when none is."""
 
     def handle(self, source: Peer, message: Message) -> Outgoing:
-        """Act on a message about membership or steps; return the messages to send.
-
-        A request of a client arrives here once, however often the client sent it.
-
-        Raises:
-            ProtocolError: this membership takes no such message, or not from this peer.
-        """
+        """Act on a message about membership or steps; return the messages to send."""
+        # ProtocolError: none for this membership. A request of a client arrives here once, however often the client
+        # sent it.
 
     def report(self, source: Peer, message: Message) -> bool:
-        """Stage the report of a push; return whether it may complete one.
-
-        Raises:
-            ProtocolError: the report contradicts what is known of the push or its sender.
-        """
+        """Stage the report of a push; return whether it may complete one."""
+        # ProtocolError: it contradicts what is known.
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
-        """Act on the loss of a peer, whose channel closed; return the messages to send.
-
-        Args:
-            peer: any role's.
-            reason: why the channel closed, as text.
-        """
+        """Act on the loss of a peer of any role, whose channel closed for a reason; return the messages to send."""
 
     def tick(self, now: float) -> Outgoing:
-        """Give up overdue steps; return the messages to send.
-
-        Args:
-            now: in seconds on the caller's clock.
-        """
+        """Give up overdue steps; return the messages to send; `now`: in seconds on the caller's clock."""
 
     def doing(self) -> str:
         """Return what is waited for, in words; any thread may ask while decisions are made."""

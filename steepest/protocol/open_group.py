@@ -27,9 +27,6 @@ class OpenGroup:
 
     Args:
         state: without members, and with a rule that commits each push by itself and drops none.
-
-    Attributes:
-        torn: see `Membership.torn`; a client's installing of a whole state ends it.
     """
 
     def __init__(self, state: CommitState) -> None:
@@ -113,11 +110,9 @@ class OpenGroup:
         *,
         skipped: bool,
     ) -> tuple[Readers, Outgoing]:
-        """Answer each user: with the new weights if it asked for them, else with the version.
-
-        Where servers have copies, each is answered with the version, and only when it is known to
-        another server, with which it outlives this process.
-        """
+        """Answer each user: with the new weights if it asked for them, else with the version."""
+        # Where servers have copies, each is answered with the version, and only when it is known to another server,
+        # with which it outlives this process.
         answers: Outgoing = []
         readers = []
         for push in pushes:
@@ -153,10 +148,7 @@ class OpenGroup:
         raise AssertionError(f"the rule of an open group dropped {pushes}")
 
     def refuse(self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]) -> Outgoing:
-        """Have servers discard pushes, and send each user why.
-
-        They hold NaN or infinity, or what servers hold is of no version.
-        """
+        """Have servers discard pushes, and send each user why: NaN or infinity, or servers that are of no version."""
         assert reason in ("nonfinite", "optimizer"), reason
         self._staging.take(pushes)
         out = self._discard([push.id for push in pushes])

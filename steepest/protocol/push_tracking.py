@@ -43,11 +43,7 @@ class Staging(ABC):
 
     @abstractmethod
     def report(self, push: PushId, report: Reported) -> None:
-        """Add the report of a push; a copy changes nothing.
-
-        Raises:
-            ProtocolError: the worker has reported more than it may.
-        """
+        """Add the report of a push; a copy changes nothing; ProtocolError: the worker has reported more than it may."""
 
     @abstractmethod
     def complete(self) -> list[Staged]:
@@ -59,11 +55,8 @@ class Staging(ABC):
 
     @abstractmethod
     def end(self, worker: int) -> tuple[list[PushId], bool]:
-        """Remove the incomplete pushes of a worker's process that is no member any more.
-
-        Returns:
-            These pushes, and whether the worker has a complete one, which may still be committed.
-        """
+        """Remove the incomplete pushes of a worker's process that is no member any more; return them."""
+        # Also whether the worker has a complete one, which may still be committed.
 
     @abstractmethod
     def clear(self) -> None:
@@ -78,10 +71,7 @@ class Staging(ABC):
         """Return, for each worker with a reported push, the servers that have not staged it."""
 
     def culprits(self, pushes: Sequence[Staged]) -> Culprits:
-        """Return the NaN and infinity in complete pushes.
-
-        Each parameter is named once for each worker, although it may lie in many chunks.
-        """
+        """Return NaN and infinity in complete pushes: each parameter once for each worker, not for each chunk."""
         found = (
             (worker, name)
             for message in self._messages(pushes)
@@ -104,10 +94,7 @@ class Staging(ABC):
 
 
 class StagedTogether(Staging):
-    """Staging under a rule by which every member contributes to every version.
-
-    Each server sends one message per version, when it has reduced the gradients of all members.
-    """
+    """Staging where all contribute to each version: a server sends one message, when all is reduced."""
 
     def __init__(self, holding: frozenset[int]) -> None:
         super().__init__(holding)
@@ -115,11 +102,7 @@ class StagedTogether(Staging):
         self._servers: dict[int, VersionStaged] = {}
 
     def report(self, push: PushId, report: Reported) -> None:
-        """Add the report of a push, see `Staging.report`.
-
-        Raises:
-            ProtocolError: the worker has reported another push of this version.
-        """
+        """Add the report of a push, see `Staging.report`; ProtocolError: another push of this version was reported."""
         if push not in self._reports and any(
             other.worker == push.worker for other in self._reports
         ):
@@ -143,10 +126,7 @@ class StagedTogether(Staging):
         return reports
 
     def end(self, worker: int) -> tuple[list[PushId], bool]:
-        """Return no pushes: the generation that begins without the worker voids all.
-
-        See `Staging.end`.
-        """
+        """Return no pushes: the generation that begins without the worker voids all; see `Staging.end`."""
         return [], False
 
     def clear(self) -> None:
@@ -225,10 +205,7 @@ class _Progress:
 
 
 class StagedEach(Staging):
-    """Staging under a rule that chooses among pushes.
-
-    Each server sends one message per push, when it has staged all of it.
-    """
+    """Staging under a rule that chooses among pushes: a server sends one message for each, when it has it."""
 
     def __init__(self, holding: frozenset[int]) -> None:
         super().__init__(holding)
@@ -239,11 +216,8 @@ class StagedEach(Staging):
         self._closing: dict[int, set[int | None]] = {}
 
     def report(self, push: PushId, report: Reported) -> None:
-        """Add the report of a push, see `Staging.report`; of a closed push it is ignored.
-
-        Raises:
-            ProtocolError: too many other pushes of the worker are not complete.
-        """
+        """Add the report of a push, see `Staging.report`; of a closed push it is ignored."""
+        # ProtocolError: too many other pushes of the worker are not complete.
         if push not in self._closed:
             self._track(push).report = report
             self._check_complete(push)
@@ -265,11 +239,8 @@ class StagedEach(Staging):
         return push in self._closed
 
     def staged(self, server: int, staged: PushStaged) -> None:
-        """Add that a server has staged all of a push; of a closed push it is ignored.
-
-        Raises:
-            ProtocolError: too many other pushes of the worker are not complete.
-        """
+        """Add that a server has staged all of a push; of a closed push it is ignored."""
+        # ProtocolError: too many other pushes of the worker are not complete.
         push = staged.push
         if push not in self._closed:
             self._track(push).servers[server] = staged
@@ -319,18 +290,9 @@ class StagedEach(Staging):
         return reports
 
     def abandon(self, worker: int, server: int | None) -> list[PushId]:
-        """Close the pushes that a worker can no longer complete, as one of its channels is closed.
-
-        The worker is forgotten when all its channels are; until then messages about its pushes may
-        still arrive from other processes.
-
-        Args:
-            worker: a parameter server's user.
-            server: the other end of the channel; None for the coordinator.
-
-        Returns:
-            The pushes that are void now.
-        """
+        """Close the pushes that a parameter server's user can no longer complete, as a channel closed; return them."""
+        # server: the other end of the channel, None for the coordinator. The user is forgotten when all its channels
+        # are closed; until then messages about its pushes may still arrive from other processes.
         if server is not None and server not in self.holding:
             return []
         closing = self._closing.setdefault(worker, set())

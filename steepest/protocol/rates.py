@@ -39,13 +39,7 @@ def changes_since(changes: RateChanges, step: int) -> RateChanges:
 def with_rates(
     hyper: list[dict[str, Any]], changes: RateChanges, step: int
 ) -> list[dict[str, Any]]:
-    """Return hyperparameters of a step, by parameter group, with the learning rates that are set.
-
-    Args:
-        hyper: of each group.
-        changes: of the learning rates.
-        step: counted from 0.
-    """
+    """Return hyperparameters of a step (from 0), by parameter group, with the learning rates that are set."""
     rates = rates_at(changes, step)
     if rates is None:
         return hyper

@@ -13,15 +13,8 @@ from steepest.tables.kernels import Floats, Int32s, Int64s, read_only
 
 
 def require_ids(name: str, ids: Any) -> Int64s:
-    """Return ids as a contiguous, read-only array of int64.
-
-    Args:
-        name: of the argument, for the error.
-        ids: integers of any width from 0 to 2^63 - 1, of any shape.
-
-    Raises:
-        ConfigurationError: they are no integers, or one is out of range.
-    """
+    """Return ids, integers of any width from 0 to 2^63 - 1 and any shape, as contiguous, read-only int64."""
+    # ConfigurationError, with the argument's name: they are no integers, or one is out of range.
     found = np.asarray(ids)
     if found.size == 0 and found.dtype == np.float64:  # an empty list
         found = found.astype(np.int64)
@@ -41,16 +34,7 @@ def require_ids(name: str, ids: Any) -> Int64s:
 def require_keys(
     tables: npt.ArrayLike, ids: npt.ArrayLike, names: Sequence[str]
 ) -> tuple[Int32s, Int64s]:
-    """Return table numbers and ids as arrays that kernels take.
-
-    Args:
-        tables: (n,), from 0 to the number of tables less 1.
-        ids: (n,), from 0 to 2^63 - 1.
-        names: of the tables.
-
-    Raises:
-        ConfigurationError: they are not so.
-    """
+    """Return table numbers (n,) and ids (n,) as arrays that kernels take; ConfigurationError: one is out of range."""
     checked = require_ids("ids", ids)
     numbers = np.asarray(tables)
     if checked.ndim != 1 or numbers.shape != checked.shape:

@@ -15,11 +15,8 @@ from steepest.tables.table import Table, groups
 
 
 def compile_kernels(tables: Iterable[Table]) -> None:
-    """Compile all that some tables' shards and modules will run, so that no step waits for it.
-
-    A process calls it before it joins a job, and does so once. The machine code is kept on disk
-    where it can be.
-    """
+    """Compile all that some tables' shards and modules will run, so that no step waits for it."""
+    # A process calls it once, before it joins a job. The machine code is kept on disk where it can be.
     _compile(tuple(tables))
 
 

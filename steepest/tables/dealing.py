@@ -18,18 +18,12 @@ class Dealing:
 
     The number of shards does not depend on the number of servers, so that which rows a capacity
     keeps does not, either.
-
-    Attributes:
-        tables: of a job.
-        num_shards: of each group.
-        seed: of first values and of admissions by chance.
-        first: the chunk that is shard 0 of group 0; the others follow, group by group.
     """
 
     tables: tuple[Table, ...]
-    num_shards: int
-    seed: int
-    first: int
+    num_shards: int  # of each group
+    seed: int  # of first values and of admissions by chance
+    first: int  # the chunk that is shard 0 of group 0; the others follow, group by group
 
     @cached_property
     def groups(self) -> list[tuple[Table, ...]]:
@@ -45,11 +39,7 @@ class Dealing:
         }
 
     def place(self, table: Table) -> tuple[int, int]:
-        """Return the number of a table's group, and the table's number in it.
-
-        Raises:
-            ConfigurationError: there is no such table.
-        """
+        """Return the number of a table's group, and the table's number in it; ConfigurationError: no such table."""
         group, number = self._places.get(table.name, (-1, -1))
         if group < 0 or self.groups[group][number] != table:
             known = ", ".join(map(repr, self._places)) or "none"
@@ -77,10 +67,7 @@ class Dealing:
         return (chunk - self.first) % self.num_shards
 
     def description(self) -> list[list[str | int]]:
-        """Return what a state of these tables must have in common with them, for checkpoints.
-
-        That is, of each table, its name, dimension, dtype, optimizer and the number of its group.
-        """
+        """Return, for checkpoints, each table's name, dimension, dtype, optimizer and number of its group."""
         return [
             [table.name, table.dim, table.dtype, type(table.optimizer).__name__, number]
             for number, group in enumerate(self.groups)
@@ -92,12 +79,8 @@ class Dealing:
         return f"tables/{chunk - self.first}"
 
     def make(self, chunk: int, seed: int | None = None) -> TableShard:
-        """Return the shard, without rows, that is a chunk.
-
-        Args:
-            chunk: its index.
-            seed: of the job in which its rows began; by default this one's.
-        """
+        """Return the shard, without rows, that is a chunk."""
+        # `seed`: of the job in which its rows began, or this one's.
         group, shard = divmod(chunk - self.first, self.num_shards)
         seed = self.seed if seed is None else seed
         return TableShard(self.groups[group], shard=shard, num_shards=self.num_shards, seed=seed)

@@ -26,38 +26,24 @@ def _new(nbytes: int) -> Bytes:
 
 @dataclass(frozen=True)
 class RowGradients:
-    """Gradients of distinct rows.
+    """Gradients of distinct rows."""
 
-    Attributes:
-        tables, ids: (n,), int32 and int64: table numbers in their group, and ids.
-        gradients: (n, dim), of the tables' dtype.
-        sightings: (n,) int32, how often each id was in the batch.
-    """
-
-    tables: Int32s
+    tables: Int32s  # (n,), table numbers in their group
     ids: Int64s
-    gradients: Floats
-    sightings: Int32s
+    gradients: Floats  # (n, dim), of the tables' dtype
+    sightings: Int32s  # (n,), how often each id was in the batch
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.ids)
 
     def pack(self, empty: Empty = _new) -> Bytes:
-        """Return all of it as bytes: ids, gradients, table numbers, sightings.
-
-        Args:
-            empty: returns memory of so many bytes.
-        """
+        """Return ids, gradients, table numbers and sightings as bytes, in memory that `empty` makes."""
         return _joined((self.ids, self.gradients, self.tables, self.sightings), empty)
 
     @classmethod
     def unpack(cls, packed: Bytes, dim: int, dtype: str) -> RowGradients:
-        """Return what `pack` packed, as views.
-
-        Raises:
-            ConfigurationError: it is of another size.
-        """
+        """Return what `pack` packed, as views; ConfigurationError: it is of another size."""
         width = np.dtype(dtype).itemsize * dim
         count = require_rows(len(packed), 16 + width)
         begin, end = 8 * count, (8 + width) * count
@@ -69,15 +55,7 @@ class RowGradients:
         )
 
     def require(self, names: Sequence[str], shard: int, num_shards: int) -> None:
-        """Check that the rows are distinct, and such as one shard of some tables can have.
-
-        Args:
-            names: of the tables.
-            shard, num_shards: which of how many shards it is.
-
-        Raises:
-            ConfigurationError: they are not.
-        """
+        """Check that rows are distinct, and such as one shard of some tables can have; ConfigurationError otherwise."""
         fine = are_distinct(self.tables, self.ids, len(names), shard, num_shards)
         if fine and (not len(self) or self.sightings.min() > 0):
             return
@@ -107,11 +85,8 @@ class RowGradients:
 
 
 def added(parts: Sequence[RowGradients]) -> RowGradients:
-    """Return the sum of several gradients of rows, each row once, in order of first sight.
-
-    What is added to a row is added in the order of the parts, so that the same parts make the same
-    bits.
-    """
+    """Return the sum of gradients of rows, each row once, in order of first sight; added in the order of the parts."""
+    # So the same parts make the same bits.
     if len(parts) == 1:
         return parts[0]
     keys = Distinct(
@@ -126,11 +101,7 @@ def added(parts: Sequence[RowGradients]) -> RowGradients:
 
 
 def pack_keys(tables: Int32s, ids: Int64s, empty: Empty = _new) -> Bytes:
-    """Return the keys of rows as bytes: ids, then table numbers.
-
-    Args:
-        empty: returns memory of so many bytes.
-    """
+    """Return the keys of rows as bytes, ids, then table numbers, in memory that `empty` makes."""
     return _joined((ids, tables), empty)
 
 
@@ -140,21 +111,13 @@ def _joined(parts: Sequence[npt.NDArray[Any]], empty: Empty) -> Bytes:
 
 
 def unpack_keys(packed: Bytes) -> tuple[Int32s, Int64s]:
-    """Return (table numbers, ids) that `pack_keys` packed, as views.
-
-    Raises:
-        ConfigurationError: they are of another size.
-    """
+    """Return (table numbers, ids) that `pack_keys` packed, as views; ConfigurationError: they are of another size."""
     count = require_rows(len(packed), _KEY_BYTES)
     return packed[8 * count :].view(np.int32), packed[: 8 * count].view(np.int64)
 
 
 def require_rows(size: int, width: int) -> int:
-    """Return how many rows of `width` bytes there are in `size` bytes.
-
-    Raises:
-        ConfigurationError: not a whole number of them.
-    """
+    """Return how many rows of `width` bytes there are in `size` bytes; ConfigurationError: not a whole number."""
     count, rest = divmod(size, width)
     if rest:
         raise ConfigurationError(f"{size} bytes for rows of {width} bytes each")

@@ -97,16 +97,9 @@ def _deal(shards: Int32s, begins: Int64s, order: Int64s) -> bool:
 
 
 def deal(tables: Int32s, ids: Int64s, count: int) -> tuple[Int64s | None, Int64s]:
-    """Return an order of keys in which those of a shard stand together, and where each begins.
-
-    Args:
-        tables, ids: (n,), table numbers, and non-negative ids.
-        count: of shards.
-
-    Returns:
-        (n,), places in `tables` and `ids`, ascending within a shard, or None where they are in
-        such an order; (count + 1,), the place in it at which each shard begins, and n.
-    """
+    """Return an order of keys (n,) in which those of a shard stand together, or None if they do."""
+    # And where each begins. (n,), places in `tables` and `ids`, ascending within a shard; (count + 1,), the place in it
+    # at which each of `count` shards begins, and n.
     shards = shard_of(tables, ids, count)
     begins, order = np.zeros(count + 1, np.int64), np.empty(len(ids), np.int64)
     return (None if _deal(shards, begins, order) else order), begins
@@ -144,13 +137,7 @@ def _distinct(
 
 
 class Distinct:
-    """The distinct (table, id) of a batch, by ascending shard, in order of first sight within one.
-
-    Attributes:
-        tables, ids: (m,), int32 and int64.
-        counts: (m,) int32, how often each occurs in the batch.
-        inverse: (n,) int32, of each (table, id) of the batch its place in `tables` and `ids`.
-    """
+    """The distinct (table, id) of a batch, by ascending shard, in order of first sight within one."""
 
     def __init__(
         self,
@@ -158,21 +145,17 @@ class Distinct:
         ids: npt.NDArray[np.integer],
         num_shards: int = 1,
     ) -> None:
-        """Find them.
-
-        Args:
-            tables, ids: (n,), of the batch.
-            num_shards: over which `shard_of` spreads them.
-        """
+        """Find those of a batch, (n,) each, for so many shards, over which `shard_of` spreads them."""
         of, keys = read_only(tables, np.int32), read_only(ids, np.int64)
         size = len(keys)
         slots = np.empty(1 << max(3, (2 * size - 1).bit_length()), np.int32)
         first, counts = np.empty(size, np.int32), np.empty(size, np.int32)
+        # (n,), of each (table, id) of the batch its place in `tables` and `ids`
         self.inverse = np.empty(size, np.int32)
         found = _distinct(of, keys, slots, first, counts, self.inverse)
-        self.tables: Int32s = of[first[:found]]
+        self.tables: Int32s = of[first[:found]]  # this and ids: (m,)
         self.ids: Int64s = keys[first[:found]]
-        self.counts = counts[:found]
+        self.counts = counts[:found]  # (m,), how often each occurs in the batch
         if num_shards > 1:
             order, _ = deal(self.tables, self.ids, num_shards)
             if order is not None:

@@ -192,18 +192,10 @@ def _remove(tables: Int32s, ids: Int64s, index: Segments) -> None:
 
 
 class Index:
-    """A map from (table, id) to a row number, of all tables of a group.
-
-    Ids are any from 0 to 2^63 - 1; row numbers from 0 to 2^31 - 2.
-    """
+    """A map from (table, id from 0 to 2^63 - 1) to a row number, 0 to 2^31 - 2, of all tables of a group."""
 
     def __init__(self, num_tables: int, most: int | None = None) -> None:
-        """Begin with an empty segment for each table.
-
-        Args:
-            num_tables: of the group.
-            most: entries that there will be at most; without it, what the machine's memory holds.
-        """
+        """Begin with an empty segment for each table, for `most` entries, or what the machine's memory holds."""
         most = min(physical_bytes() // 16 if most is None else most, 2**31 - 2)
         segments = 2 * num_tables + 4 * most // (BUCKETS * ENTRIES)
         memory = Reserved(segments * BUCKETS, np.int64, 8)
@@ -235,11 +227,7 @@ class Index:
         return found, missing
 
     def insert(self, tables: Int32s, ids: Int64s, numbers: Int32s) -> None:
-        """Map each (table, id), distinct and not there, to a row number.
-
-        Raises:
-            ResourcesError: there is no room for more.
-        """
+        """Map each (table, id), distinct and not there, to a row number; ResourcesError: there is no room for more."""
         tables, ids = read_only(tables, np.int32), read_only(ids, np.int64)
         numbers = read_only(numbers, np.int32)
         at, spread = _insert(tables, ids, numbers, 0, self._memory)

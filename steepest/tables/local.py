@@ -16,12 +16,7 @@ from steepest.validation import require_choice, require_count
 
 
 class LocalRows:
-    """Tables of any shapes in one process: a `RowSource` whose pushes take effect at `step`.
-
-    Attributes:
-        shards: by group of tables.
-        version: updates so far.
-    """
+    """Tables of any shapes in one process: a `RowSource` whose pushes take effect at `step`."""
 
     def __init__(
         self,
@@ -47,6 +42,7 @@ class LocalRows:
         self._nonfinite = nonfinite
         grouped = groups(tables)
         count = require_count("num_shards", num_shards)
+        # by group of tables
         self.shards = [
             [TableShard(group, shard=at, num_shards=count, seed=seed) for at in range(count)]
             for group in grouped
@@ -58,14 +54,10 @@ class LocalRows:
         }
         self._staged: list[list[RowGradients]] = [[] for _ in grouped]
         self.num_shards = count
-        self.version = 0
+        self.version = 0  # updates so far
 
     def place(self, table: Table) -> tuple[int, int]:
-        """Return the number of a table's group, and the table's number in it.
-
-        Raises:
-            ConfigurationError: there is no such table.
-        """
+        """Return the number of a table's group, and the table's number in it; ConfigurationError: no such table."""
         group, number = self._places.get(table.name, (-1, -1))
         if group < 0 or self.shards[group][0].tables[number] != table:
             raise ConfigurationError(
@@ -79,16 +71,9 @@ class LocalRows:
         return Distinct(tables, ids, len(self.shards[group]))
 
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = False) -> Floats:
-        """Return the values of rows, (n, dim).
-
-        Args:
-            group: its number.
-            tables, ids: (n,), table numbers in the group, and ids.
-            training: whether gradients of these rows will be pushed.
-
-        Raises:
-            ConfigurationError: with `training`, a table has no room for a row of each id.
-        """
+        """Return the values of rows, (n, dim), of a group's table numbers and ids, (n,) each."""
+        # training: whether gradients of these rows will be pushed; then ConfigurationError: a table has no room for
+        # them.
         shards = self.shards[group]
         values = np.empty((len(ids), shards[0].dim), shards[0].dtype)
         order, begins = deal(tables, ids, len(shards))
@@ -104,14 +89,8 @@ class LocalRows:
     def push(
         self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
     ) -> None:
-        """Keep gradients until `step`.
-
-        Args:
-            group: its number.
-            tables, ids: (n,), distinct.
-            gradients: (n, dim).
-            sightings: (n,), how often each id was in the batch.
-        """
+        """Keep gradients (n, dim) of a group's distinct rows (n,) until `step`."""
+        # sightings: (n,), how often in the batch.
         self._staged[group].append(RowGradients(tables, ids, gradients, sightings))
 
     def step(self, learning_rate: float | None = None) -> int:

@@ -33,29 +33,22 @@ _COUNTERS = ("uint8", "uint16", "uint32")
 
 @dataclass(frozen=True)
 class TableState:
-    """Rows, and what is known of ids without rows, in order of table and id.
+    """Rows, and what is known of ids without rows, in order of table and id."""
 
-    Attributes:
-        tables, ids: (n,) int32 and int64, of the rows.
-        values, slots: (n, dim) and (n, slots), of the tables' dtype.
-        written: (n,) int64, the version that wrote each row last.
-        sightings: (n,) int32, how often each row's id was in a push.
-        counted_tables, counted_ids, counted: (m,), of ids that were seen and are not admitted, and how often.
-        removed_tables, removed_ids: (k,), of rows that were evicted after the version of an increment.
-        counters: the counting Bloom filters, by table number.
-    """
-
-    tables: Int32s
+    tables: Int32s  # (n,), of the rows
     ids: Int64s
-    values: Floats
-    slots: Floats
-    written: Int64s
-    sightings: Int32s
+    values: Floats  # (n, dim), of the tables' dtype
+    slots: Floats  # (n, slots), likewise
+    written: Int64s  # (n,), the version that wrote each row last
+    sightings: Int32s  # (n,), how often each row's id was in a push
+    # this, counted_ids and counted: (m,), of ids that were seen and are not admitted, and how often
     counted_tables: Int32s
     counted_ids: Int64s
     counted: Int32s
+    # this and removed_ids: (k,), of rows that were evicted after the version of an increment
     removed_tables: Int32s
     removed_ids: Int64s
+    # the counting Bloom filters, by table number
     counters: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -73,11 +66,8 @@ class TableState:
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> TableState:
-        """Return the state that `arrays` returned as these arrays, which are not copied.
-
-        Raises:
-            ConfigurationError: an array is missing, of a wrong dtype or shape, or not of a state.
-        """
+        """Return the state that `arrays` returned, not copied."""
+        # ConfigurationError: one is missing, or of another form.
         if missing := [name for name in _DTYPES if name not in arrays]:
             raise ConfigurationError(f"a state of tables without the arrays {', '.join(missing)}")
         for name in _DTYPES:
@@ -125,14 +115,8 @@ def order_of(tables: npt.NDArray[np.integer], ids: Int64s) -> npt.NDArray[np.int
 
 
 def joined(states: Iterable[TableState]) -> TableState:
-    """Return the state of several shards of the same tables as one, in order of table and id.
-
-    Of the counters of Bloom filters the greatest stay: each id was counted by one shard, and none is
-    counted too low.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """Return several shards' states of the same tables as one, in order of table and id; ConfigurationError: none."""
+    # Of the counters of Bloom filters the greatest stay: each id was counted by one shard, and none is counted too low.
     states = list(states)
     if not states:
         raise ConfigurationError("no states of tables: give what `export` of each shard returned")
@@ -148,10 +132,8 @@ def joined(states: Iterable[TableState]) -> TableState:
 
 
 def increased(base: TableState, increment: TableState) -> TableState:
-    """Return a state with the rows of a later increment in place of its own, less those removed.
-
-    The increment's counts of ids that are not admitted replace those of the base.
-    """
+    """Return a state with a later increment's rows in place of its own, less those removed."""
+    # The increment's counts of ids that are not admitted replace those of the base.
     tables = np.concatenate([increment.tables, increment.removed_tables])
     newer = Distinct(tables, np.concatenate([increment.ids, increment.removed_ids]))
     index = Index(int(max(tables.max(initial=0), base.tables.max(initial=0))) + 1)

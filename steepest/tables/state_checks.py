@@ -17,11 +17,7 @@ from steepest.tables.table import Table
 
 
 def require_number_in(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> int:
-    """Return the one number, of at least 0, of an array of a state.
-
-    Raises:
-        ConfigurationError: the array is missing, or holds something else.
-    """
+    """Return the one number, at least 0, of a state's array; ConfigurationError: it is missing, or holds another."""
     array = arrays.get(name)
     if array is None or array.dtype != np.int64 or array.shape != (1,) or array[0] < 0:
         raise ConfigurationError(f"{name}={array!r:.80} in a state of tables: give one count")
@@ -29,17 +25,9 @@ def require_number_in(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> int:
 
 
 def require_sound(state: TableState, tables: Sequence[Table], version: int) -> None:
-    """Check that rows can be pushed to and pulled from a state, whatever was written to it.
-
-    Args:
-        state: of a shard.
-        tables: the group of which it is.
-        version: of its last push.
-
-    Raises:
-        ConfigurationError: an id is there twice or is none, a table is not of the group, or a row
-            was written after the last push, say.
-    """
+    """Check that rows can be pushed to and pulled from a shard's state, whatever was written to it."""
+    # ConfigurationError: an id is there twice or is none, a table is not of the group, or a row was written after the
+    # last push (`version`), say.
     one, names = tables[0], [table.name for table in tables]
     widths = state.values.shape[1], state.slots.shape[1]
     fits = widths == (one.dim, one.optimizer.slots(one.dim))

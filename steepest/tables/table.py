@@ -103,11 +103,7 @@ def require_group(tables: Iterable[Table]) -> tuple[Table, ...]:
 
 
 def merged(tables: Iterable[Table]) -> tuple[Table, ...]:
-    """Return each table once, in order of first sight; several modules may use one.
-
-    Raises:
-        ConfigurationError: two of one name differ.
-    """
+    """Return each table once, in order of first sight; ConfigurationError: two of one name differ."""
     found: dict[str, Table] = {}
     for table in tables:
         other = found.setdefault(table.name, table)
@@ -122,11 +118,8 @@ def merged(tables: Iterable[Table]) -> tuple[Table, ...]:
 
 
 def groups(tables: Iterable[Table]) -> list[tuple[Table, ...]]:
-    """Return tables in groups of the same dimension, dtype and optimizer, in order of first sight.
-
-    Raises:
-        ConfigurationError: two of one name differ.
-    """
+    """Return tables by dimension, dtype and optimizer, in order of first sight."""
+    # ConfigurationError: two of a name differ.
     found: dict[tuple[int, str, RowOptimizer], list[Table]] = {}
     for table in merged(tables):
         found.setdefault((table.dim, table.dtype, table.optimizer), []).append(table)

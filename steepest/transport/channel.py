@@ -92,11 +92,8 @@ class Transport(Protocol):
     """All channels of one process, served by one thread."""
 
     def poll(self, timeout: float) -> list[Event]:
-        """Move bytes both ways, and return the events since the last call, oldest first.
-
-        Args:
-            timeout: seconds to wait for the first event.
-        """
+        """Move bytes both ways."""
+        # Return the events since the last call, oldest first, or wait `timeout` seconds for one.
 
     def pump(self) -> None:
         """Send the queued bytes that channels take now, without waiting."""

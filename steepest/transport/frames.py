@@ -76,11 +76,7 @@ def control(what: int, slot: int) -> bytes:
 
 
 def encode_meta(message: Message) -> bytes:
-    """Return the named values of a message as MessagePack; empty if it has none.
-
-    Raises:
-        MessageTooLargeError: they take more than `MAX_META` bytes.
-    """
+    """Return a message's named values as MessagePack, empty if none; MessageTooLargeError: over `MAX_META` bytes."""
     if message.meta is None:
         return b""
     meta: bytes = _pack(message.meta)
@@ -127,11 +123,7 @@ def _peer(role: int, index: int) -> Peer:
 
 
 def decode_meta(data: bytes | memoryview) -> dict[str, Any]:
-    """Return the named values of a frame.
-
-    Raises:
-        ProtocolError: the bytes are not MessagePack, or no map from texts to values of its own types.
-    """
+    """Return a frame's named values; ProtocolError: no MessagePack, or no map from texts to values of its own types."""
     try:
         meta = msgpack.unpackb(data, unicode_errors="surrogatepass", max_bin_len=0, max_ext_len=0)
     except (ValueError, msgpack.UnpackException) as error:

@@ -60,26 +60,16 @@ _GATHER_SECONDS = 0.02  # in a long turn, messages for a caller gather for about
 
 
 class Callee(NamedTuple):
-    """An actor to call.
+    """An actor to call."""
 
-    Attributes:
-        peers: the roles that it hosts.
-        actor: its handle; its method `exchange` returns the result of `CallTransport.answer`.
-        pause: seconds without a call in flight after an answer; spares calls to an actor that only
-            answers.
-    """
-
-    peers: tuple[Peer, ...]
-    actor: Any
+    peers: tuple[Peer, ...]  # the roles that it hosts
+    actor: Any  # its handle; its method `exchange` returns the result of `CallTransport.answer`
+    # seconds without a call in flight after an answer; spares calls to an actor that only answers
     pause: float = 0.0
 
 
 def threads_for(callers: int) -> int:
-    """Return the `max_concurrency` that an actor needs for the calls that it holds back.
-
-    Args:
-        callers: number of callers; calls of other methods need threads beside these.
-    """
+    """Return the `max_concurrency` for an actor's calls that are held back by so many callers; others need more."""
     return _IN_FLIGHT * callers
 
 
@@ -355,11 +345,7 @@ class CallTransport:
         return self._stored[key]
 
     def poll(self, timeout: float) -> list[Event]:
-        """Send gathered messages, and return the events since the last call, oldest first.
-
-        Args:
-            timeout: seconds to wait for the first event.
-        """
+        """Send gathered messages; return the events since the last call, oldest first; see `Transport.poll`."""
         self._flush(more=False)
         self._take()
         now = time.monotonic()

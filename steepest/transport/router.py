@@ -95,20 +95,15 @@ class Router:
 
     Args:
         tick_seconds: seconds between two ticks of the roles while no messages come.
-
-    Attributes:
-        transport: the channels to other processes; None before `use` and after `clear`.
-        admission: the check of messages and channels of other processes.
-        refused: number of messages and channels that were refused.
-        lost_peers: the last peers whose channels have closed; may be read on any thread.
-        finished: holds None when `run` has ended after `stop`, or the exception that ended it.
     """
 
     def __init__(self, tick_seconds: float = 0.5) -> None:
+        # the channels to other processes; None before `use` and after `clear`
         self.transport: Transport | None = None
-        self.refused = 0
+        self.refused = 0  # number of messages and channels that were refused
+        # the last peers whose channels have closed; may be read on any thread
         self.lost_peers: deque[Peer] = deque(maxlen=_LOST_PEERS)
-        self.admission = Admission()
+        self.admission = Admission()  # the check of messages and channels of other processes
         self._tick_seconds = tick_seconds
         self._roles: dict[Peer, Role] = {}
         self._channels: dict[Peer, Channel] = {}
@@ -121,6 +116,7 @@ class Router:
         self._why = "the process is shut down"  # nothing can be done, once `_stopping` is set
         self._thread: threading.Thread | None = None
         self._ident = 0  # of that thread
+        # holds None when `run` has ended after `stop`, or the exception that ended it
         self.finished: Future[None] = Future()
         _routers.add(self)
 
@@ -168,10 +164,7 @@ class Router:
         return None
 
     def clear(self) -> None:
-        """Forget all roles, messages and events, and close the transport.
-
-        Another transport can be used afterwards.
-        """
+        """Forget all roles, messages and events, and close the transport; another one can be used afterwards."""
         if self.transport is not None:
             self.transport.close()
             self.transport = None
@@ -184,11 +177,8 @@ class Router:
         return self._channels.get(peer)
 
     def sender(self, source: Peer) -> Send:
-        """Return the function by which a role sends.
-
-        It never blocks. A message for a role in this process is queued; one for a peer without a
-        channel is dropped.
-        """
+        """Return the function by which a role sends; it never blocks."""
+        # A message for a role in this process is queued; one for a peer without a channel is dropped.
 
         def send(target: Peer, message: Message) -> None:
             message.source, message.target = source, target
@@ -244,10 +234,7 @@ class Router:
             channel.drop_arriving(memory)
 
     def in_use(self, memory: Memory) -> bool:
-        """Return whether this memory (flat, uint8) must not change.
-
-        That is so while a peer may be reading it, or some of it is still to be sent.
-        """
+        """Return whether this memory (flat, uint8) must not change: a peer may read it, or some of it is to be sent."""
         if any(
             message.payload is not None and overlap(message.payload, memory)
             for message in self._local
@@ -421,12 +408,7 @@ class Router:
             role.tick(now)
 
     def start(self, name: str, start_thread: StartThread = _start_thread) -> None:
-        """Call `run` in a thread of its own; `finished` holds how that ended.
-
-        Args:
-            name: of the thread.
-            start_thread: starts it.
-        """
+        """Call `run` in a thread of that name, or as `start_thread` starts it; `finished` holds how that ended."""
 
         def body() -> None:
             self._ident = _thread.get_ident()  # that of the frames, in a simulation too
@@ -440,11 +422,7 @@ class Router:
         self._thread = start_thread(body, name)
 
     def where(self, *, whole: bool = False) -> str:
-        """Return the frames in which the router's thread is; any thread may ask.
-
-        Args:
-            whole: return all frames, instead of those of users' code alone.
-        """
+        """Return the frames, all or those of users' code alone, in which the router's thread is; any thread may ask."""
         frame = sys._current_frames().get(self._ident)
         return "" if frame is None else describe_stack(frame, whole=whole)
 
@@ -483,12 +461,8 @@ class Router:
             self._thread.join(timeout)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Have a function run on the router's thread; any thread may do this.
-
-        Returns:
-            A future that holds what the function returns or raises; ShutdownError if `stop` was
-            called before it ran.
-        """
+        """Have a function run on the router's thread; return its future. Any thread may do this."""
+        # ShutdownError if `stop` was called before it ran.
         future: Future[T] = Future()
 
         def run() -> None:

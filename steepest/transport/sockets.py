@@ -108,10 +108,6 @@ class WireTransport:
         clock: for the deadlines of connections that have proven nothing; in seconds, monotonic.
         identity: the certificate of this process, for TLS over TCP; None for plain TCP.
 
-    Attributes:
-        bytes_sent: of payloads, lent ones included.
-        lending: the memory that is lent to other processes.
-
     Raises:
         AuthenticationError: the token is too short.
         ConfigurationError: this platform does not have what `ways` needs, or the certificate is of
@@ -137,7 +133,7 @@ class WireTransport:
         self.node = node
         self.peers = peers
         self._broke_off = 0  # peers that broke the protocol
-        self.bytes_sent = 0
+        self.bytes_sent = 0  # of payloads, lent ones included
         self._token = token
         self._tls = None if identity is None else Tls(identity)
         self._selector = selectors.DefaultSelector()
@@ -145,7 +141,7 @@ class WireTransport:
         self._channels: set[WireChannel] = set()
         self._events: list[Event] = []
         self._gathering: list[WireChannel] = []
-        self.lending = Lending()
+        self.lending = Lending()  # the memory that is lent to other processes
         self._openings = Openings(token, peers, self._selector, self._welcome, clock, self._tls)
         self._wake_in, self._wake_out = socket.socketpair()
         for sock in (self._wake_in, self._wake_out):
