@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 Group = dict[str, Any]
-State = dict[str, torch.Tensor]
+State = dict[str, Tensor]
 
 
 #: Settings of all of Keras' optimizers.
@@ -18,19 +19,15 @@ _COMMON: Group = {"weight_decay": None, "clipnorm": None, "clipvalue": None}
 
 
 class KerasRule(torch.optim.Optimizer):
-    """What all of Keras' optimizers do: clip a gradient, decay the weight, then update it.
-
-    Args:
-        params: parameters or groups of them.
-        defaults: hyperparameters, among them `lr`; `weight_decay`, `clipnorm` and `clipvalue` are
-            None where they are missing.
-    """
+    """What all of Keras' optimizers do: clip a gradient, decay the weight, then update it."""
 
     #: whether gradients are as they were after a step
     keeps_gradients = True
 
-    def __init__(self, params: Iterable[Any], defaults: Group) -> None:
-        super().__init__(params, {**_COMMON, **defaults})
+    own: ClassVar[Group]  # hyperparameters of the class, `lr` among them, and their defaults
+
+    def __init__(self, params: Iterable[Any], **given: Any) -> None:
+        super().__init__(params, {**_COMMON, **self.own, **given})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -45,9 +42,7 @@ class KerasRule(torch.optim.Optimizer):
                 self.update(parameter, gradient, self.state[parameter], group)
 
     @abstractmethod
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """Update one parameter in place.
 
         Args:
@@ -58,7 +53,7 @@ class KerasRule(torch.optim.Optimizer):
         """
 
 
-def _clipped(gradient: torch.Tensor, group: Group) -> torch.Tensor:
+def _clipped(gradient: Tensor, group: Group) -> Tensor:
     """Return a gradient within `clipnorm` or `clipvalue`, of which Keras allows one."""
     if group["clipnorm"]:
         norm = gradient.norm().clamp_(min=group["clipnorm"])
@@ -71,20 +66,9 @@ def _clipped(gradient: torch.Tensor, group: Group) -> torch.Tensor:
 class KerasSGD(KerasRule):
     """`keras.optimizers.SGD`."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.01,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        **common: float | None,
-    ) -> None:
-        own = {"lr": lr, "momentum": momentum, "nesterov": nesterov}
-        super().__init__(params, {**own, **common})
+    own = {"lr": 0.01, "momentum": 0.0, "nesterov": False}
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """Update one parameter in place."""
         if group["momentum"] == 0:
             parameter.sub_(gradient, alpha=group["lr"])
@@ -104,22 +88,9 @@ class KerasAdam(KerasRule):
     Keras adds epsilon to the root of the uncorrected second moment, torch to the corrected one.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        amsgrad: bool = False,
-        **common: float | None,
-    ) -> None:
-        own = {"lr": lr, "beta_1": beta_1, "beta_2": beta_2, "epsilon": epsilon}
-        super().__init__(params, {**own, "amsgrad": amsgrad, **common})
+    own = {"lr": 0.001, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "amsgrad": False}
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """Update one parameter in place."""
         if not state:
             state["step"] = torch.zeros(())
@@ -139,9 +110,7 @@ class KerasAdam(KerasRule):
         parameter.addcdiv_(momentum, velocity.sqrt().add_(group["epsilon"]), value=-rate)
 
 
-def _fused(
-    parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group, rate: float
-) -> None:
+def _fused(parameter: Tensor, gradient: Tensor, state: State, group: Group, rate: float) -> None:
     """Update a parameter by torch's kernel, in one pass over its memory instead of seven."""
     # The kernel divides by ``sqrt(velocity / second) + eps`` and multiplies by ``lr / first``.
     first = 1 - group["beta_1"] ** float(state["step"])
@@ -177,20 +146,9 @@ def _correction(step: float, dtype: torch.dtype, group: Group) -> float:
 class KerasAdagrad(KerasRule):
     """`keras.optimizers.Adagrad`."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.001,
-        initial_accumulator_value: float = 0.1,
-        epsilon: float = 1e-7,
-        **common: float | None,
-    ) -> None:
-        own = {"lr": lr, "initial_accumulator_value": initial_accumulator_value, "epsilon": epsilon}
-        super().__init__(params, {**own, **common})
+    own = {"lr": 0.001, "initial_accumulator_value": 0.1, "epsilon": 1e-7}
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """Update one parameter in place."""
         if not state:
             begin = group["initial_accumulator_value"]
@@ -203,22 +161,9 @@ class KerasAdagrad(KerasRule):
 class KerasRMSprop(KerasRule):
     """`keras.optimizers.RMSprop`."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.001,
-        rho: float = 0.9,
-        momentum: float = 0.0,
-        epsilon: float = 1e-7,
-        centered: bool = False,
-        **common: float | None,
-    ) -> None:
-        own = {"lr": lr, "rho": rho, "momentum": momentum, "epsilon": epsilon}
-        super().__init__(params, {**own, "centered": centered, **common})
+    own = {"lr": 0.001, "rho": 0.9, "momentum": 0.0, "epsilon": 1e-7, "centered": False}
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """Update one parameter in place."""
         if not state:
             state["velocity"] = torch.zeros_like(parameter)
@@ -246,21 +191,9 @@ class KerasNadam(KerasRule):
     Keras keeps one product of these coefficients for all variables, here each has its own.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        **common: float | None,
-    ) -> None:
-        own = {"lr": lr, "beta_1": beta_1, "beta_2": beta_2, "epsilon": epsilon}
-        super().__init__(params, {**own, **common})
+    own = {"lr": 0.001, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """Update one parameter in place."""
         dtype = _wide(parameter.dtype)
         if not state:
@@ -286,19 +219,9 @@ class KerasNadam(KerasRule):
 class KerasLion(KerasRule):
     """`keras.optimizers.Lion`: the sign of the momentum."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.99,
-        **common: float | None,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "beta_1": beta_1, "beta_2": beta_2, **common})
+    own = {"lr": 0.001, "beta_1": 0.9, "beta_2": 0.99}
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """Update one parameter in place."""
         if not state:
             state["momentum"] = torch.zeros_like(parameter)
@@ -311,21 +234,9 @@ class KerasLion(KerasRule):
 class KerasAdamax(KerasRule):
     """`keras.optimizers.Adamax`: Adam with the greatest gradient instead of the second moment."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        **common: float | None,
-    ) -> None:
-        own = {"lr": lr, "beta_1": beta_1, "beta_2": beta_2, "epsilon": epsilon}
-        super().__init__(params, {**own, **common})
+    own = {"lr": 0.001, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """Update one parameter in place."""
         if not state:
             state["step"] = torch.zeros(())
@@ -343,19 +254,9 @@ class KerasAdamax(KerasRule):
 class KerasAdadelta(KerasRule):
     """`keras.optimizers.Adadelta`."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.001,
-        rho: float = 0.95,
-        epsilon: float = 1e-7,
-        **common: float | None,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "rho": rho, "epsilon": epsilon, **common})
+    own = {"lr": 0.001, "rho": 0.95, "epsilon": 1e-7}
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """Update one parameter in place."""
         if not state:
             state["accumulated_grad"] = torch.zeros_like(parameter)
@@ -371,32 +272,17 @@ class KerasAdadelta(KerasRule):
 class KerasFtrl(KerasRule):
     """`keras.optimizers.Ftrl`, which computes weights from its state, whatever they were."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.001,
-        learning_rate_power: float = -0.5,
-        initial_accumulator_value: float = 0.1,
-        l1_regularization_strength: float = 0.0,
-        l2_regularization_strength: float = 0.0,
-        l2_shrinkage_regularization_strength: float = 0.0,
-        beta: float = 0.0,
-        **common: float | None,
-    ) -> None:
-        own = {
-            "lr": lr,
-            "learning_rate_power": learning_rate_power,
-            "initial_accumulator_value": initial_accumulator_value,
-            "l1_regularization_strength": l1_regularization_strength,
-            "l2_regularization_strength": l2_regularization_strength,
-            "l2_shrinkage_regularization_strength": l2_shrinkage_regularization_strength,
-            "beta": beta,
-        }
-        super().__init__(params, {**own, **common})
+    own = {
+        "lr": 0.001,
+        "learning_rate_power": -0.5,
+        "initial_accumulator_value": 0.1,
+        "l1_regularization_strength": 0.0,
+        "l2_regularization_strength": 0.0,
+        "l2_shrinkage_regularization_strength": 0.0,
+        "beta": 0.0,
+    }
 
-    def update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: State, group: Group
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
         """Update one parameter in place."""
         if not state:
             begin = group["initial_accumulator_value"]
@@ -419,6 +305,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def _rounded(value: float, dtype: torch.dtype) -> torch.Tensor:
+def _rounded(value: float, dtype: torch.dtype) -> Tensor:
     """Return a number as Keras casts it: rounded to float32 before it gets its dtype."""
     return torch.tensor(value, dtype=torch.float32).to(dtype)
