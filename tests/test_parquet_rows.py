@@ -22,11 +22,12 @@ from steepest.data.spark import ParquetRows, from_dataframe
 from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Result
-from steepest.messages.message import Kind, Message, worker_peer
+from steepest.messages.message import Kind
 from steepest.storage.files import storage_of
 from steepest.storage.places import place_of
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
+from tests.deaths import kill_senders
 from tests.reference import sgd
 
 arrow = pytest.importorskip("pyarrow")
@@ -178,18 +179,7 @@ def test_each_row_is_committed_once_where_a_worker_dies(
     data = ParquetRows(write(tmp_path / "rows", (7, 12, 5), 5), features=["number"], target="half")
     creator = counting(data, BATCH if strategy == ASYNC else BATCH * 2)
     cluster = InProcessCluster(creator, num_workers=2, strategy=strategy, replaces=True)
-    pushes = 0
-
-    def die(message: Message) -> list[Message]:
-        nonlocal pushes
-        pushes += message.kind is Kind.PUSH and message.source == worker_peer(1)
-        if pushes == 3:
-            pushes += 1
-            cluster.kill(1)
-            return []
-        return [message]
-
-    cluster.network.filter = die
+    kill_senders(cluster, [(1, Kind.PUSH, 3)])
     assert visits(cluster, 6) == [2] * ROWS
     assert len(cluster.left) == 1
 

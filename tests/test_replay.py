@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,10 @@ from torch import nn
 from steepest import DistributedSGD, ResourceConfig, RunConfig
 from steepest.config.compression import Compression, Int8, PowerSGD, TopK
 from steepest.errors import ConfigurationError
-from steepest.messages.message import Kind, Message
+from steepest.messages.message import Kind
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.simulation import Simulation, run_config
+from tests.deaths import kill_senders
 from tests.drawn import runs
 from tests.modes import make, trained
 from tests.reference import Task, same_bits, samples, sgd
@@ -43,23 +43,7 @@ def doomed(
     """A compressed job in which workers die as they send their n-th message of a kind, one after the other."""
     packed = {"compression": choice, "chunk_bytes": 1 << 20}
     cluster = make(name, WIDE, settings=packed, replaces=True, shuffle=shuffle)
-    counted: Counter[tuple[int, Kind]] = Counter()
-    left = list(deaths)
-
-    def die(message: Message) -> list[Message]:
-        if message.source is not None and message.source.role == "worker" and left:
-            counted[message.source.index, message.kind] += 1
-            worker, kind, n = left[0]
-            if (message.source.index, message.kind) == (worker, kind) and counted[
-                worker, kind
-            ] >= n:
-                left.pop(0)
-                counted.clear()
-                cluster.kill(worker)
-                return []
-        return [message]
-
-    cluster.network.filter = die
+    kill_senders(cluster, deaths)
     return cluster
 
 

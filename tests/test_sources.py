@@ -23,9 +23,10 @@ from steepest.data.sources import as_source
 from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Result
-from steepest.messages.message import Kind, Message, worker_peer
+from steepest.messages.message import Kind
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import replicas_of
+from tests.deaths import kill_senders
 from tests.reference import difference, same_bits, samples, sgd
 
 LENGTH = 24  # divides by the samples of a step of 1, 2 or 3 workers
@@ -167,18 +168,7 @@ def test_a_successor_finds_its_place_in_a_stream(strategy: StrategyConfig) -> No
     update = BATCH if strategy == ASYNC else BATCH * 2
     creator = counting(lambda: IndexedStream(Recorded(), LENGTH, 10), update)
     cluster = InProcessCluster(creator, num_workers=2, strategy=strategy, replaces=True)
-    pushes = 0
-
-    def die(message: Message) -> list[Message]:
-        nonlocal pushes
-        pushes += message.kind is Kind.PUSH and message.source == worker_peer(1)
-        if pushes == 3:
-            pushes += 1
-            cluster.kill(1)
-            return []
-        return [message]
-
-    cluster.network.filter = die
+    kill_senders(cluster, [(1, Kind.PUSH, 3)])
     assert trained(cluster, 6).tolist() == [2] * LENGTH
     assert len(cluster.left) == 1
 

@@ -20,6 +20,7 @@ from steepest.messages.message import Kind, Message, worker_peer
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
+from tests.deaths import kill_senders
 from tests.drawn import seeds
 from tests.modes import EACH, MODES, check, counters, make, settle, shares, trained, worker_weights
 from tests.reference import Task, same_bits, samples, sgd
@@ -33,25 +34,7 @@ def doomed(name: str, deaths: list[tuple[int, Kind, int]], **options: Any) -> In
     creator = options.pop("creator", None)
     task = TASK if creator is None else SimpleNamespace(creator=lambda: creator)
     cluster = make(name, task, replaces=True, **options)
-    counted: Counter[tuple[int, Kind]] = Counter()
-    left = list(deaths)
-
-    def die(message: Message) -> list[Message]:
-        if message.source is not None and message.source.role == "worker" and left:
-            counted[message.source.index, message.kind] += 1
-            worker, kind, n = left[0]
-            if (
-                message.source.index == worker
-                and counted[worker, kind] >= n
-                and message.kind is kind
-            ):
-                left.pop(0)
-                counted.clear()
-                cluster.kill(worker)
-                return []
-        return [message]
-
-    cluster.network.filter = die
+    kill_senders(cluster, deaths)
     return cluster
 
 
