@@ -136,11 +136,8 @@ class MemberCollective(Collective):
 
     @contextlib.contextmanager
     def call(self, number: int) -> Iterator[None]:
-        """Run one call of the user's inside of this context: its messages are taken for no other's.
-
-        Args:
-            number: of the call; numbers rise, and are the same on all members.
-        """
+        """Run one call of the user's in this context, by numbers that rise and are the same on all members."""
+        # Its messages are taken for no other's.
         before, self._call = self._call, number
         try:
             yield
@@ -149,12 +146,7 @@ class MemberCollective(Collective):
             self._rounds.pop((0, number), None)
 
     def abandon(self, number: int, reason: str) -> None:
-        """End the operations of a call that are, or will be, in progress here.
-
-        Args:
-            number: of the call.
-            reason: for the error of the member that waits.
-        """
+        """End the operations of a call that are, or will be, in progress here; `reason`: for the member that waits."""
         if number > self._last_call:
             self._round((0, number)).aborted = reason
 
@@ -184,17 +176,11 @@ class MemberCollective(Collective):
         return _SendWork(self, to, memory)
 
     def lend(self, memory: torch.Tensor, to: int) -> None:
-        """Send bytes that the receiver may read where they lie.
-
-        They must not change until the receiver is known to be done with them.
-        """
+        """Send bytes that the receiver may read where they lie, unchanged until it is known to be done with them."""
         self._post(memory, to, _LENT)
 
     def borrow(self, nbytes: int, source: int) -> ReceiveWork:
-        """Receive the next message, which was sent with `lend`.
-
-        Its `bytes` are not to be written to.
-        """
+        """Receive the next message, sent with `lend`, whose `bytes` are not to be written to."""
         return self._await(source, nbytes, None)
 
     def lending_buffer(self, number: int, nbytes: int) -> torch.Tensor:
@@ -205,10 +191,7 @@ class MemberCollective(Collective):
         return self._lending_buffers[number][:nbytes]
 
     def result(self, nbytes: int) -> torch.Tensor:
-        """Return uninitialised memory for the result of a call: flat uint8.
-
-        It is used again when no view of it is left.
-        """
+        """Return uninitialised memory, flat uint8, for the result of a call; used again when no view of it is left."""
         # Few sizes, so that little memory is kept.
         return as_tensor(self._results.empty(1 << (nbytes - 1).bit_length()))[:nbytes]
 
@@ -274,18 +257,9 @@ class MemberCollective(Collective):
         return not self._router.in_use(memory)
 
     def until(self, condition: Callable[[], bool], what: str, other: int) -> None:
-        """Turn the router until a condition holds that another member brings about.
-
-        Args:
-            condition: to become true.
-            what: is awaited, for the error.
-            other: the member that is awaited.
-
-        Raises:
-            DeadlineError: it takes too long.
-            PeerLostError: a member is dead, the collective was aborted, or a new generation has
-                begun.
-        """
+        """Turn the router until a condition holds that another member, named for the error, brings about."""
+        # DeadlineError: it takes too long; PeerLostError: a member is dead, the collective was aborted, or a new
+        # generation has begun.
         key, limit = self._key(), time.monotonic() + self.deadline
         here = self._round()
         while not condition():
@@ -305,10 +279,8 @@ class MemberCollective(Collective):
             raise PeerLostError("the step was given up: a new generation has begun")
 
     def abort(self, reason: str) -> None:
-        """End every operation in progress, here and at the other members.
-
-        Those that wait in one answer at once when this member connects; others are told nothing.
-        """
+        """End every operation in progress, here and at the other members."""
+        # Those that wait in one answer at once when this member connects; others are told nothing.
         self._round().aborted = reason
         for other in self._others():
             with contextlib.suppress(PeerLostError, DeadlineError, ProtocolError):
@@ -343,11 +315,8 @@ class MemberCollective(Collective):
         return receipt.memory
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Act on one message: keep its payload, or end what it aborts.
-
-        Raises:
-            ProtocolError: it comes from no member, or from one that is too far ahead.
-        """
+        """Act on one message: keep its payload, or end what it aborts."""
+        # ProtocolError: it comes from no member, or from one that is too far ahead.
         if source.role != "member" or message.kind not in (Kind.DATA, Kind.CONNECTED, Kind.ABORT):
             raise ProtocolError(f"{message.kind.name} from {source} at a member")
         if not 0 <= source.index < self.size:

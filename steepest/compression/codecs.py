@@ -96,10 +96,7 @@ class Half:
         out: torch.Tensor,
         factors: Factors,
     ) -> bool:
-        """Round to the nearest.
-
-        Returns False where float16, which ends at 65,504, cannot hold a value.
-        """
+        """Round to the nearest; False where float16, which ends at 65,504, cannot hold a value."""
         return narrow(values.view(torch.uint8), self.dtype, out)
 
     def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:

@@ -149,11 +149,7 @@ class GradientCompressor:
         return found
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from what `state` returned, of a model cut into whatever chunks.
-
-        Args:
-            state: empty to begin with nothing left out.
-        """
+        """Continue from what `state` returned, of whatever chunks; empty to begin with nothing left out."""
         self._residuals.clear()
         self._factors.clear()
         self.begin()
@@ -171,11 +167,7 @@ class GradientCompressor:
 
 
 def check_residuals(layout: ParameterLayout, states: Iterable[Mapping[str, torch.Tensor]]) -> None:
-    """Check that what `GradientCompressor.state` returned is of this model.
-
-    Raises:
-        CheckpointError: it is not; says in what.
-    """
+    """Check that what `GradientCompressor.state` returned is of this model; CheckpointError says in what not."""
     for key, value in chain.from_iterable(state.items() for state in states):
         kind, _, name = key.partition("/")
         entry = layout.entries[layout.index[name]] if name in layout.index else None

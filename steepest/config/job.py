@@ -46,10 +46,7 @@ class JobConfig:
             object.__setattr__(self, name, value)
 
     def most_of(self, num_workers: int) -> int:
-        """Return how many of so many workers there may be for each batch to have a sample.
-
-        A warning tells of it if they are fewer.
-        """
+        """Return, with a warning if fewer, how many of so many workers may be for each batch to have a sample."""
         if self.global_batch_size is None:
             return num_workers
         most = self.global_batch_size // (self.devices_per_worker * self.accumulate)

@@ -113,18 +113,12 @@ def shortened(reason: str) -> str:
 
 
 class _Signals:
-    """SIGTERM and Ctrl-C: they end what waits, and are passed on to a program that runs.
-
-    Attributes:
-        received: the last one's number, or 0.
-        program: the program to which they are passed on.
-        held: whether they are noted only.
-    """
+    """SIGTERM and Ctrl-C: they end what waits, and are passed on to a program that runs."""
 
     def __init__(self) -> None:
-        self.received = 0
-        self.program: Program | None = None
-        self.held = False
+        self.received = 0  # the last one's number, or 0
+        self.program: Program | None = None  # to which they are passed on
+        self.held = False  # whether they are noted only
 
     def __enter__(self) -> _Signals:
         self._before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}

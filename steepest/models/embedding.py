@@ -110,11 +110,7 @@ class TableModule(nn.Module):
     """A module that needs rows; `connect` gives it their source."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
-        """Take the tables that it uses.
-
-        Raises:
-            ConfigurationError: two of one name differ, or one is no `Table`.
-        """
+        """Take the tables that it uses; ConfigurationError: two of one name differ, or one is no `Table`."""
         super().__init__()
         for table in tables:
             if not isinstance(table, Table):
@@ -127,11 +123,7 @@ class TableModule(nn.Module):
         self._places: dict[str, tuple[int, int]] = {}
 
     def connect(self, source: RowSource) -> None:
-        """Use rows of a source from now on.
-
-        Raises:
-            ConfigurationError: it has not these tables.
-        """
+        """Use rows of a source from now on; ConfigurationError: it has not these tables."""
         self._places = {table.name: source.place(table) for table in self.tables}
         self._source = source
 

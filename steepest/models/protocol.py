@@ -43,15 +43,10 @@ def all_here(entry: int | None) -> None:
 
 
 class Share(NamedTuple):
-    """The numbers of samples of which a gradient is computed, and of which an update is made.
+    """The numbers of samples of which a gradient is computed, and of which an update is made."""
 
-    Attributes:
-        samples: of the next batch, as the job has divided its data.
-        whole: of all batches whose mean gradient is one update.
-    """
-
-    samples: int
-    whole: int
+    samples: int  # of the next batch, as the job has divided its data
+    whole: int  # of all batches whose mean gradient is one update
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +89,7 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
 
 
 def validate_computed(computed: Any) -> Computed:
-    """Return a model's result with plain numbers.
-
-    Raises:
-        ModelError: it is no `Computed`, or one of its numbers is none.
-    """
+    """Return a model's result with plain numbers; ModelError: it is no `Computed`, or one of them is none."""
     if not isinstance(computed, Computed):
         raise ModelError(
             f"the model computed {describe(computed)}: return a steepest.models.protocol.Computed"

@@ -10,15 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepSize:
-    """The size of a job's steps.
+    """The size of a job's steps."""
 
-    Attributes:
-        batches: of all replicas together, with micro-batches.
-        samples: in all; None for as many as these batches have.
-    """
-
-    batches: int = 1
-    samples: int | None = None
+    batches: int = 1  # of all replicas together, with micro-batches
+    samples: int | None = None  # in all; None for as many as these batches have
 
     def of(self, batch_size: int) -> int:
         """Return the samples of a step, where a replica's batch has `batch_size`."""

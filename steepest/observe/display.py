@@ -27,11 +27,7 @@ class Run(Protocol):
 
 
 def display(progress: bool | str) -> list[Callback]:
-    """Return the callbacks that show what `fit` does: one, or none.
-
-    Args:
-        progress: as of `DistributedSGD.fit`.
-    """
+    """Return the callbacks, one or none, that show what `fit` does; `progress`: as of `DistributedSGD.fit`."""
     if progress is True:
         if _in_notebook():
             return [NotebookLine()]

@@ -15,11 +15,7 @@ MODES = ("min", "max")
 
 
 def value_of(result: EvaluationResult, metric: str) -> float:
-    """Return the loss or a metric of an evaluation.
-
-    Raises:
-        ConfigurationError: there is no such metric.
-    """
+    """Return the loss or a metric of an evaluation; ConfigurationError: there is no such metric."""
     values = {"loss": result.loss, **result.metrics}
     if metric not in values:
         raise ConfigurationError(f"evaluations have no {metric!r}: they have {', '.join(values)}")

@@ -15,21 +15,14 @@ from steepest.observe.results import EvaluationResult, Event, StepResult
 
 
 class Figures(NamedTuple):
-    """The numbers of a job when a step was committed.
-
-    Attributes:
-        workers, servers: the number of processes.
-        generation: the number of memberships so far.
-        bytes_pushed, bytes_pulled: of gradients and of weights, in this step.
-        seconds: that this program spent training until then.
-    """
+    """The numbers of a job when a step was committed."""
 
     workers: int
     servers: int
-    generation: int
-    bytes_pushed: int
+    generation: int  # the number of memberships so far
+    bytes_pushed: int  # this and bytes_pulled: of gradients and of weights, in this step
     bytes_pulled: int
-    seconds: float
+    seconds: float  # that this program spent training until then
 
 
 class Sink(Protocol):

@@ -29,21 +29,13 @@ _GROUPS = {"step": "train", "epoch": "epoch", "evaluation": "evaluation", "event
 
 
 class Point(NamedTuple):
-    """What a row of the history is to a logger.
-
-    Attributes:
-        kind: of the row.
-        step: of the row.
-        time: seconds since the epoch, as `time.time` has it.
-        values: finite numbers by name, such as "train/loss".
-        text: of an event.
-    """
+    """What a row of the history is to a logger."""
 
     kind: str
     step: int
-    time: float
-    values: dict[str, float]
-    text: str = ""
+    time: float  # seconds since the epoch, as `time.time` has it
+    values: dict[str, float]  # finite numbers by name, such as "train/loss"
+    text: str = ""  # of an event
 
 
 class Logger(Callback):

@@ -79,21 +79,14 @@ class Callback:
 
 
 class EventFeed:
-    """The calls of `Callback.on_event`: once for each event of a job, in order.
-
-    Args:
-        events: all events so far, oldest first; grows while processes die and come.
-    """
+    """The calls of `Callback.on_event`: once for each event of a job, in order; `events` grow, oldest first."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
         self._reported = 0
 
     def tell(self, sgd: Any, callbacks: Sequence[Callback]) -> None:
-        """Call `on_event` of all callbacks for each event since the last call.
-
-        An error of a callback is raised; the event is not reported again.
-        """
+        """Call `on_event` of all callbacks for each event since the last call; one that raises is not told again."""
         while self._reported < len(self._events):
             event = self._events[self._reported]
             self._reported += 1

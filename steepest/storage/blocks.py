@@ -20,11 +20,7 @@ def no_progress(path: object) -> None:
 
 
 def write_blocks(path: Path, blocks: Blocks) -> None:
-    """Write a file, and return when it is on the disk.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a file, and return when it is on the disk; OSError: it cannot be written."""
     unsynced = 0
     with open(path, "wb") as file:
         for block in blocks():

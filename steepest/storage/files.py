@@ -44,32 +44,17 @@ class Storage(Protocol[P]):
         """Return whether there is such a file."""
 
     def version(self, file: P) -> str | None:
-        """Return a mark of what a small file is now; None if there is no such file.
-
-        Files that hold other bytes have other marks.
-        """
+        """Return a mark of a small file's bytes, other for others; None if there is no such file."""
 
     def read(self, file: P) -> bytes:
-        """Return what a small file holds.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Return what a small file holds; FileNotFoundError: there is none."""
 
     def on_disk(self, file: P) -> contextlib.AbstractContextManager[Path]:
-        """Have a file on this machine's disk during a block.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Have a file on this machine's disk during a block; FileNotFoundError: there is none."""
 
     def write(self, file: P, blocks: Blocks) -> None:
-        """Write a file in blocks, and return when it is durable; a reader may see it unfinished.
-
-        Args:
-            file: its place.
-            blocks: of the file; called again when the write begins anew.
-        """
+        """Write a file in blocks; return when it is durable; a reader may see it unfinished."""
+        # blocks: called again when the write begins anew.
 
     def replace(self, file: P, blocks: Blocks) -> None:
         """Write a file in blocks, as a whole: a reader sees all of it, or what was there before."""

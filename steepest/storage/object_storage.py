@@ -44,17 +44,11 @@ _LASTING = (FileNotFoundError, FileExistsError, _RefusedError)
 
 @dataclass(frozen=True)
 class Patience:
-    """How long an object store is waited for, in seconds.
+    """How long an object store is waited for, in seconds."""
 
-    Attributes:
-        call: for one call's answer: a listing, an object, a part of one.
-        retry: from the first of several failures in a row to the last.
-        pause: after the first failure; twice as long after each other, up to ten seconds.
-    """
-
-    call: float = 120.0
-    retry: float = 120.0
-    pause: float = 0.2
+    call: float = 120.0  # for one call's answer: a listing, an object, a part of one
+    retry: float = 120.0  # from the first of several failures in a row to the last
+    pause: float = 0.2  # after the first failure; twice as long after each other, up to ten seconds
 
 
 class ObjectStorage:
@@ -211,33 +205,16 @@ class ObjectStorage:
         )
 
     def create(self, file: ObjectUrl, data: bytes) -> None:
-        """Write a small object by one request, unless there is one.
-
-        Args:
-            file: its URL.
-            data: what it holds; no two writers write the same.
-
-        Raises:
-            FileExistsError: there is one.
-        """
+        """Write a small object, by one request, unless there is one: FileExistsError; no two writers write the same."""
         create_once = self._once(
             "creating", file, lambda: self._filesystem.pipe_file(str(file), data, mode="create")
         )
         self._on_condition(file, data, create_once)
 
     def exchange(self, file: ObjectUrl, data: bytes, version: str) -> None:
-        """Write a small object by one request, unless another writer has changed it.
-
-        S3 looks for itself, in the same request; other stores are asked just before it.
-
-        Args:
-            file: its URL.
-            data: what it holds; no two writers write the same.
-            version: of what is to be replaced.
-
-        Raises:
-            FileExistsError: it is another one now, or was removed.
-        """
+        """Write a small object by one request, unless it is not that `version` any more: FileExistsError."""
+        # S3 looks for itself, in the same request; other stores are asked just before it. No two writers write the
+        # same.
         condition = {"IfMatch": version} if file.scheme == "s3" else {}
         write_once = self._once(
             "replacing", file, lambda: self._filesystem.pipe_file(str(file), data, **condition)
@@ -309,16 +286,8 @@ class ObjectStorage:
         return once
 
     def attempt(self, step: str, url: ObjectUrl, call: Callable[[], T]) -> T:
-        """Return what a call returns that uses the file system; it is made again as all others are.
-
-        Args:
-            step: what it does, such as "reading".
-            url: where.
-            call: it.
-
-        Raises:
-            FileNotFoundError, FileExistsError, StorageError: of the last attempt.
-        """
+        """Return what a call of the file system returns, made again as all are; `step`: such as "reading"."""
+        # FileNotFoundError, FileExistsError, StorageError: of the last attempt.
         return self._persistently(self._once(step, url, call))
 
     def _persistently(self, attempt: Callable[[], T]) -> T:
@@ -343,12 +312,7 @@ class ObjectStorage:
 
 @cache
 def filesystem(scheme: str, process: int) -> Any:
-    """Return fsspec's file system of a scheme, without its cache of listings.
-
-    Args:
-        scheme: such as "s3".
-        process: this one's number: a child has connections of its own.
-    """
+    """Return fsspec's file system of a scheme, without its cache; `process`: a child has connections of its own."""
     import fsspec
 
     return fsspec.filesystem(scheme, use_listings_cache=False)

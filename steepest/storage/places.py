@@ -25,15 +25,10 @@ _HIDDEN = re.compile(r"://.*@|[?#].*", re.DOTALL)
 
 @dataclass(frozen=True)
 class ObjectUrl:
-    """A prefix or an object of an object store.
+    """A prefix or an object of an object store."""
 
-    Attributes:
-        scheme: of the URL, such as "s3".
-        path: bucket and key, without slashes at its ends.
-    """
-
-    scheme: str
-    path: str
+    scheme: str  # such as "s3"
+    path: str  # bucket and key, without slashes at its ends
 
     @property
     def name(self) -> str:

@@ -73,10 +73,7 @@ class Recycler:
         self._free: dict[int, list[Any]] = {}
 
     def empty(self, nbytes: int) -> Bytes:
-        """Return a flat, uninitialised uint8 array of `nbytes` bytes.
-
-        Its memory comes back to this object when the last view of it is garbage-collected.
-        """
+        """Return an uninitialised uint8 array of `nbytes`, whose memory comes back when its last view is collected."""
         if nbytes < self._least:
             return empty_bytes(nbytes)
         size = 1 << (nbytes - 1).bit_length() if self._rounded else nbytes
@@ -96,10 +93,8 @@ class Recycler:
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep freed memory for later allocations; return whether this C library can.
-
-    The process then stays as large as it ever was. Threads that start later share the main arena.
-    """
+    """Have glibc keep freed memory for later allocations; return whether this C library can."""
+    # The process then stays as large as it ever was. Threads that start later share the main arena.
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)

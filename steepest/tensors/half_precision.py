@@ -10,13 +10,7 @@ _FP16_MAX = 65504.0
 
 
 def narrow_size(dtype: torch.dtype, nbytes: int, wire: torch.dtype | None) -> int | None:
-    """Return the bytes of a narrow chunk, or None where a chunk of that dtype travels as it is.
-
-    Args:
-        dtype: of the chunk.
-        nbytes: of the chunk as it is.
-        wire: the dtype on the wire, or None for full precision.
-    """
+    """Return the bytes of a narrow chunk of a dtype and size, or None where it travels as it is (as with no `wire`)."""
     return nbytes // 2 if wire is not None and dtype is torch.float32 else None
 
 
@@ -50,15 +44,8 @@ def narrow(values: torch.Tensor, wire: torch.dtype, out: torch.Tensor) -> bool:
 
 
 def rounded(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
-    """Return the values that a receiver gets of a narrow chunk.
-
-    Args:
-        values: float32 as flat bytes, 4 n; not changed.
-        wire: the dtype on the wire.
-
-    Returns:
-        New flat bytes of float32, 4 n; those of `values` where they do not fit into the dtype.
-    """
+    """Return, as new bytes, the values that a receiver gets of a narrow chunk: float32 as flat bytes, 4 n."""
+    # Those of `values` where they do not fit into the dtype `wire`.
     half = torch.empty(values.numel() // 2, dtype=torch.uint8)
     return (
         half.view(wire).float().view(torch.uint8) if narrow(values, wire, half) else values.clone()

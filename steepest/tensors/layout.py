@@ -25,16 +25,11 @@ _DIVISIBLE = 12  # chunks: 2, 3, 4 or 6 servers hold equally many
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpec:
-    """The way in which a model is cut into chunks.
+    """The way in which a model is cut into chunks."""
 
-    Attributes:
-        chunk_bytes: size of a chunk; None for the layout's own choice.
-        whole: whether each tensor has to lie in one chunk.
-        unfrozen: names of parameters that are trained although the model was made with them frozen.
-    """
-
-    chunk_bytes: int | None = None
-    whole: bool = False
+    chunk_bytes: int | None = None  # size of a chunk; None for the layout's own choice
+    whole: bool = False  # whether each tensor has to lie in one chunk
+    # names of parameters that are trained although the model was made with them frozen
     unfrozen: frozenset[str] = frozenset()
 
 
@@ -68,19 +63,14 @@ class ElementType:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One named parameter and its place in the flat vector.
-
-    Attributes:
-        offset: in bytes.
-        aliases: further names of the same tensor (tied parameters).
-    """
+    """One named parameter and its place in the flat vector."""
 
     name: str
     shape: tuple[int, ...]
     element: ElementType
     trainable: bool
-    offset: int = 0
-    aliases: tuple[str, ...] = ()
+    offset: int = 0  # in bytes
+    aliases: tuple[str, ...] = ()  # further names of the same tensor (tied parameters)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,14 +105,11 @@ class Chunk:
     """Bytes [start, stop) of the flat vector: the unit of transfer, optimizers and checkpoints.
 
     A chunk without bytes stands for one shard of embedding tables, whose rows servers alone hold.
-
-    Attributes:
-        trainable: whether gradients flow for it; the others hold frozen parameters.
     """
 
     index: int
     element: ElementType
-    trainable: bool
+    trainable: bool  # whether gradients flow for it; the others hold frozen parameters
     start: int
     stop: int
     slices: tuple[Slice, ...]

@@ -67,11 +67,8 @@ class Segment(mmap.mmap):
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """Return a segment of zeros; its pages are taken as they are touched.
-
-        Raises:
-            OSError: descriptors or memory have run out.
-        """
+        """Return a segment of zeros, whose pages are taken as they are touched."""
+        # OSError: descriptors or memory ran out.
         descriptor = os.memfd_create("steepest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, nbytes)

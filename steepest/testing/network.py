@@ -35,15 +35,7 @@ class _Loan:
 
 
 class Link:
-    """One end of an in-process channel; payloads are copied as by a wire, or lent.
-
-    Attributes:
-        name, peers, pending: see `Channel`.
-        closed: whether this end is closed.
-        held_until: the round until which nothing comes to this end; messages wait, in order.
-        severed: whether messages to this end are lost from now on, although neither end is told.
-        other: the other end.
-    """
+    """One end of an in-process channel; payloads are copied as by a wire, or lent."""
 
     def __init__(
         self, network: Network, name: str, peers: tuple[Peer, ...], far: InProcessTransport
@@ -51,19 +43,17 @@ class Link:
         self.name = name
         self.peers = peers
         self.pending = 0
-        self.closed = False
+        self.closed = False  # whether this end is closed
+        # the round until which nothing comes to this end; messages wait, in order
         self.held_until = 0.0
+        # whether messages to this end are lost from now on, although neither end is told
         self.severed = False
         self._network = network
         self._far = far
-        self.other: Link | None = None
+        self.other: Link | None = None  # the other end
 
     def send(self, message: Message) -> None:
-        """Deliver a copy of a message to the other end's process.
-
-        Raises:
-            MessageTooLargeError: as a wire would.
-        """
+        """Deliver a copy of a message to the other end's process; MessageTooLargeError: as a wire would."""
         if self.closed:
             return
         encode_meta(message)
@@ -171,35 +161,26 @@ class Network:
         shuffle: a seed; processes then take their turns in random order, some rarely, and take
             messages of their channels in random order, so that messages of different channels
             overtake each other, each channel staying in order.
-
-    Attributes:
-        now: virtual time in seconds; it passes when nothing moves, and `round_seconds` in each
-            round.
-        round_seconds: see `now`.
-        rounds: how often every process was given its turn.
-        delivered: messages that were put into inboxes or are on their way there.
-        filter: called with every message as it is sent; the messages that it returns are delivered
-            instead.
-        lends: kinds of messages whose payloads are lent instead of copied, as in shared memory.
-        latency: returns the rounds that a message takes; those behind it in its channel wait for
-            it.
-        script: as `filter`, and before it, with the channel's receiving end; messages take the
-            rounds that it returns.
     """
 
     def __init__(self, shuffle: int | None = None) -> None:
+        # virtual time in seconds; it passes when nothing moves, and `round_seconds` in each round
         self.now = 0.0
+        # kinds of messages whose payloads are lent instead of copied, as in shared memory
         self.lends: Collection[Kind] = ()
         self.round_seconds = 0.0
-        self.rounds = 0
-        self.delivered = 0
+        self.rounds = 0  # how often every process was given its turn
+        self.delivered = 0  # messages that were put into inboxes or are on their way there
         self._idle = 0  # rounds in which nothing moved
         self._random = None if shuffle is None else random.Random(shuffle)
         self._transports: list[InProcessTransport] = []
         # (round in which it is due, receiver, message), by channel.
         self._late: dict[Link, deque[tuple[int, InProcessTransport, Message]]] = {}
+        # called with every message as it is sent; what it returns is delivered instead
         self.filter: Callable[[Message], Sequence[Message]] = lambda message: [message]
+        # returns the rounds that a message takes; those behind it in its channel wait for it
         self.latency: Callable[[Message], int] = lambda message: 0
+        # as `filter`, and before it, with the receiving end; messages take the rounds that it returns
         self.script: Callable[[Link, Message], Sequence[tuple[Message, int]]] = (
             lambda link, message: [(message, 0)]
         )
@@ -240,26 +221,15 @@ class Network:
         _transport(router).hung_until = self.rounds + rounds
 
     def cut(self, a: Router, b: Router | None = None, rounds: float = math.inf) -> None:
-        """Let nothing pass between two processes for so many rounds or until `heal`.
-
-        Messages wait, in order, as TCP sends again what was lost; they are lost when their channel
-        is closed.
-
-        Args:
-            a: one process.
-            b: the other one; None for all others.
-            rounds: that the cut lasts.
-        """
+        """Let nothing pass between a process and another, or all others, for so many rounds or until `heal`."""
+        # Messages wait, in order, as TCP sends again what was lost; they are lost when their channel is closed.
         for link in _transport(a).links:
             assert link.other is not None
             if b is None or link._far is b.transport:
                 link.held_until = link.other.held_until = self.rounds + rounds
 
     def heal(self) -> None:
-        """Let processes that hang go on, and links that are cut carry messages.
-
-        Dropped messages stay lost.
-        """
+        """Let processes that hang go on, and links that are cut carry messages; dropped messages stay lost."""
         for transport in self._transports:
             transport.hung_until = 0.0
             for link in transport.links:
@@ -268,12 +238,7 @@ class Network:
     def connect(
         self, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]
     ) -> Link:
-        """Connect two processes, and return the end that `a` holds.
-
-        Args:
-            a, b: the processes.
-            a_peers, b_peers: the roles that each hosts.
-        """
+        """Connect two processes, with the roles that each hosts, and return the end that `a` holds."""
         near, far = _transport(a), _transport(b)
         there = Link(self, " + ".join(map(str, b_peers)), b_peers, far)
         back = Link(self, " + ".join(map(str, a_peers)), a_peers, near)
@@ -285,13 +250,7 @@ class Network:
         return there
 
     def deliver(self, to: InProcessTransport, link: Link, message: Message) -> None:
-        """Put a message into a process' inbox, now or some rounds later.
-
-        Args:
-            to: the process.
-            link: the end at which the message arrives.
-            message: already copied.
-        """
+        """Put a message, already copied, into a process' inbox, at a link's end, now or some rounds later."""
         if self._hangs(link._far):
             link._far.unsent.append((to, link, message))
             return
@@ -341,29 +300,18 @@ class Network:
 
     @property
     def waiting(self) -> int:
-        """The number of messages on their way.
-
-        They take some rounds more, or wait for a link to be healed.
-        """
+        """The number of messages on their way, which take some rounds more, or wait for a link to be healed."""
         return sum(map(len, self._late.values()))
 
     def settle(self) -> None:
-        """Give every process its turns until no message is on its way and none has anything to do.
-
-        Raises:
-            DeadlineError: a message waits for ever, as on a link that is cut.
-        """
+        """Give every process its turns until nothing is left to do."""
+        # DeadlineError: a message waits for ever, as on a cut.
         self.run_until(
             lambda: not (self._late or any(t.has_work for t in self._transports)), "silence"
         )
 
     def wait(self, router: Router) -> None:
-        """Give every process a turn in the middle of the work of one process.
-
-        Raises:
-            DeadlineError: as `run_until`.
-            ShutdownError: that process was removed.
-        """
+        """Give every process a turn amid the work of one, or ShutdownError if that was removed; see `run_until`."""
         if not self.runs(router):
             raise ShutdownError("the process is dead")
         # Hooks of a checkpointed part of the model must not see the other processes' tensors.
