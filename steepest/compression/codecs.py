@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from steepest.config.compression import Compression, Int8, TopK
 from steepest.errors import ProtocolError
@@ -22,7 +23,9 @@ from steepest.tensors.layout import Chunk, ParameterLayout, Slice
 _BUCKET = 1 << 16  # elements, whose places are 16-bit numbers
 _FEW = 1 << 14  # elements; of more, a sample tells which ones may be the largest
 #: One chunk's matrices with which the next gradient's power iteration begins, by entry.
-Factors = dict[int, torch.Tensor]
+Factors = dict[int, Tensor]
+#: Payloads, each with the factor by which it is multiplied.
+Packed = Sequence[tuple[Tensor, float]]
 
 
 class Codec(Protocol):
@@ -35,12 +38,7 @@ class Codec(Protocol):
         """Return a chunk's size in bytes in this format; None where it travels as it is."""
 
     def pack(
-        self,
-        layout: ParameterLayout,
-        chunk: Chunk,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        factors: Factors,
+        self, layout: ParameterLayout, chunk: Chunk, values: Tensor, out: Tensor, factors: Factors
     ) -> bool:
         """Write a chunk in this format, and return whether it can be written so.
 
@@ -52,20 +50,14 @@ class Codec(Protocol):
             factors: of the same sender's gradient before; changed.
         """
 
-    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: Tensor) -> None:
         """Check that a payload of the right size can be added.
 
         Raises:
             ProtocolError: it cannot.
         """
 
-    def add(
-        self,
-        layout: ParameterLayout,
-        chunk: Chunk,
-        packed: Sequence[tuple[torch.Tensor, float]],
-        out: torch.Tensor,
-    ) -> None:
+    def add(self, layout: ParameterLayout, chunk: Chunk, packed: Packed, out: Tensor) -> None:
         """Add payloads that were checked, each multiplied by a factor, to a chunk.
 
         Args:
@@ -89,26 +81,15 @@ class Half:
         return narrow_size(chunk.dtype, chunk.nbytes, self.dtype)
 
     def pack(
-        self,
-        layout: ParameterLayout,
-        chunk: Chunk,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        factors: Factors,
+        self, layout: ParameterLayout, chunk: Chunk, values: Tensor, out: Tensor, factors: Factors
     ) -> bool:
         """Round to the nearest; False where float16, which ends at 65,504, cannot hold a value."""
         return narrow(values.view(torch.uint8), self.dtype, out)
 
-    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: Tensor) -> None:
         """Accept any bytes."""
 
-    def add(
-        self,
-        layout: ParameterLayout,
-        chunk: Chunk,
-        packed: Sequence[tuple[torch.Tensor, float]],
-        out: torch.Tensor,
-    ) -> None:
+    def add(self, layout: ParameterLayout, chunk: Chunk, packed: Packed, out: Tensor) -> None:
         """Widen payloads and add them."""
         for payload, factor in packed:
             out.add_(payload.view(self.dtype), alpha=factor)
@@ -135,8 +116,8 @@ class BlockInt8:
         return _if_less(chunk, count + 4 * -(-count // self._block))
 
     def _parts(
-        self, flat: torch.Tensor, scales: torch.Tensor
-    ) -> Iterator[tuple[slice, tuple[int, int], torch.Tensor]]:
+        self, flat: Tensor, scales: Tensor
+    ) -> Iterator[tuple[slice, tuple[int, int], Tensor]]:
         """Yield the place of the full blocks, their shape and scales; then the same for the last block."""
         full = flat.numel() // self._block
         if full:
@@ -144,17 +125,12 @@ class BlockInt8:
         if rest := flat.numel() - full * self._block:
             yield slice(full * self._block, None), (1, rest), scales[full:, None]
 
-    def _views(self, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _views(self, packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
         border = 4 * -(-count // self._block)
         return packed[:border].view(torch.float32), packed[border:].view(torch.int8)
 
     def pack(
-        self,
-        layout: ParameterLayout,
-        chunk: Chunk,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        factors: Factors,
+        self, layout: ParameterLayout, chunk: Chunk, values: Tensor, out: Tensor, factors: Factors
     ) -> bool:
         """Round to the nearest of 255 values, evenly spaced up to a block's greatest magnitude."""
         scales, rounded = self._views(out, values.numel())
@@ -167,16 +143,10 @@ class BlockInt8:
             block.addcmul_(levels, scale.expand(shape), value=-1)
         return True
 
-    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: Tensor) -> None:
         """Accept any bytes."""
 
-    def add(
-        self,
-        layout: ParameterLayout,
-        chunk: Chunk,
-        packed: Sequence[tuple[torch.Tensor, float]],
-        out: torch.Tensor,
-    ) -> None:
+    def add(self, layout: ParameterLayout, chunk: Chunk, packed: Packed, out: Tensor) -> None:
         """Multiply by the scales and add."""
         for payload, factor in packed:
             scales, rounded = self._views(payload, out.numel())
@@ -212,7 +182,7 @@ class Largest:
         _, chosen, buckets = self._counts(chunk)
         return _if_less(chunk, 4 + 4 * buckets + 4 * chosen)
 
-    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: Tensor) -> None:
         """Check that as many places as should are named, none behind the end of the chunk; ProtocolError otherwise."""
         count, chosen, _ = self._counts(chunk)
         _, counts, places, _ = self._views(payload, chunk)
@@ -225,7 +195,7 @@ class Largest:
         if at >= count:
             raise ProtocolError(f"element {at} of chunk {chunk.index}, which has {count}")
 
-    def _views(self, packed: torch.Tensor, chunk: Chunk) -> list[torch.Tensor]:
+    def _views(self, packed: Tensor, chunk: Chunk) -> list[Tensor]:
         _, chosen, buckets = self._counts(chunk)
         kinds = [
             (4, torch.float32),
@@ -240,12 +210,7 @@ class Largest:
         ]
 
     def pack(
-        self,
-        layout: ParameterLayout,
-        chunk: Chunk,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        factors: Factors,
+        self, layout: ParameterLayout, chunk: Chunk, values: Tensor, out: Tensor, factors: Factors
     ) -> bool:
         """Write the largest elements; what rounding loses of them is left out, too."""
         _, chosen, buckets = self._counts(chunk)
@@ -260,13 +225,7 @@ class Largest:
         values[indices] = picked.addcmul_(halves.float(), greatest.expand(chosen), value=-1)
         return True
 
-    def add(
-        self,
-        layout: ParameterLayout,
-        chunk: Chunk,
-        packed: Sequence[tuple[torch.Tensor, float]],
-        out: torch.Tensor,
-    ) -> None:
+    def add(self, layout: ParameterLayout, chunk: Chunk, packed: Packed, out: Tensor) -> None:
         """Add values to the places that are named."""
         _, chosen, buckets = self._counts(chunk)
         for payload, factor in packed:
@@ -276,7 +235,7 @@ class Largest:
             out.index_add_(0, indices, halves.float().mul_(float(scale) * factor))
 
 
-def largest(values: torch.Tensor, count: int) -> torch.Tensor:
+def largest(values: Tensor, count: int) -> Tensor:
     """Return the places, ascending (int64), of the `count` elements of greatest magnitude of float32 values (n,)."""
     sizes = values.abs()
     total = sizes.numel()
@@ -331,12 +290,7 @@ class LowRank:
         return _if_less(chunk, sum(4 * _numbers(*shape) for shape in pieces))
 
     def pack(
-        self,
-        layout: ParameterLayout,
-        chunk: Chunk,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        factors: Factors,
+        self, layout: ParameterLayout, chunk: Chunk, values: Tensor, out: Tensor, factors: Factors
     ) -> bool:
         """Write the factors after one power iteration, and what is not factored."""
         at = 0
@@ -361,16 +315,10 @@ class LowRank:
             factors[piece.entry] = q.clone()
         return True
 
-    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: Tensor) -> None:
         """Accept any bytes."""
 
-    def add(
-        self,
-        layout: ParameterLayout,
-        chunk: Chunk,
-        packed: Sequence[tuple[torch.Tensor, float]],
-        out: torch.Tensor,
-    ) -> None:
+    def add(self, layout: ParameterLayout, chunk: Chunk, packed: Packed, out: Tensor) -> None:
         """Add all products of a tensor at once."""
         at = 0
         flat = [(payload.view(torch.float32), factor) for payload, factor in packed]
@@ -403,7 +351,7 @@ def make_codec(choice: str | Compression | None) -> Codec | None:
     return BlockInt8(choice.block) if isinstance(choice, Int8) else LowRank(choice.rank)
 
 
-def sum_of_squares(vector: torch.Tensor) -> float:
+def sum_of_squares(vector: Tensor) -> float:
     """Return the sum of squares of a flat vector; infinite or NaN only when an element is."""
     if vector.dtype in (torch.float32, torch.float64):
         result = float(torch.dot(vector, vector))
