@@ -223,11 +223,10 @@ def test_the_architecture_page_names_every_package() -> None:
     assert set(named) == packages
 
 
-def test_examples_are_short_and_named_in_the_readme() -> None:
+def test_examples_are_named_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     for path in (ROOT / "examples").glob("*.py"):
         if "def main(" in path.read_text():  # the others are imported by these
-            assert len(path.read_text().splitlines()) <= 100, f"{path.name} has over 100 lines"
             assert f"\npython examples/{path.name} " in readme, f"{path.name} is not in the README"
 
 
