@@ -19,6 +19,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.drawn import scale
 from tests.forked_workers import fork_workers
+from tests.process_one import leave_it_to_an_init
+
+leave_it_to_an_init()  # while this process has one thread
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_SECONDS = 180
