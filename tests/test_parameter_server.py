@@ -31,7 +31,7 @@ from steepest.errors import (
     ShutdownError,
     SteepestError,
 )
-from steepest.parameter_server import api
+from steepest.parameter_server import api, open_connections
 from steepest.transport.sockets import WireTransport
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -539,13 +539,14 @@ def test_servers_end_when_nobody_has_a_handle_any_more(transport: str) -> None:
 def test_connections_to_servers_that_are_gone_are_closed_when_another_is_opened() -> None:
     first = ParameterServer(initial(), 1, timeout=SECONDS)
     assert value(first.pull()) == 0
-    connection = api._connections[first._access.token]
+    connection = open_connections.known(first._access.token)
+    assert connection is not None
     running = pids(first)
     ray.get(shut_down.remote(first))
     assert all(map(ends, running))
     with ParameterServer(np.zeros(3), 1, timeout=SECONDS) as second:
         assert second.pull().tolist() == [0, 0, 0]
-    assert first._access.token not in api._connections
+    assert open_connections.known(first._access.token) is None
     assert connection.closed
 
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
-import logging
-import os
 import secrets
-import sys
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -35,6 +29,7 @@ from steepest.errors import (
     SteepestError,
     described_error,
 )
+from steepest.parameter_server import open_connections
 from steepest.parameter_server.access import Access, is_forked
 from steepest.parameter_server.actor import ServerActor
 from steepest.parameter_server.arrays import Arrays, ArrayTree
@@ -55,15 +50,10 @@ if TYPE_CHECKING:
     from steepest.optim.spec import OptimizerSpec
     from steepest.parameter_server.hosting import OptimizerFactory
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 _START_SECONDS = 60.0  # for the servers to start, where `timeout` is shorter
 _USERS_BY_CALLS = 32  # processes that can use a server by actor calls at the same time
 
-# The connections of this process, by token: each task gets a handle of its own, the connection is
-# kept between tasks.
-_connections: dict[bytes, Connection] = {}
-_opening = threading.RLock()
 # The handles of this process, by id.
 _handles: WeakValueDictionary[int, ParameterServer] = WeakValueDictionary()
 
@@ -416,10 +406,7 @@ class ParameterServer:
     def _close(self) -> None:
         """Close this process' connection; no call uses this handle again."""
         self._shut_down, self._watched = True, None
-        with _opening:
-            connection = _connections.pop(self._access.token, None)
-        if connection is not None:
-            connection.close()
+        open_connections.close(self._access.token)
 
     def __enter__(self) -> ParameterServer:
         return self
@@ -450,14 +437,13 @@ class ParameterServer:
         if (holder := getattr(self, "_holder", None)) is not None:
             let_go(holder, dropped=True)  # the servers end when no process has a handle of them
         access: Access | None = getattr(self, "_access", None)
-        if access is None or (connection := _connections.get(access.token)) is None:
+        if access is None or (connection := open_connections.known(access.token)) is None:
             return
-        _flush(connection)
+        open_connections.flush(connection)
         others = [other for other in list(_handles.values()) if other is not self]
         holds_actors = not access.addresses or access.group.replication > 1
         if holds_actors and all(other._access.token != access.token for other in others):
-            _connections.pop(access.token, None)  # with it, the actors would live on
-            connection.close()
+            open_connections.drop(access.token)  # with it, the actors would live on
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -479,16 +465,7 @@ class ParameterServer:
         # ShutdownError: this handle is shut down; PeerLostError, DeadlineError: see `Access.connect`.
         if self._shut_down:
             raise ShutdownError("this parameter server is shut down: make another one")
-        access = self._access
-        connection = _connections.get(access.token)
-        if connection is None or connection.closed:
-            with _opening:
-                connection = _connections.get(access.token)
-                if connection is None or connection.closed:
-                    _close_lost()
-                    connection = _connections[access.token] = access.connect()
-                    _flush_at_end()
-        return connection
+        return open_connections.to(self._access)
 
     def _run(
         self,
@@ -506,7 +483,9 @@ class ParameterServer:
 
     def _watch(self) -> WatchedServers:
         """Return what a report of the servers' processes needs to know."""
-        return WatchedServers(self._access, functools.partial(_connections.get, self._access.token))
+        return WatchedServers(
+            self._access, functools.partial(open_connections.known, self._access.token)
+        )
 
     def _run_again(self, begin: Callable[[Connection], Future[T]], what: str) -> T:
         """Do as `_run` for a request about the whole state, and again if a server dies in it."""
@@ -591,45 +570,3 @@ def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
             f"a server died while starting: {' '.join(str(error).split())}"
         ) from error
     return results
-
-
-def _close_lost() -> None:
-    """Close connections to servers that have ended: a long-lived process may use many."""
-    for token, connection in list(_connections.items()):
-        if not connection.turning_here and connection.lost():
-            del _connections[token]
-            connection.close()
-
-
-def _flush(connection: Connection) -> None:
-    """Wait for a connection's uncommitted pushes; log those that cannot be committed any more."""
-    try:
-        if connection.pusher.pushing and not connection.turning_here:
-            connection.flush()
-    except SteepestError as error:
-        log.warning("pushes in flight were not committed: %s", error)
-
-
-def _leave_connections() -> None:
-    """Have a forked child open connections of its own."""
-    global _opening
-    _connections.clear()
-    _opening = threading.RLock()  # another thread may have held it
-
-
-os.register_at_fork(after_in_child=_leave_connections)
-
-
-def _flush_at_end() -> None:
-    """Have processes of `multiprocessing` call `_flush_all`; they end without the interpreter's."""
-    if "multiprocessing.util" in sys.modules:
-        sys.modules["multiprocessing.util"].Finalize(None, _flush_all, exitpriority=0)
-
-
-@atexit.register
-def _flush_all() -> None:
-    """Wait for uncommitted pushes as the process ends, and close all connections."""
-    for connection in list(_connections.values()):
-        with contextlib.suppress(RuntimeError):  # interpreters that end refuse new threads
-            _flush(connection)
-            connection.close()
