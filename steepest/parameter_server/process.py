@@ -36,6 +36,7 @@ class ServerProcess(Process):
         self._succession: Succession | None = None
         super().__init__(name, token, 1, identity=identity)
 
+    @on_router
     def open_group(
         self,
         group: ServerGroup,
@@ -47,20 +48,6 @@ class ServerProcess(Process):
         """Host server `index`; return the address at which it listens, None for actor calls ("ray" of `ways`)."""
         # Called once, on any thread. spec: the optimizer; None where updates are added to the arrays; initial: memory
         # (flat, uint8) of all arrays by name; ways: the transport, see `ParameterServer`.
-        address = self._open_server(group, spec, index, initial, ways)
-        self.router.finished.add_done_callback(_log_end)
-        return address
-
-    @on_router
-    def _open_server(
-        self,
-        group: ServerGroup,
-        spec: OptimizerSpec | None,
-        index: int,
-        initial: Mapping[str, Bytes],
-        ways: str,
-    ) -> Address | None:
-        """Carry out `open_group` on the router's thread."""
         layout = group.arrays.layout
         weights = allocate(layout.nbytes)
         memory = weights.numpy()
@@ -72,6 +59,7 @@ class ServerProcess(Process):
                 memory[at : at + end - begin] = initial[layout.entries[piece.entry].name][begin:end]
                 at += end - begin
         self._serving = host_server(group, spec, self.router, index, weights)
+        self.router.finished.add_done_callback(_log_end)
         return self._listen(index, ways)
 
     def _listen(self, index: int, ways: str) -> Address | None:

@@ -23,7 +23,7 @@ from steepest.messages.message import Kind, Message, Peer, PushId, worker_peer
 from steepest.messages.snapshots import Install, Installed, InstallRefused
 from steepest.protocol.commit_rules import Staged
 from steepest.protocol.commit_state import CommitState, Outgoing
-from steepest.protocol.membership import Readers
+from steepest.protocol.membership import Made, Readers
 from steepest.protocol.push_tracking import Reports, StagedEach
 from steepest.protocol.step_summary import OpenStep
 
@@ -348,24 +348,17 @@ class ClosedJob:
         behind = state.leases.behind([*chosen, *idle], state.version)
         return [[worker, 0] for worker in behind], out
 
-    def committed(
-        self,
-        pushes: tuple[Staged, ...],
-        reports: Reports,
-        staleness: Mapping[int, int],
-        norm: float | None,
-        *,
-        skipped: bool,
-    ) -> tuple[Readers, Outgoing]:
+    def committed(self, made: Made) -> tuple[Readers, Outgoing]:
         """Add pushes to the open step and lease the next shares, see `Membership.committed`."""
         state = self.state
-        self._unsettled.append((state.generation, state.version, reports, staleness, norm))
+        settled = made.reports, made.staleness, made.norm
+        self._unsettled.append((state.generation, state.version, *settled))
         self._since = self._now if state.version < self.limit else math.inf
         out: Outgoing = []
         if state.rule.together:
-            readers = [[push.worker, 0] for push in pushes]
+            readers = [[push.worker, 0] for push in made.pushes]
         else:
-            state.leases.commit(pushes, skipped=skipped)
+            state.leases.commit(made.pushes, skipped=made.skipped)
             if state.versions_per_step == 1:  # what the others are computing can only be dropped
                 state.leases.give_back(state.leases.busy)
             readers, out = self._lease()

@@ -20,7 +20,7 @@ from steepest.messages.message import Kind, Message, Peer, server_peer
 from steepest.messages.snapshots import Read, Snapshot
 from steepest.protocol.commit_rules import Staged
 from steepest.protocol.commit_state import Outgoing
-from steepest.protocol.membership import Membership
+from steepest.protocol.membership import Made, Membership
 from steepest.protocol.push_tracking import (
     MOST_CULPRITS,
     Reports,
@@ -274,7 +274,7 @@ class Coordinator:
         entry = self._entry(pushes, reports, hyper, rate, skip, clip)
         state.history.add(entry, staleness.values(), skipped=skip)
         state.advance()
-        readers, answers = self.membership.committed(pushes, reports, staleness, norm, skipped=skip)
+        readers, answers = self.membership.committed(Made(pushes, reports, staleness, norm, skip))
         commit = Commit(
             *(state.generation, state.version, rate, tuple(push.id for push in pushes), readers),
             hyper=hyper if any(hyper) else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from steepest.messages.message import Message, Peer
 from steepest.protocol.commit_rules import Staged
@@ -13,6 +13,16 @@ from steepest.protocol.push_tracking import Reports
 #: (worker, sequence) of the workers that are sent new weights, and of the push that these answer;
 #: sequence 0 where they answer none.
 Readers = list[list[int]]
+
+
+class Made(NamedTuple):
+    """The pushes of which a version was made."""
+
+    pushes: tuple[Staged, ...]  # in the order in which they are added up
+    reports: Reports  # of these, by worker
+    staleness: Mapping[int, int]  # of these, by worker
+    norm: float | None  # of the gradient; None where it is not known
+    skipped: bool  # whether the version leaves them out, because of NaN or infinity
 
 
 class Membership(Protocol):
@@ -54,23 +64,8 @@ class Membership(Protocol):
     def is_over(self, worker: int, incarnation: int) -> bool:
         """Return whether the process that made a push is no member any more."""
 
-    def committed(
-        self,
-        pushes: tuple[Staged, ...],
-        reports: Reports,
-        staleness: Mapping[int, int],
-        norm: float | None,
-        *,
-        skipped: bool,
-    ) -> tuple[Readers, Outgoing]:
+    def committed(self, made: Made) -> tuple[Readers, Outgoing]:
         """Take note that pushes became the present version.
-
-        Args:
-            pushes: in the order in which they are added up.
-            reports: of these, by worker.
-            staleness: of these, by worker.
-            norm: of the gradient; None where it is not known.
-            skipped: whether the version leaves them out, because of NaN or infinity.
 
         Returns:
             The workers that are sent the new weights, and the messages to send after the commit.

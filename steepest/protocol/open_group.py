@@ -15,8 +15,8 @@ from steepest.messages.snapshots import Install, Installed, InstallPut
 from steepest.messages.users import PushCommitted, Pushed, PushRefused, UserLeft
 from steepest.protocol.commit_rules import Staged
 from steepest.protocol.commit_state import CommitState, Outgoing
-from steepest.protocol.membership import Readers
-from steepest.protocol.push_tracking import Reports, StagedEach
+from steepest.protocol.membership import Made, Readers
+from steepest.protocol.push_tracking import StagedEach
 
 
 class OpenGroup:
@@ -101,22 +101,14 @@ class OpenGroup:
         """Return False: a user's push is committed even if the user has left since."""
         return False
 
-    def committed(
-        self,
-        pushes: tuple[Staged, ...],
-        reports: Reports,
-        staleness: Mapping[int, int],
-        norm: float | None,
-        *,
-        skipped: bool,
-    ) -> tuple[Readers, Outgoing]:
+    def committed(self, made: Made) -> tuple[Readers, Outgoing]:
         """Answer each user: with the new weights if it asked for them, else with the version."""
         # Where servers have copies, each is answered with the version, and only when it is known to another server,
         # with which it outlives this process.
         answers: Outgoing = []
         readers = []
-        for push in pushes:
-            pushed = reports[push.worker]
+        for push in made.pushes:
+            pushed = made.reports[push.worker]
             pull = isinstance(pushed, Pushed) and pushed.pull
             if pull:
                 readers.append([push.worker, push.sequence])
