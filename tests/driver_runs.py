@@ -292,6 +292,10 @@ class _AtPoint:
         name = frame.f_code.co_filename
         if self.struck or not name.startswith(_PACKAGE) or name.startswith(_TESTING):
             return None
+        if (
+            frame.f_code.co_name == "<genexpr>"
+        ):  # what is raised while one is closed Python swallows
+            return None
         self._count(frame)
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._traced
@@ -576,7 +580,7 @@ class Run:
 
     def _restore(self, act: Act) -> None:
         path = self._folder / "saved"
-        if not path.exists():
+        if not (path / "manifest.json").exists():  # saving it was interrupted
             return
         returned = self._call(act, lambda: self.trainer.restore(path))
         self._is_set = True

@@ -1,6 +1,6 @@
-"""Random calls of a trainer give the steps, weights and checkpoints of one process.
+"""Whatever interrupts a call of a trainer, and whichever processes die: every later call works, and nothing is lost.
 
-`python -m tests.driver_schedules` interrupts them at random moments while processes die, and shortens what it finds.
+`python -m tests.driver_schedules` searches on, and shortens what it finds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.drawn import seeds
 from tests.driver_runs import Run, Schedule
 
 
@@ -32,3 +33,22 @@ def check(schedule: Schedule) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_calls_that_nothing_strikes_are_those_of_one_process(seed: int) -> None:
     check(Schedule.drawn(seed).undisturbed())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_call_works_after_an_interrupted_one(seed: int) -> None:
+    check(Schedule.drawn(seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(120, 170, 10))
+def test_every_call_works_after_these_interrupted_ones(first: int) -> None:
+    for seed in range(first, first + 10):
+        check(Schedule.drawn(seed))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(4))
+@seeds(100)
+def test_every_call_works_after_any_interrupted_one(seed: int, part: int) -> None:
+    check(Schedule.drawn(seed))
