@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import torch
 from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.files import Checkpoints
 from steepest.cluster import remote_functions
+from steepest.cluster.calls import Calls
 from steepest.cluster.checkpoint_manager import CheckpointManager
 from steepest.cluster.checkpointing import Checkpointing
 from steepest.cluster.deaths import persistently
@@ -136,7 +138,7 @@ class DistributedSGD(Checkpointing):
         )
         config = chosen.strategy_for(strategy, least)
         most = chosen.most_of(most)
-        # step, fit, evaluate, save ... run one at a time; weights, stats, log, resize need no lock
+        # held by the thread whose call of step, fit, evaluate, save ... it is; never by the owner
         self._lock = threading.RLock()
         self._cluster: Cluster | None = None
         with contextlib.ExitStack() as undo:
@@ -165,16 +167,18 @@ class DistributedSGD(Checkpointing):
             self._cluster = cluster
             undo.callback(cluster.shutdown)
             self._state = JobState(cluster)
-            self._supervisor = Supervisor(cluster, self._state, bounds, self._lock)
+            self._supervisor = Supervisor(cluster, self._state, bounds)
+            self._calls = Calls(cluster, self._supervisor)
             self._training = Training(cluster, self._supervisor)
             self._keeping = CheckpointManager(
-                checkpoints, lock, self._training, self._state, self._supervisor.surviving
+                checkpoints, lock, self._training, self._state, self._calls
             )
             self._keeping.resume()
             self._events = EventFeed(cluster.events)
             self._supervisor.snapshots.ensure()
             if (lost := cluster.client.lost_peer) is not None:
                 cluster.deaths.lost(lost, "its channel closed while the job started")
+            self._supervisor.begin()
             undo.pop_all()
         return cluster
 
@@ -238,8 +242,7 @@ class DistributedSGD(Checkpointing):
         require_choice("fetch_stats", fetch_stats, (False, True))
         with self._idle("step"):
             results: list[StepResult] = []
-            end = self._training.step + self._training.lost_before() + 1
-            self._train(lambda: end, fetch_stats, results.append)
+            self._train(self._training.one_more(), fetch_stats, results.append)
             return results[-1]
 
     def fit(
@@ -280,6 +283,7 @@ class DistributedSGD(Checkpointing):
                 at the end.
         """
         with self._idle("fit"), self._training.stoppable():
+            self._supervisor.settle()
             asked = Asked(steps, epochs, callbacks, progress, validation, evaluate_every)
             return fit(self, self._keeping, self._events, self._train, self._evaluate, asked)
 
@@ -317,17 +321,18 @@ class DistributedSGD(Checkpointing):
         require_batch_size(batch_size)
         cluster = self._live()
 
-        def evaluate() -> list[WorkerResult]:
+        def evaluate() -> tuple[list[WorkerResult], int, int | None]:
             about = data, batch_size, self.num_workers, self._state.mean_buffers()
-            return cluster.workers.call(remote_functions.evaluate, *about, what="evaluate")
+            found = cluster.workers.call(remote_functions.evaluate, *about, what="evaluate")
+            return found, *self._keeping.present()
 
-        results = self._supervisor.surviving(evaluate)
+        results, step, epoch = self._calls.surviving(evaluate)
         if not any(result.weight for result in results):
             raise ConfigurationError("evaluate() was given no samples")
         found = EvaluationResult.mean_of(
             [(result.weight, result.loss, result.metrics, result.samples) for result in results]
         )
-        return self._keeping.at_present(found)
+        return replace(found, step=step, epoch=epoch)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters by name, at one version.
@@ -341,7 +346,7 @@ class DistributedSGD(Checkpointing):
         steps, which may take as long as a step.
         """
         self._live()
-        weights, step = self._supervisor.reading(self._state.weights)
+        weights, step = self._calls.reading(self._state.weights)
         self._training.compare(step)
         return weights
 
@@ -353,7 +358,7 @@ class DistributedSGD(Checkpointing):
         The plain module takes it: ``module.load_state_dict(sgd.state_dict())``.
         """
         with self._idle("state_dict"):
-            return self._supervisor.surviving(self._state.state_dict)
+            return self._calls.surviving(self._state.state_dict)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set all parameters and buffers of every replica.
@@ -369,7 +374,7 @@ class DistributedSGD(Checkpointing):
                 or a tensor has another shape; nothing has changed.
         """
         with self._idle("load_state_dict"):
-            self._supervisor.replacing(
+            self._calls.replacing(
                 lambda: self._state.load_state_dict(state, self._training.version)
             )
             self._keeping.changed()
@@ -384,9 +389,7 @@ class DistributedSGD(Checkpointing):
                 tensor has another shape, or holds NaN or infinity; nothing has changed.
         """
         with self._idle("set_weights"):
-            self._supervisor.replacing(
-                lambda: self._state.set_weights(weights, self._training.version)
-            )
+            self._calls.replacing(lambda: self._state.set_weights(weights, self._training.version))
             self._keeping.changed()
 
     def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:
@@ -436,13 +439,11 @@ class DistributedSGD(Checkpointing):
         """Compute a gradient on every replica and discard it, so that the first step is fast."""
         with self._idle("warmup"):
             workers = self._live().workers
-            self._supervisor.surviving(
-                lambda: workers.call(Replicas.warmup, what="compute a gradient")
-            )
+            self._calls.surviving(lambda: workers.call(Replicas.warmup, what="compute a gradient"))
 
     def stats(self) -> Stats:
         """Return the job's counters and events so far; any thread may ask."""
-        return job_stats(self._live(), self._training, self._supervisor)
+        return job_stats(self._live(), self._training, self._supervisor, self._calls)
 
     def log(self) -> CommitLog:
         """Return every commit so far, with its pushes, their samples, and the versions they pulled.
@@ -453,7 +454,7 @@ class DistributedSGD(Checkpointing):
             ConfigurationError: no log is kept; give ``RunConfig(keep_log=True)``.
         """
         self._live()
-        return self._supervisor.reading(self._state.log)
+        return self._calls.reading(self._state.log)
 
     # -- checkpoints ---------------------------------------------------------------------------
 
@@ -472,7 +473,7 @@ class DistributedSGD(Checkpointing):
             ConfigurationError: there is no such table, or `since` is of another one.
         """
         self._live()
-        return self._supervisor.reading(lambda: export_table(self._training.cluster, name, since))
+        return self._calls.reading(lambda: export_table(self._training.cluster, name, since))
 
     def set_strategy(self, strategy: str | StrategyConfig) -> None:
         """Continue under another strategy from the last committed step.
@@ -530,13 +531,16 @@ class DistributedSGD(Checkpointing):
         self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        cluster, self._cluster = self._cluster, None
-        if cluster is not None:
-            self._dropped.detach()
-            try:
+        cluster = self._cluster
+        if cluster is None:
+            return
+        try:
+            if not cluster.owner.has_ended:
                 self._keeping.close(error)
-            finally:
-                cluster.shutdown()
+        finally:
+            cluster.shutdown()
+            self._cluster = None  # until then a call that was interrupted can be made again
+            self._dropped.detach()
 
     def __enter__(self) -> DistributedSGD:
         return self
@@ -555,7 +559,7 @@ class DistributedSGD(Checkpointing):
     def _idle(self, method: str) -> Iterator[None]:
         """Hold the trainer, with idle workers, for a block of one of its methods."""
         with self._lock:
-            if self._training.running:
+            if self._training.is_telling:
                 raise ConfigurationError(
                     f"{method}() was called by a callback while workers train, as in on_step: there "
                     "weights(), stats(), log(), export_table(), set_learning_rate(), resize() and "
@@ -564,15 +568,20 @@ class DistributedSGD(Checkpointing):
                 )
             self._live()
             yield
-            if self._cluster is not None:
-                self._supervisor.snapshots.ensure()  # if the state is a new one
 
     def _on_workers(self, function: Callable[..., Any], *arguments: Any, **how: Any) -> list[Any]:
         """Run a user's function once on workers, see `WorkerCalls.call`, when no process is dead."""
-        self._supervisor.settle()
         cluster = self._live()
-        results = cluster.workers.call(function, *arguments, **how)
-        train_unfrozen(cluster, self._state, self._supervisor, self._keeping.changed)
+
+        def run() -> list[Any]:
+            results = cluster.workers.call(function, *arguments, **how)
+            train_unfrozen(cluster, self._state, self._supervisor, self._calls)
+            return results
+
+        unfrozen = cluster.unfrozen
+        results = self._calls.once(run)
+        if cluster.unfrozen != unfrozen:
+            self._keeping.changed()
         return results
 
     def _live(self) -> Cluster:

@@ -64,7 +64,7 @@ def test_a_loss_that_was_handled_meanwhile_is_no_second_death() -> None:
     with DistributedSGD(TASK.creator(), num_workers=3, strategy=COPIES) as trainer:
         train(trainer, 5)
         supervisor = trainer._supervisor
-        before = supervisor._processes()
+        before = supervisor.processes()
         kill(trainer, server_peer(1))
         trainer.evaluate(TASK.data)  # handles it
         assert before[0].lost_peer == server_peer(1)

@@ -189,7 +189,8 @@ def test_history_and_loggers_have_each_evaluation_once(strategy: Any, moment: st
             validation=Fragile(),
             evaluate_every=3,
         )
-        assert noting.heard.count(1) == 2, "nothing was set back"
+        lines = [event.line for event in trainer.stats().events]
+        assert any("updates since the last copy are lost" in line for line in lines)
         assert [result.step for result in trainer.evaluations] == [3, 6, 9, 12, 15, 18]
         assert tuple(noting.results) == trainer.evaluations
         rows = [row for row in trainer.history if row["kind"] in ("step", "evaluation")]

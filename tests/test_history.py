@@ -158,7 +158,10 @@ def compare(trainer: DistributedSGD, heard: Heard, steps: int) -> None:
         result = heard.results[row["step"]]
         assert repr((row["loss"], row["metrics"])) == repr((result.loss, result.metrics))  # NaN
         assert (row["epoch"], row["samples"]) == (result.epoch, result.samples)
-    events = [Event(r["time"], r["event"], r["step"], r["line"]) for r in trainer.history.events]
+    events = [
+        Event(r["time"], r["event"], r["step"], r["line"], r.get("record", ""))
+        for r in trainer.history.events
+    ]
     assert events == list(trainer.stats().events)
 
 

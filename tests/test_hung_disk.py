@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoint
 from steepest.cluster.checkpoint_manager import CheckpointManager
 from steepest.cluster.directory_lock import DirectoryLock
+from steepest.cluster.owner import Owner
 from steepest.cluster.row_read import RowRead
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.snapshots import Bases
@@ -36,9 +37,14 @@ class Job:
         default_factory=list
     )  # steps at which rows were not awaited any more
 
+    owner: Owner = field(default_factory=Owner)
+
     @property
     def version(self) -> int:
         return self.step
+
+    def surviving(self, read: Callable[[], Any]) -> Any:
+        return read()
 
     def collect(self, since: Bases = ()) -> tuple[Checkpoint, RowRead]:
         rows = RowRead(layouts()[0], None, give_up=lambda: self.given_up.append(self.step))
@@ -91,7 +97,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 def keeping(path: Path, disk: Disk, job: Job) -> CheckpointManager:
     policy = Checkpoints(path, every=10)
     lock = DirectoryLock(policy)
-    return CheckpointManager(policy, lock, job, job, lambda read: read(), disk.clock)  # type: ignore[arg-type]
+    return CheckpointManager(policy, lock, job, job, job, disk.clock)  # type: ignore[arg-type]
 
 
 def reach(job: Job, found: CheckpointManager, disk: Disk, step: int) -> None:

@@ -36,6 +36,9 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, task: Task, every: int | None) -> None:
         config = AllreduceStrategy()
         self.now = 100.0
+        self.owner = SimpleNamespace(  # whose waits are over at once
+            attend=lambda seconds, until: until(), await_calls=list, wake=lambda: None
+        )
         self.asked: list[tuple[int, Future[Snapshot]]] = []  # versions
         self.workers: list[dict[str, Any]] = []  # calls
         self.position = Position(1, 0)
@@ -68,7 +71,7 @@ class Driver:
     def on_router(self, function: Callable[[], Any]) -> Any:
         return function()
 
-    def copy(self, found: Snapshot, workers: Any) -> Copy:
+    def copy(self, found: Snapshot, workers: Any, commits: Any = None) -> Copy:
         return SimpleNamespace(found=found, workers=workers)  # type: ignore[return-value]
 
     def be_at(self, version: int, after: float = 0.0) -> None:

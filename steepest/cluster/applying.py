@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-import ray
-
 from steepest.cluster.growth import Absent
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
@@ -64,8 +62,13 @@ class Applying:
         self._observation = observation
 
     def apply(
-        self, transition: Transition, world: World, dead: Mapping[Peer, str], stock: Stock
-    ) -> Applied:
+        self,
+        transition: Transition,
+        world: World,
+        dead: Mapping[Peer, str],
+        stock: Stock,
+        applied: list[Applied],
+    ) -> None:
         """Put the job together of the processes that a transition names.
 
         Args:
@@ -73,6 +76,7 @@ class Applying:
             world: for which it was decided.
             dead: the dead, and why they died.
             stock: with which the job continues.
+            applied: is given what was done as soon as the old job is no more.
 
         Raises:
             PeerLostError, DeadlineError: another process died, or did not come up. If the old job
@@ -91,7 +95,7 @@ class Applying:
         numbers = dict(zip(staying, free, strict=False))
         successors = self._successors(transition, dead, numbers)
         # after deaths the job goes on as it was: another strategy, if one is wanted, comes next
-        wished = not dead and not successors and not transition.left and self._state.pending is None
+        wished = not (dead or successors or transition.left or stock.copied or self._state.pending)
         before = cluster.job if stock.found.holders is None else stock.copy.job
         config = self._observation.config_for(
             transition.workers, transition.servers, None if wished else before.config
@@ -111,13 +115,15 @@ class Applying:
         same_servers &= wanted.unfrozen == cluster.job.unfrozen
         # then version and samples' places stay, in the middle of a step too
         as_before = as_it_was and (bool(dead) or same_servers)
-        if as_before:
-            self._state.put_back(stock, wanted)
-        else:
-            self._state.put_together(stock, wanted)
-        self._observation.starting.joined(cluster.actors.values())
-        then = self._follow(transition, world, dead, seats)
-        return Applied(transition, dead.keys(), joined, then)
+        put = self._state.put_back if as_before else self._state.put_together
+        actors = cluster.actors
+        try:
+            put(stock, wanted)
+        finally:
+            if cluster.actors is not actors:  # also where another death has ended it too early
+                self._observation.starting.joined(cluster.actors.values())
+                then = self._follow(transition, world, dead, seats)
+                applied.append(Applied(transition, dead.keys(), joined, then))
 
     def _successors(
         self, transition: Transition, dead: Mapping[Peer, str], numbers: Mapping[Peer, int]
@@ -145,7 +151,7 @@ class Applying:
                     f"{starting.patience:g} s: raise DeadlineConfig(start=...)"
                 )
             calls = [call for peer in late for call in starts[peer].building]
-            ray.wait(calls, num_returns=len(calls), timeout=0.1)
+            self._cluster.owner.await_calls(calls, 0.1)
             # for silent ones among the successors others start
             silent, _ = observation.ask_for_signs(changing=True)
             if silent:

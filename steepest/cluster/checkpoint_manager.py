@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any, NamedTuple
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import Checkpoints
+from steepest.cluster.calls import Calls
 from steepest.cluster.checkpoint_writer import Writer
 from steepest.cluster.directory_lock import DirectoryLock
 from steepest.cluster.job_state import JobState
+from steepest.cluster.owner import Moment, Owner, owned
 from steepest.cluster.row_read import RowRead, RowsAsTheyCome
 from steepest.cluster.training import Training
 from steepest.data.sampler import SamplePlan
@@ -56,6 +59,23 @@ class _Chain(NamedTuple):
     increments: int
 
 
+class Goal:
+    """The number of committed steps with which a `fit` ends, as the job is then.
+
+    Attributes:
+        at: as it was when it was last asked for.
+    """
+
+    def __init__(self, end: Callable[[], int], owner: Owner) -> None:
+        self._end, self._owner = end, owner
+        self.at = self()
+
+    def __call__(self) -> int:
+        """Return it for the job as it is now."""
+        self.at = self._owner.call(self._end, Moment.WHOLE)
+        return self.at
+
+
 class CheckpointManager:
     """Keeps checkpoints for `DistributedSGD`, and counts the steps that were done before it began.
 
@@ -68,13 +88,14 @@ class CheckpointManager:
         policy: what to keep; None for nothing.
         lock: on the policy's directory; released at the end.
         training, state: of the job.
-        surviving: calls a function that reads the job's state, once more when a process dies.
+        calls: read and replace the job's state.
         clock: in seconds, by which a write that makes no progress is noticed.
 
     Attributes:
         begun: the number of steps before the present or last `fit`; those that it left out, because
             a checkpoint has them, are its own.
         evaluations: of all calls of `fit` in this state's past.
+        owner: of the job.
     """
 
     def __init__(
@@ -83,7 +104,7 @@ class CheckpointManager:
         lock: DirectoryLock,
         training: Training,
         state: JobState,
-        surviving: Callable[[Callable[[], Any]], Any],
+        calls: Calls,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.begun = 0
@@ -94,7 +115,11 @@ class CheckpointManager:
         self._lock = lock
         self._training = training
         self._state = state
-        self._surviving = surviving
+        self.owner = training.owner
+        # where calls of `fit` began and were ended early, in order; and those before this process
+        self._early: list[tuple[int, int]] = []
+        self._early_before: deque[tuple[int, int]] = deque()
+        self._calls = calls
         self._rows: RowRead | None = None  # those of the checkpoint that is being written
         self._shelf = (
             CheckpointDirectory(place_of(policy.path), policy.keep) if policy is not None else None
@@ -149,6 +174,8 @@ class CheckpointManager:
         data = "new" if differs and self._policy.data == "new" else "continue"
         self._state.place(saved, path, data)
         self._ahead, self._written = self._training.step, self._place
+        self._early = [(begin, end) for begin, end in saved.about.get("ended_early", ())]
+        self._early_before = deque(self._early)
         if (result := saved.about.get("result")) is not None:
             rows = {key: tuple(result.get(key, ())) for key in ("staleness", "learning_rate")}
             self._training.last = StepResult(**result | rows)
@@ -165,28 +192,43 @@ class CheckpointManager:
             raise CheckpointError(f"cannot continue {self._file.path}: {error}") from error
         self._training.history.resume(step, runs, rows)
 
-    def ask(self, steps: int | None, epochs: int | None) -> Callable[[], int]:
-        """Return a function that tells with which committed step so many steps or epochs more are done.
+    def ask(self, steps: int | None, epochs: int | None) -> Goal:
+        """Return with which committed step so many steps or epochs more are done.
 
         Steps that were taken before this process began, and were not asked for yet, are the first
-        of them. Steps that a death between two calls has undone are taken again. The end of an
-        epoch moves when a step covers another number of samples.
+        of them; a `fit` that was ended early then has no others. The end of an epoch moves when a
+        step covers another number of samples.
         """
-        begin = self._training.step - self._ahead + self._training.lost_before()
+        begin = self._training.step - self._ahead
         self.begun = begin
         last = bisect_right(self._state.ends(), begin) + (epochs or 1) - 1
 
+        ended: int | None = None
+        if self._early_before and self._early_before[0][0] == begin:
+            ended = self._early_before.popleft()[1]
+
         def end() -> int:
+            if ended is not None:
+                return ended
             return self.end_of(last) if steps is None else begin + steps
 
-        self._ahead = max(self._training.step - end(), 0)
-        return end
+        goal = Goal(end, self.owner)
+        self._ahead = max(self._training.step - goal.at, 0)
+        return goal
+
+    def ended_early(self, goal: int) -> None:
+        """Note, for whoever resumes, that the present `fit` ends before its goal."""
+        if self._training.step < goal:
+            self._early.append((self.begun, self._training.step))
+            self.changed()
 
     @property
+    @owned(Moment.WHOLE)
     def epoch(self) -> int | None:
         """The epoch of the next step; None when the data are streams."""
         return None if self.plan is None else self.plan.position(self._training.step).epoch
 
+    @owned(Moment.WHOLE)
     def end_of(self, epoch: int) -> int:
         """Return how many steps are committed at the end of an epoch, as the job is now."""
         assert self.plan is not None
@@ -209,12 +251,12 @@ class CheckpointManager:
         """Whether an epoch ended with the last step."""
         return self._training.step in self._state.ends()[-1:]  # none is beyond it
 
-    def at_present(self, result: EvaluationResult) -> EvaluationResult:
-        """Return an evaluation with the step and epoch at which the job is."""
+    def present(self) -> tuple[int, int | None]:
+        """Return the step at which the job is, and the epoch of the last one."""
         step = self._training.step
         known = self.plan is not None and step > 0
         epoch = bisect_right(self._state.ends(), step - 1) if known else None
-        return replace(result, step=step, epoch=epoch)
+        return step, epoch
 
     def add(self, result: EvaluationResult) -> None:
         """Keep an evaluation, also as a row of the history.
@@ -277,13 +319,13 @@ class CheckpointManager:
         """
         place = place_of(path)
 
-        def whole() -> None:
-            saved, rows = self._state.collect()
+        def write(found: tuple[files.Checkpoint, RowRead]) -> None:
+            saved, rows = found
             with rows.given_up_on_error():
                 saved = replace(self._with_history(saved), rows=RowsAsTheyCome(rows))
                 files.write(place, saved)
 
-        self._surviving(whole)
+        self._calls.surviving_here(self._state.collect, write)
 
     def _with_history(self, saved: files.Checkpoint) -> files.Checkpoint:
         """Return a checkpoint with what is known on the driver's side."""
@@ -296,6 +338,7 @@ class CheckpointManager:
             "result": result,
             "runs": dict(history.runs),
             "evaluations": evaluations,
+            "ended_early": self._early,
         }
         return replace(saved, about=about)
 
@@ -320,14 +363,12 @@ class CheckpointManager:
     def restore(
         self,
         path: str | Path,
-        replacing: Callable[[Callable[[], None]], object],
         data: str = "continue",
     ) -> None:
         """Continue from a checkpoint that the user chose: later steps are to be done again.
 
         Args:
             path: its path or URL.
-            replacing: calls a function that replaces the job's state, once more when a process dies.
             data: "new" to begin with epoch 0.
 
         Raises:
@@ -336,10 +377,10 @@ class CheckpointManager:
         """
         saved = files.read(place_of(path))
         signature = self._state.signature()
-        replacing(lambda: self._state.place(saved, path, data))
+        self._calls.replacing(lambda: self._state.place(saved, path, data))
         _tell_of(signature, saved, path, data)
-        self._training.lost_before()  # of another past
-        self._ahead = 0
+        self._ahead, self._early = 0, []
+        self._early_before.clear()
         self.evaluations = _evaluations(saved)
         self._training.history.resume(saved.about["step"], saved.about.get("runs") or {})
         self.changed()
@@ -444,7 +485,7 @@ class CheckpointManager:
             )
             return
         since = () if self._chain is None else self._chain.place
-        saved, rows = self._surviving(lambda: self._state.collect(since))
+        saved, rows = self._calls.surviving(lambda: self._state.collect(since))
         self._rows = rows
         saved, history = self._with_history(saved), self._training.history.unwritten()
         self._written, paused = self._place, time.monotonic() - began

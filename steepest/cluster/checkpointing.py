@@ -60,4 +60,4 @@ class Checkpointing(Steering):
         """
         require_choice("data", data, ("continue", "new"))
         with self._idle("restore"):
-            self._keeping.restore(path, self._supervisor.replacing, data)
+            self._keeping.restore(path, data)

@@ -15,6 +15,7 @@ import ray
 from steepest.cluster.activity import log_report
 from steepest.cluster.diagnostics import drop_calls, raise_remote, who_raised
 from steepest.cluster.locations import Place
+from steepest.cluster.owner import Owner
 from steepest.cluster.program import Program
 from steepest.cluster.seats import Placement
 from steepest.cluster.signs_of_life import SignsOfLife
@@ -31,9 +32,11 @@ from steepest.transport.router import Router
 from steepest.transport.tls import identity_of
 
 log = logging.getLogger(__name__)
+changes = logging.getLogger("steepest.changes")
 #: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
 _UP_FACTOR = 4.0
 LOOK_SECONDS = 0.3
+_SLICE_SECONDS = 0.1  # between two looks at what the owner is asked
 _MOST_SAMPLES = 64  # of a share, in an error
 
 
@@ -56,6 +59,8 @@ class JobContext:
         awaited: dead processes whose deaths are being handled.
         signs: of life, of all processes.
         unfrozen: names of frozen parameters that are to be trained, see `Job.unfrozen`.
+        roles_due: whether processes know less of the job than is known here.
+        owner: of all that is here: one thread changes it.
         meanwhile: called again and again while calls of processes are waited for; what it raises
             ends the waiting.
         router: of the driver.
@@ -73,6 +78,9 @@ class JobContext:
 
     def __init__(self, run_config: RunConfig, seed: int) -> None:
         self.run_config = run_config
+        self.owner = Owner()
+        self._standing: int | None = None
+        self.roles_due = False
         self.actors: dict[Peer, Any] = {}
         self.watches: dict[Peer, Any] = {}
         self.places: dict[Peer, Place] = {}
@@ -102,8 +110,14 @@ class JobContext:
 
     @property
     def step(self) -> int:
-        """Steps committed, as far as the driver has heard."""
+        """Steps committed, as far as the driver has heard; amid a change, when it began."""
+        if self._standing is not None:
+            return self._standing
         return self.job.step_of(self.client.position.version)
+
+    def stand(self, step: int | None) -> None:
+        """Let `step` be a number while processes change their roles; None when they have them."""
+        self._standing = step
 
     def silence_of(self, peer: Peer, seconds: float) -> str:
         """Return in words that a process is silent; of a worker, with the samples that it may compute."""
@@ -149,10 +163,17 @@ class JobContext:
         """Return the peers whose channels to the driver have closed."""
         return set(self.router.lost_peers)
 
-    def note(self, kind: str, line: str) -> None:
-        """Log what happened to processes in one line, and add it to `events`."""
-        self.events.append(Event(time.time(), kind, self.step, line))
-        log.warning("%s", line)
+    def note(self, kind: str, line: str, record: str = "") -> None:
+        """Log what happened to processes in one line, and add it to `events`.
+
+        Args:
+            kind, line, record: see `Event`; the user is not warned of what has a record alone.
+        """
+        self.events.append(Event(time.time(), kind, self.step, line or record, record))
+        if line:
+            log.warning("%s", line)
+        if record:
+            changes.info("%s", record)
 
     def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
         """Note which samples belong to which worker from now on, see `plan`."""
@@ -161,6 +182,7 @@ class JobContext:
     def shift_schedule(self, updates: int) -> None:
         """Note that the learning-rate schedule stands some updates further than the steps say."""
         self.job = replace(self.job, schedule_offset=self.job.schedule_offset + updates)
+        self.roles_due = True
 
     def await_successors(self, dead: Collection[Peer]) -> None:
         """Note which dead processes are being replaced or done without; others are an error."""
@@ -175,15 +197,28 @@ class JobContext:
         known = {actor: str(peer) for peer, actor in self.actors.items()}
         return [known.get(actor, "a process that has no role any more") for actor in actors]
 
-    def get(self, refs: list[Any], what: str, names: Iterable[Peer | str]) -> list[Any]:
+    def get(
+        self,
+        refs: list[Any],
+        what: str,
+        names: Iterable[Peer | str],
+        *,
+        after_step: bool = False,
+    ) -> list[Any]:
         """Return what calls return that end before the starting deadline, see `results_of`.
 
         The deadline is counted from the job's start, or from the last `extend_deadline`.
+
+        Args:
+            refs, what, names: as of `results_of`.
+            after_step: whether processes may have to end a step before; then they have the time of
+                one more.
         """
-        limit = self.run_config.deadlines.start * (1 + _UP_FACTOR)
-        who = [str(name) for name in names]
+        more = self.run_config.deadlines.step if after_step else 0.0
+        limit = self.run_config.deadlines.start * (1 + _UP_FACTOR) + more
+        who, until = [str(name) for name in names], self._deadline + more
         try:
-            return results_of(refs, what, who, self._deadline, limit, self.meanwhile)
+            return results_of(refs, what, who, until, limit, self.meanwhile, self.owner)
         except DeadlineError as error:
             log_report(self, str(error))
             raise
@@ -209,6 +244,7 @@ def results_of(
     deadline: float,
     limit: float,
     meanwhile: Callable[[], None],
+    owner: Owner,
 ) -> list[Any]:
     """Return what calls of a job's processes return, while it starts or is put together anew.
 
@@ -219,6 +255,7 @@ def results_of(
         deadline: until when to wait, of `time.monotonic`.
         limit: the seconds that the deadline allowed, for errors.
         meanwhile: called now and then; what it raises ends the waiting.
+        owner: on whose thread this runs.
 
     Raises:
         ModelRaisedError: the user's code raised; its traceback is the cause. Our own errors are
@@ -227,7 +264,7 @@ def results_of(
         DeadlineError: not all calls ended before the deadline.
     """
     try:
-        return _awaited(refs, deadline, meanwhile)
+        return _awaited(refs, deadline, meanwhile, owner)
     except ray.exceptions.GetTimeoutError:
         _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
         late = [name for ref, name in zip(refs, names, strict=True) if ref in waiting]
@@ -249,17 +286,24 @@ def results_of(
         ) from None
 
 
-def _awaited(refs: list[Any], deadline: float, meanwhile: Callable[[], None]) -> list[Any]:
+def _awaited(
+    refs: list[Any], deadline: float, meanwhile: Callable[[], None], owner: Owner
+) -> list[Any]:
     """Return what calls return; raise what the first one raises, or `GetTimeoutError`."""
+    looked = time.monotonic()
     while True:
-        left = max(deadline - time.monotonic(), 0.1)
+        now = time.monotonic()
+        left = max(deadline - now, 0.1)
         try:
-            results: list[Any] = ray.get(refs, timeout=min(left, LOOK_SECONDS))
+            results: list[Any] = ray.get(refs, timeout=min(left, _SLICE_SECONDS))
             return results
         except ray.exceptions.GetTimeoutError:
-            if left <= LOOK_SECONDS:
+            if left <= _SLICE_SECONDS:
                 raise
         except ray.exceptions.RayError:
             drop_calls(refs)
             raise
-        meanwhile()
+        owner.attend(0.0)
+        if now - looked >= LOOK_SECONDS:
+            meanwhile()
+            looked = time.monotonic()

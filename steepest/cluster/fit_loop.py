@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from steepest.cluster.checkpoint_manager import CheckpointManager
+from steepest.cluster.checkpoint_manager import CheckpointManager, Goal
 from steepest.errors import ConfigurationError
 from steepest.observe.display import display
 from steepest.observe.progress import Callback, EventFeed
@@ -107,6 +107,8 @@ def fit(
         try:
             feed.tell(sgd, callbacks)
             _take(sgd, keeping, feed, train, end, callbacks, evaluating)
+            if keeping.stopping:
+                keeping.ended_early(end())
         finally:
             feed.tell(sgd, callbacks)
     return keeping.result()
@@ -222,7 +224,7 @@ def _take(
     keeping: CheckpointManager,
     feed: EventFeed,
     train: Train,
-    end: Callable[[], int],
+    end: Goal,
     callbacks: Sequence[Callback],
     evaluating: Evaluating,
 ) -> None:
@@ -232,8 +234,8 @@ def _take(
         """Tell callbacks of events, and of another number of steps where these have changed it."""
         nonlocal length
         feed.tell(sgd, callbacks)
-        if end() - begin != length:
-            length = end() - begin
+        if end.at - begin != length:
+            length = end.at - begin
             for callback in callbacks:
                 callback.on_length(sgd, length)
 

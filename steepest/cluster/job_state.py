@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from steepest.cluster import remote_functions
 from steepest.cluster.launch import Cluster
 from steepest.cluster.membership import Membership
 from steepest.cluster.optimizer_state import OptimizerState
+from steepest.cluster.owner import Moment, owned
 from steepest.cluster.row_read import RowRead, read_apart
 from steepest.cluster.stock import Copy, Stock
 from steepest.config.strategies import LocalStrategy, StrategyConfig
@@ -42,9 +43,13 @@ class JobState:
 
     Args:
         cluster: its processes.
+
+    Attributes:
+        owner: of the job.
     """
 
     def __init__(self, cluster: Cluster) -> None:
+        self.owner = cluster.owner
         self._cluster = cluster
         self._ends: list[int] = []  # of epochs, under earlier plans too
         # of what the job was before; None for a part that is lost
@@ -55,6 +60,8 @@ class JobState:
         self._change = 0  # the number of the last change of the job's processes
         #: The state with which to continue when a change failed in the middle.
         self.pending: Stock | None = None
+        #: Gives the job's processes their roles anew, with the state as it is; set by `Supervisor`.
+        self.give_roles_anew: Callable[[], None] = lambda: None
 
     def snapshot(self, what: str) -> Snapshot:
         """Return the servers' state at one version; workers may train meanwhile.
@@ -281,6 +288,7 @@ class JobState:
         )
         return plan.remaining(counters.following, counters.returned, job.shares, job.parts)
 
+    @owned(Moment.WHOLE)
     def ends(self) -> list[int]:
         """Return the first step after epoch 0, 1, ..., for the epochs that have ended.
 
@@ -404,17 +412,9 @@ class JobState:
 
     def _unfreeze(self, about: Mapping[str, Any]) -> None:
         """Train what a checkpoint's job had unfrozen; processes get their roles anew for that."""
-        cluster, job = self._cluster, self._cluster.job
-        cluster.unfrozen |= frozenset(about.get("unfrozen", ()))
-        if cluster.unfrozen != job.unfrozen:
-            self._reform(about["step"])
-
-    def _reform(self, step: int) -> None:
-        """Give the same processes their roles anew; what they hold is for the caller to install."""
-        cluster, job = self._cluster, self._cluster.job
-        everybody = {index: index for index in range(job.num_workers)}
-        wanted = Membership(job.config, job.num_workers, everybody, unfrozen=cluster.unfrozen)
-        cluster.reform(wanted, step, job.updates_before(step))
+        self._cluster.unfrozen |= frozenset(about.get("unfrozen", ()))
+        if self._cluster.unfrozen != self._cluster.job.unfrozen:
+            self.give_roles_anew()
 
     def _move_schedule(self, about: Mapping[str, Any]) -> bool:
         """Move the learning-rate schedule to where it stood in a checkpoint.
@@ -431,19 +431,27 @@ class JobState:
         )
         if ahead:
             cluster.shift_schedule(ahead)
-            self._reform(step)
+            self.give_roles_anew()
         return bool(ahead)
 
-    def copy(self, found: RecoveredState | Snapshot, workers: Sequence[WorkerState] = ()) -> Copy:
+    def copy(
+        self,
+        found: RecoveredState | Snapshot,
+        workers: Sequence[WorkerState] = (),
+        commits: list[Commit] | None = None,
+    ) -> Copy:
         """Return a state of the job as it is, with what is needed to continue from it as another job.
 
         Args:
             found: of servers and coordinator.
             workers: what each worker alone has at that version, if anything.
+            commits: of a `Snapshot`: those until then, and perhaps later ones; None if not known.
         """
         plan, seed = self._cluster.plan
         if isinstance(found, Snapshot):
-            found = RecoveredState(found.version, found.state, None, found.weights, found.records)
+            found = RecoveredState(
+                found.version, found.state, commits, found.weights, found.records
+            )
         return Copy(self._cluster.job, plan, seed, found, self.part(), workers, len(self._logs))
 
     def stock(self, copy: Copy, optimizer: OptimizerState) -> Stock:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from steepest.cluster.calls import Calls
 from steepest.cluster.launch import Cluster
+from steepest.cluster.owner import Moment
 from steepest.cluster.supervisor import Supervisor
 from steepest.cluster.training import Training
 from steepest.engine.table_counts import added_counts
@@ -10,13 +12,14 @@ from steepest.messages.driver import Counters
 from steepest.observe.results import Staleness, Stats, stragglers
 
 
-def job_stats(cluster: Cluster, training: Training, supervisor: Supervisor) -> Stats:
+def job_stats(cluster: Cluster, training: Training, supervisor: Supervisor, calls: Calls) -> Stats:
     """Return a job's counters and events so far; any thread may ask.
 
     Args:
         cluster: the job's processes.
         training: its steps.
         supervisor: counts the processes that were replaced.
+        calls: reads from the job.
 
     Raises:
         PeerLostError, DeadlineError: the coordinator does not answer, and cannot be replaced.
@@ -27,8 +30,8 @@ def job_stats(cluster: Cluster, training: Training, supervisor: Supervisor) -> S
         found: Counters = cluster.wait(future, "the coordinator's counters")
         return found
 
-    counters = supervisor.reading(read)
-    processes = cluster.workers.counters()
+    counters = calls.reading(read)
+    processes = cluster.owner.call(cluster.workers.counters, Moment.ANY)
     return Stats(
         step=counters.step,
         version=counters.version,

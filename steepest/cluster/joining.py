@@ -6,14 +6,12 @@ import time
 from collections.abc import Collection, Mapping, Set
 from functools import partial
 
-import ray
-
 from steepest.cluster import remote_functions
 from steepest.cluster.launch import Cluster
 from steepest.cluster.locations import Place
 from steepest.cluster.observation import Observation
 from steepest.cluster.starting import Start
-from steepest.cluster.telling import nothing_lost
+from steepest.cluster.telling import nothing_lost, record_line
 from steepest.data.streams import StreamPlace
 from steepest.elastic.decision import Transition
 from steepest.engine.job import check_agreement
@@ -62,7 +60,7 @@ class Joining:
             return None
         missing = set(dead)
         for peer, start in starts.items():
-            old, step = cluster.places[peer], cluster.step + 1
+            old, step, began = cluster.places[peer], cluster.step + 1, time.monotonic()
             try:
                 self._join(peer, start, missing)
             except BaseException as error:
@@ -74,7 +72,7 @@ class Joining:
                 raise
             missing.remove(peer)
             starting.joined([start.actor])
-            self._tell_of(peer, start, old, step)
+            self._tell_of(peer, start, old, step, began)
         cluster.await_successors(missing)
         self._observation.refill_reserve()
         return len(dead) - len(missing)
@@ -88,7 +86,7 @@ class Joining:
             dead: that were known to be dead when it began.
         """
         observation, watches = self._observation, self._cluster.watches
-        patience = max(_NOTICE_SECONDS, 2 * self._cluster.run_config.failure.heartbeat)
+        patience = max(_NOTICE_SECONDS, 4 * self._cluster.run_config.failure.heartbeat)
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             observation.ask_for_signs()  # one may be cut off
@@ -98,11 +96,13 @@ class Joining:
             if observation.dead().keys() - dead:
                 return True
             alive = [watch for other, watch in watches.items() if other not in dead]
-            ray.wait([start.watch, *alive], timeout=_LOOK_SECONDS)
+            self._cluster.owner.await_calls([start.watch, *alive], _LOOK_SECONDS, 1)
         return False
 
-    def _tell_of(self, peer: Peer, start: Start, old: Place, step: int) -> None:
-        cluster, took = self._cluster, time.monotonic() - start.began
+    def _tell_of(self, peer: Peer, start: Start, old: Place, step: int, began: float) -> None:
+        """Note that a successor, which began to join at a time, has joined."""
+        cluster, now = self._cluster, time.monotonic()
+        took = now - start.began
         together = cluster.job.strategy.rule.together
         repeated = "the step is taken again" if together else "the others went on"
         cluster.note(
@@ -110,6 +110,15 @@ class Joining:
             f"{peer} on {old.host} (pid {old.pid}) died in step {step}: {start.cause}; "
             f"pid {cluster.places[peer].pid} has taken its place after {took:.1f} s; {repeated}, "
             f"{nothing_lost(cluster.job, [peer])}",
+            record_line(
+                f"a successor joins at step {step - 1}",
+                f"{peer} on {old.host} ({start.cause}) died",
+                "the others hold all of the state",
+                f"pid {cluster.places[peer].pid} in the place of {peer}; the others stay as they are",
+                cluster.job,
+                {"starting": began - start.began, "joining": now - began, "in all": took},
+                (0, 0),
+            ),
         )
 
     def _join(self, peer: Peer, start: Start, missing: Collection[Peer]) -> None:
@@ -181,8 +190,8 @@ class Joining:
         }
         for peer, call in calls.items():
             try:
-                cluster.get([call], "join again", [peer])
+                cluster.get([call], "join again", [peer], after_step=True)
             except PeerLostError:
-                ray.wait([cluster.watches[peer]], timeout=_NOTICE_SECONDS)
+                cluster.owner.await_calls([cluster.watches[peer]], _NOTICE_SECONDS)
                 if cluster.deaths.cause(peer) is None:
                     raise

@@ -6,16 +6,16 @@ import functools
 import itertools
 import logging
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
-
 from steepest.cluster.activity import log_report
 from steepest.cluster.chunk_transport import Holdings, carry, holdings
 from steepest.cluster.context import LOOK_SECONDS, JobContext
@@ -302,6 +302,7 @@ class Cluster(JobContext):
             self._schedule_offset, self.run_config.failure.max_failures > 0, chosen.global_batch_size,
             unfrozen,
         )  # fmt: skip
+        self.roles_due = False
         self.plan = (self.job.plan(), chosen.seed)
         self.holder.what = f'a trainer with strategy="{config.name}"'
         self.holder.workers = len(workers)
@@ -422,7 +423,8 @@ class Cluster(JobContext):
             if peer in staying or peer.role == "worker"
         }
         who = [*map(str, releases), *self.names(a for a in self._leaving if a in holding)]
-        found = self.get([*releases.values(), *keep_on], "let go of its roles", who)
+        calls = [*releases.values(), *keep_on]
+        found = self.get(calls, "let go of its roles", who, after_step=True)
         layout, spec = found[list(releases).index(worker_peer(0))]
         description = replace(self.job.description, layout=layout, optimizer_spec=spec)
         self.router = Router()
@@ -537,6 +539,7 @@ class Cluster(JobContext):
         )
         self.router.use(transport)
         self.client = host_client(self.router, self.job, index)
+        self.client.on_outcome = self.owner.wake
         for end in self.ends:
             self.router.attach(connect(transport, end, self.run_config.deadlines.start))
         self.router.start("steepest driver")
@@ -589,8 +592,10 @@ class Cluster(JobContext):
         """
         limit = self.run_config.deadlines.step
         deadline = time.monotonic() + limit
-        # no other thread looks for silent processes while the job is put together
-        while not wait([future], min(LOOK_SECONDS, limit))[0] and time.monotonic() < deadline:
+        future.add_done_callback(lambda _: self.owner.wake())
+        while not self.owner.attend(min(LOOK_SECONDS, limit), future.done):
+            if time.monotonic() >= deadline:
+                break
             self.meanwhile()
         try:
             return future.result(0)
@@ -606,9 +611,32 @@ class Cluster(JobContext):
     def shutdown(self, *, dropped: bool = False) -> None:
         """End every process, and give resources back; may be called twice and at any time.
 
+        A thread of its own does so: an exception in the caller's wait for it changes nothing.
+
         Args:
             dropped: whether it is called because the trainer was garbage-collected.
         """
+        errors: list[BaseException] = []
+
+        def end() -> None:
+            try:
+                self._end(dropped)
+            except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+                errors.append(error)
+
+        ending = threading.Thread(target=end, name="steepest shutdown")
+        try:
+            ending.start()
+        except RuntimeError:  # the interpreter ends, and starts no threads any more
+            end()
+        else:
+            ending.join()
+        if errors:
+            raise errors[0]
+
+    def _end(self, dropped: bool) -> None:
+        """Do what `shutdown` says."""
+        self.owner.end()
         self.disconnect()
         self.lease.end()
         if ray.is_initialized():

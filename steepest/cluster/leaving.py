@@ -60,13 +60,30 @@ class Leaving:
             for nodes, why in ((draining_nodes(), _WILL_GO), (failing, "failed again and again")):
                 if not self.nodes:
                     self._begin(nodes, why)
-        if not self.nodes or self.full:
+        if not self.nodes:
+            return
+        self._start_again()
+        if self.full:
             return
         if self._room is not None and self._room.is_there:
             self._start(self._cluster.placement.add(self._room.seats))
             self._room = None
         elif self._room is not None and now - self._room.began > self._patience:
             self._without_room(least)
+
+    def _start_again(self) -> None:
+        """Start others for those on their way that have died; give the move up if one is late."""
+        starting = self._starting
+        moving = {peer: start for peer, start in starting.instead.items() if peer in self.peers}
+        if late := [start for start in moving.values() if starting.is_late(start)]:
+            log.warning(
+                "the successor of %s did not come up within %g s: nothing moves away from %s",
+                late[0].peer, starting.patience, ", ".join(sorted(self.nodes)),
+            )  # fmt: skip
+            starting.give_up(moving.values())
+            self.nodes, self.full = {}, False
+            return
+        starting.instead |= {peer: starting.again(start) for peer, start in moving.items()}
 
     def _begin(self, nodes: Mapping[str, float], why: str) -> None:
         """Begin to leave nodes, each with the time at which it goes, or 0."""

@@ -416,7 +416,8 @@ class Observation:
             waits=self._cluster.run_config.failure.patience > 0,
             movable=spreads and (job.strategy.in_driver or not by_calls(config)),
             switched=self.config_for(world.workers, world.servers) != config
-            or self._cluster.unfrozen != job.unfrozen,
+            or self._cluster.unfrozen != job.unfrozen
+            or self._cluster.roles_due,
         )
 
     def config_for(

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-
 from steepest.checkpoint.rows import TABLES
 from steepest.cluster.diagnostics import raise_remote
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
+from steepest.cluster.owner import Owner
 from steepest.cluster.stock import Copy
 from steepest.config.strategies import SimpleStrategy
-from steepest.engine.client import Snapshot
+from steepest.engine.client import Client, Snapshot, read_log
+from steepest.engine.commit_log import Commit
 from steepest.engine.job import Job
 from steepest.engine.worker_state import WorkerState
 from steepest.errors import PeerLostError, ShutdownError, SteepestError
@@ -50,6 +50,8 @@ class _Request:
         workers: a call of each worker that returns its own state; None from one that is past
             `version`.
         version: at which all of it is to be; None where workers have no version in common.
+        read_log: asks for the commits since the copy before; None if no log is kept.
+        log: them, asked for when servers have answered; later ones may be among them.
         asked, answered: when it was asked for, and when the servers' part had come.
     """
 
@@ -57,6 +59,8 @@ class _Request:
     servers: Future[Snapshot]
     workers: Sequence[Any]
     version: int | None
+    read_log: Callable[[], Future[list[Commit]]] | None = None
+    log: Future[list[Commit]] | None = None
     asked: float = field(default_factory=lambda: time.monotonic())
     answered: float = 0.0
 
@@ -71,21 +75,27 @@ class _Request:
         calls = list(self.workers)
         if not self.servers.done():
             return False
+        if self.log is None and self.read_log is not None:
+            self.log = self.read_log()
+        if self.log is not None and not self.log.done():
+            return False
         return not calls or not ray.wait(calls, num_returns=len(calls), timeout=0)[1]
 
-    def await_all(self, seconds: float) -> None:
+    def await_all(self, owner: Owner, seconds: float) -> None:
         """Return when all parts have come, or after a time."""
         until = time.monotonic() + seconds
-        wait([self.servers], timeout=seconds)
+        self.servers.add_done_callback(lambda _: owner.wake())
+        owner.attend(seconds, self.servers.done)
+        self.has_come()
+        if self.log is not None:
+            self.log.add_done_callback(lambda _: owner.wake())
+            owner.attend(max(until - time.monotonic(), 0.0), self.log.done)
         if calls := list(self.workers):
-            left = max(until - time.monotonic(), 0.0)
-            ray.wait(calls, num_returns=len(calls), timeout=left)
+            owner.await_calls(calls, max(until - time.monotonic(), 0.0))
 
 
 class Snapshots:
     """Takes a copy of everything that a job's processes hold now and then, while workers train.
-
-    May be used on several threads.
 
     A copy is of one instant: where every worker contributes to each version, workers are told of a
     version that they have not come to, and each copies what it alone has (buffers, what compression
@@ -102,8 +112,11 @@ class Snapshots:
     def __init__(self, cluster: Cluster, state: JobState) -> None:
         self._cluster = cluster
         self._state = state
-        self._lock = threading.RLock()
+        self._stale = False  # whether the last one is of a form that the job has no more
         self._taken: Copy | None = None
+        # the commits that the coordinator's log had, and the client that has read them
+        self._commits: list[Commit] = []
+        self._reader: Client | None = None
         self._request: _Request | None = None
         self._due = 0.0  # when the next one may be asked for
         self._notice = _NOTICE_SECONDS
@@ -115,9 +128,8 @@ class Snapshots:
     @property
     def taken(self) -> Copy | None:
         """The last copy that has come; None before the first, and after `forget`."""
-        with self._lock:
-            self._collect()
-            return self._taken
+        self._collect()
+        return self._taken
 
     @property
     def _wanted(self) -> bool:
@@ -128,24 +140,21 @@ class Snapshots:
         """Ask for a copy if one is due, and keep the one that has come; to be called often."""
         if not self._wanted:
             return
-        with self._lock:
-            taken, every = self.taken, self._cluster.run_config.failure.snapshot_every
-            now, version = time.monotonic(), self._cluster.client.position.version
-            if self._request is not None or now < self._due:
-                return
-            if taken is None or abs(version - taken.found.version) >= (every or 1):
-                seconds = max(now - self._seen[0], 1e-3)
-                pace = max(version - self._seen[1], 0) / seconds  # updates in a second
-                self._ask(version + 2 + math.ceil(pace * self._notice))
+        taken, every = self.taken, self._cluster.run_config.failure.snapshot_every
+        now, version = time.monotonic(), self._cluster.client.position.version
+        if self._request is not None or now < self._due:
+            return
+        if self._stale or taken is None or abs(version - taken.found.version) >= (every or 1):
+            seconds = max(now - self._seen[0], 1e-3)
+            pace = max(version - self._seen[1], 0) / seconds  # updates in a second
+            self._ask(version + 2 + math.ceil(pace * self._notice))
 
     def begin(self) -> None:
         """Ask for a copy of the present state if there is none; no worker may be training."""
         if not self._wanted:
             return
-        with self._lock:
-            due = self.taken is None and self._request is None and time.monotonic() >= self._due
-            if due:
-                self._ask(self._cluster.client.position.version)
+        if self.taken is None and self._request is None and time.monotonic() >= self._due:
+            self._ask(self._cluster.client.position.version)
 
     def ensure(self) -> None:
         """Return when there is a copy, or after `heartbeat` seconds; no worker may be training.
@@ -154,7 +163,20 @@ class Snapshots:
         """
         self.begin()
         if self.taken is None and (request := self._request) is not None:
-            request.await_all(self._cluster.run_config.failure.heartbeat)
+            request.await_all(self._cluster.owner, self._cluster.run_config.failure.heartbeat)
+
+    def ensure_present(self, meanwhile: Callable[[], None]) -> None:
+        """Do as `renew`, also under a strategy that needs none, unless the last copy is of the present state."""
+        taken, cluster = self.taken, self._cluster
+        if cluster.run_config.failure.snapshot_every == 0:
+            return
+        here = taken is not None and taken.job is cluster.job
+        if not here or taken is None or taken.found.version != cluster.client.position.version:
+            self._renew(meanwhile)
+
+    def renew_soon(self) -> None:
+        """Have the next look ask for a copy: the last one is of a form that the job has no more."""
+        self._stale, self._due = True, 0.0
 
     def renew(self, meanwhile: Callable[[], None]) -> bool:
         """Take a copy of the state that was set instead of the last one; no worker may be training.
@@ -166,30 +188,28 @@ class Snapshots:
             Whether it has come within five times `heartbeat` seconds. If not, the last one is still
             there.
         """
-        if not self._wanted:
-            return True
-        with self._lock:
-            before = self._taken
-            self._ask(self._cluster.client.position.version)
-            request = self._request
+        return not self._wanted or self._renew(meanwhile)
+
+    def _renew(self, meanwhile: Callable[[], None]) -> bool:
+        before = self._taken
+        self._ask(self._cluster.client.position.version)
+        request = self._request
         assert request is not None
         heartbeat = self._cluster.run_config.failure.heartbeat
         until = time.monotonic() + _HEARTBEATS * heartbeat
         while not request.has_come() and time.monotonic() < until:
-            request.await_all(heartbeat / 6)
+            request.await_all(self._cluster.owner, heartbeat / 6)
             meanwhile()
         return self.taken is not before
 
     def forget(self) -> None:
         """Forget the last copy: another state was set."""
-        with self._lock:
-            self._request = self._taken = None
-            self._due = 0.0
+        self._request = self._taken = None
+        self._due = 0.0
 
     def interrupted(self) -> None:
         """Give up the copy under way: the client that asked for it is gone."""
-        with self._lock:
-            self._request = None
+        self._request = None
 
     def _ask(self, version: int) -> None:
         """Ask servers for their state at a version, and workers that have state of their own."""
@@ -206,8 +226,23 @@ class Snapshots:
             step = job.step_of(version)
             workers = [actor.own_state.remote(*position, step) for actor in actors]
         servers = cluster.on_router(lambda: cluster.client.read("state", exactly or 0))
-        self._request = _Request(job, servers, workers, exactly)
+        read_log = self._read_log if cluster.run_config.keep_log else None
+        self._request = _Request(job, servers, workers, exactly, read_log)
         self._seen = (self._request.asked, cluster.client.position.version)
+
+    def _read_log(self) -> Future[list[Commit]]:
+        """Read what is new in the coordinator's log."""
+        cluster, client = self._cluster, self._cluster.client
+        if self._reader is not client:  # another coordinator begins another log
+            self._reader, self._commits = client, []
+        known = len(self._commits)
+        found: Future[list[Commit]]
+        try:
+            found = cluster.on_router(lambda: read_log(client, known))
+        except (PeerLostError, ShutdownError) as error:  # the job is being put together anew
+            found = Future()
+            found.set_exception(error)
+        return found
 
     def _collect(self) -> None:
         """Keep the copy that was asked for if all of it has come, and is of one version."""
@@ -217,6 +252,10 @@ class Snapshots:
         self._request, now = None, time.monotonic()
         self._due = now + _PAUSE_SECONDS
         lost = request.servers.cancelled() or request.servers.exception() is not None
+        if request.log is not None and self._reader is self._cluster.client:
+            lost = lost or request.log.exception() is not None
+            if not lost:
+                self._commits += request.log.result()
         if lost or request.job is not self._cluster.job:
             return
         workers, snapshot = self._answers(request), request.servers.result()
@@ -227,7 +266,8 @@ class Snapshots:
             self._due = now + _AGAIN_SECONDS
             self._notice = min(2 * self._notice, _MOST_NOTICE_SECONDS)
             return
-        self._taken = self._state.copy(snapshot, own)
+        commits = list(self._commits) if request.log is not None else None
+        self._taken, self._stale = self._state.copy(snapshot, own, commits), False
         self._tell_of_size(snapshot)
         if self._cluster.run_config.failure.snapshot_every is not None:
             self._due = now

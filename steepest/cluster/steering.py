@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -20,6 +21,7 @@ class Steering:
     _training: Training
     _keeping: CheckpointManager
     _supervisor: Supervisor
+    _lock: threading.RLock  # held by the thread whose call takes steps
 
     def _live(self) -> Cluster:
         raise NotImplementedError
@@ -35,7 +37,7 @@ class Steering:
     @property
     def learning_rate(self) -> tuple[float, ...]:
         """The learning rate of each parameter group in the next step."""
-        return self._training.rates.at(self._training.step)
+        return self._training.learning_rate()
 
     @property
     def evaluations(self) -> tuple[EvaluationResult, ...]:
@@ -113,6 +115,8 @@ class Steering:
             count = require_count("num_workers", num_workers)
         config = self._live().chosen.strategy_for(config, count)
         self._supervisor.want(config, None if num_workers is None else count)
-        if not self._training.running:
-            with self._idle("resize"):
+        if not self._training.is_telling and self._lock.acquire(blocking=False):
+            try:
                 self._supervisor.settle(asked=True)
+            finally:
+                self._lock.release()

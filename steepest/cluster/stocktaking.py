@@ -92,7 +92,7 @@ class StockTaking:
                 dead[suspect] = cluster.deaths.declare(suspect, why)
             if asked:
                 signs.look(cluster.living())
-                _await_any(asked.values())
+                self._await_any(asked.values())
         return dead
 
     def _processes_of(self, peers: Iterable[Peer]) -> set[Peer]:
@@ -117,7 +117,9 @@ class StockTaking:
         cluster.disconnect()
         alive = {peer: actor for peer, actor in cluster.actors.items() if peer not in dead}
         workers = {peer: actor for peer, actor in alive.items() if peer.role == "worker"}
-        cluster.get([actor.give_up.remote() for actor in workers.values()], "stop", workers)
+        stopping = [actor.give_up.remote() for actor in workers.values()]
+        cluster.get(stopping, "stop", workers, after_step=True)
+        cluster.extend_deadline()
         holding = [actor for peer, actor in alive.items() if peer.role == role]
         return self._stopped or self._salvage(holding)
 
@@ -154,6 +156,13 @@ class StockTaking:
         optimizer = OptimizerState.collect(cluster, copy.found, workers, copy.step, call)
         return self._state.stock(copy, optimizer)
 
+    def _await_any(self, calls: Iterable[Any]) -> None:
+        """Return when a call that has not answered does, or a moment later."""
+        waiting = [call for call in calls if not has_answered(call)]
+        if waiting:
+            ray.wait(waiting, timeout=_POLL_SECONDS)
+        self._cluster.owner.attend(0.0 if waiting else _POLL_SECONDS)
+
     def _salvage(self, holding: list[Any]) -> RecoveredState | None:
         """Return all servers' state at one version, in the processes that hold chunks; None if a chunk is lost."""
         cluster = self._cluster
@@ -166,11 +175,3 @@ class StockTaking:
             [actor.state_of.remote(heard) for actor in holding], "catch up", names
         )
         return assemble(len(cluster.job.holders), dict(zip(holding, parts, strict=True)))
-
-
-def _await_any(calls: Iterable[Any]) -> None:
-    """Return when a call that has not answered does, or a moment later."""
-    if waiting := [call for call in calls if not has_answered(call)]:
-        ray.wait(waiting, timeout=_POLL_SECONDS)
-    else:
-        time.sleep(_POLL_SECONDS)

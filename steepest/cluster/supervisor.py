@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import ray
-
-from steepest.cluster.applying import Applied, Applying
+from steepest.cluster.applying import Applying
+from steepest.cluster.change import Change
+from steepest.cluster.context import changes
 from steepest.cluster.diagnostics import update_error
 from steepest.cluster.job_state import JobState
 from steepest.cluster.joining import Joining
 from steepest.cluster.launch import Cluster
 from steepest.cluster.observation import Observation, Wanted
+from steepest.cluster.owner import Moment, Owner, owned
 from steepest.cluster.snapshots import Snapshots
 from steepest.cluster.stock import Stock
 from steepest.cluster.stocktaking import StockTaking
@@ -38,7 +37,6 @@ from steepest.errors import (
 from steepest.messages.driver import WorkerLost
 from steepest.messages.message import Peer
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 _NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
 _SHORT_SECONDS = 0.02  # between two looks while processes start
@@ -47,42 +45,45 @@ _UNEXPLAINED = 3  # failures of one change for which no death of a member is fou
 
 #: Whether a change can be made when the workers have stopped, or cannot wait for that.
 Due = Literal["soon", "now"]
+#: The client and the calls that watch processes: they differ after each change.
+Processes = tuple[Client, set[Any]]
 
 
 class Supervisor:
     """Makes all changes of a job's processes: after deaths, and because somebody wants them.
 
-    A thread looks at the processes all the time, also between calls of the trainer and while a
-    callback takes long: it notices deaths, starts what is missing, and has successors join. A
-    change for which workers have to stop is made by the thread that trains, or by this thread when
-    the trainer is idle or in a callback. Methods may be called on any thread.
+    Everything here runs on the owner's thread. It looks at the processes between requests, and
+    while it waits in one; it starts what is missing, has successors join, and makes changes
+    between steps.
 
     Args:
         cluster: the job's processes.
         state: of the job.
         bounds: least and most number of workers.
-        in_use: held while the trainer does anything with its processes.
 
     Attributes:
+        owner: of the job.
         replaced: how many dead processes were replaced, or done without.
-        steps_lost: how many committed steps were lost because the state is that of a copy, and are
-            made again; those lost because the optimizer raised are not.
         snapshots: copies of the job's state.
+        promised: the number of steps that calls have returned, or told of; what a death undoes of
+            them is made again.
+        make_up: makes again the steps that are undone; set by `Training`.
+        changes: how many changes were made.
+        in_call: whether steps are being taken that a call is told of: it hears of those that are
+            taken again.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        state: JobState,
-        bounds: tuple[int, int],
-        in_use: threading.RLock,
-    ) -> None:
+    def __init__(self, cluster: Cluster, state: JobState, bounds: tuple[int, int]) -> None:
         least, most = bounds
         config = cluster.job.config
         exactly = Wanted.exactly(config, most)
         wanted = exactly if least == most else Wanted(config, least, most, exact=False)
+        self.owner: Owner = cluster.owner
         self.replaced = 0
-        self.steps_lost = 0
+        self.promised = 0
+        self.changes = 0
+        self.in_call = False
+        self.make_up: Callable[[], None] = lambda: None
         self.snapshots = Snapshots(cluster, state)
         self.observation = Observation(cluster, self.snapshots, wanted)
         self._wishes = Wishes(cluster, self.observation)
@@ -90,72 +91,50 @@ class Supervisor:
         self._state = state
         self._joining = Joining(cluster, self.observation)
         self._applying = Applying(cluster, state, self.observation)
-        self._lock = threading.RLock()
         self._suspect: tuple[Peer, str] | None = None
         self._looked = 0.0
         self._due: Due | None = None  # as found by the last look
         self._trained = 0.0  # seconds
-        self._in_use = in_use
-        self._error: Exception | None = None  # of the thread, for whoever looks next
+        self._error: Exception | None = None  # of a look between requests, for whoever calls next
         # of a user's optimizer that made an update in part, which was undone, for whoever looks next
         self._mistake: ModelRaisedError | None = None
-        self._ended = threading.Event()
-        self._turn = (
-            threading.Lock()
-        )  # to change the job; held by the thread that trains for moments
-        self._elsewhere = False  # whether that thread is in a callback
-        self._doing: Literal["", "joining", "changing"] = ""  # to the job's processes
-        cluster.meanwhile = self._look_after_all
-        cluster.ending.append(self.end)
-        self._thread = threading.Thread(target=self._watch, name="steepest supervisor", daemon=True)
-        self._thread.start()
+        self._doing: Literal["", "looking", "joining", "changing"] = ""  # to the job's processes
+        self._change: Change | None = None  # that has begun, and is not applied
+        state.give_roles_anew = self.settle
+        cluster.meanwhile = self._look_meanwhile
+        cluster.ending.append(self._end)
 
-    def _watch(self) -> None:
-        """Look at the processes until the job ends; runs on a thread of its own."""
-        while not self._ended.wait(self.pause):
-            if self._error is not None or not ray.is_initialized():
-                continue  # the user sees the error first; a call would begin Ray anew
-            idle = self._in_use.acquire(blocking=False)
+    def begin(self) -> None:
+        """Let the owner's thread look after the job from now on."""
+        self.owner.look = self._look_when_idle
+        self.owner.start()
+
+    def _look_when_idle(self) -> float:
+        """Make the changes that are due while nothing is asked for; return seconds until the next look."""
+        if self._error is None:  # the user sees the error first
             try:
-                due = None if self._ended.is_set() else self._look(patient=idle)
-                if due is not None and idle:
-                    self.change(patient=True)
-                elif due == "now":
-                    with self._turn:
-                        if self._elsewhere:
-                            self.change()
-            except Exception as error:  # noqa: BLE001 - raised by the next `look` of a caller
-                self._error = None if self._ended.is_set() else error
-            finally:
-                if idle:
-                    self._in_use.release()
-
-    @contextlib.contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Let the job be changed after a death in a block in which the thread that trains is in a callback.
-
-        The block ends when a change that has begun is over. Another client says that there was one.
-        """
-        self._elsewhere = True
-        try:
-            yield
-        finally:
-            with self._turn:
-                self._elsewhere = False
+                self._make_whole()
+            except ShutdownError:
+                raise
+            except Exception as error:  # noqa: BLE001 - raised by the next call of a user
+                self._error = error
+        return self.pause
 
     @property
     def wanted(self) -> StrategyConfig:
         """The strategy that is wanted; the job may have fewer servers for a while."""
         return self.observation.wanted.config
 
+    @owned(Moment.ANY)
     def want(self, config: StrategyConfig, workers: int | None = None) -> None:
         """Have another strategy, or number of servers or workers, see `Wishes.want`."""
-        with self._lock:
-            self._looked = 0.0
-            self._wishes.want(config, workers)
+        self._looked = 0.0
+        self._wishes.want(config, workers)
 
-    def _look_after_all(self) -> None:
+    def _look_meanwhile(self) -> None:
         """Look whether any process has turned silent, while calls of some of them are waited for.
+
+        What is missing is started meanwhile, unless a change is being made.
 
         Raises:
             PeerLostError: one has, and is ended; or no server sends weights, because the optimizer
@@ -163,16 +142,17 @@ class Supervisor:
         """
         if self._cluster.client.torn is not None and not self._doing:
             raise PeerLostError("servers send no weights: the optimizer raised")
-        if not self._lock.acquire(blocking=False):
-            return  # another thread looks
-        try:
-            changing = self._is_changing
-            silent, others = self.observation.ask_for_signs(changing=changing)
-        finally:
-            self._lock.release()
+        changing = self.is_changing
+        silent, others = self.observation.ask_for_signs(changing=changing)
         silent += others if self._doing else []
         if silent:
             raise PeerLostError(f"{', '.join(silent)} gave no sign of life")
+        if not self._doing and self._is_time() and not self._cluster.deaths.causes():
+            self._doing = "looking"
+            try:
+                self._start_missing()
+            finally:
+                self._doing = ""
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -198,22 +178,17 @@ class Supervisor:
     def _look(self, *, patient: bool) -> Due | None:
         """Start the processes that are missing, have those join that can; return what is due besides.
 
-        Where that was done a moment ago, or another thread does it, nothing is done.
+        Where that was done a moment ago nothing is done.
 
         Args:
             patient: whether dead workers' successors are awaited, however long that takes.
         """
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            torn = self._cluster.client.torn is not None
-            if torn or self._suspect is not None or self._state.pending is not None:
-                return "now"
-            if self._is_time():
-                self._due = self._find_due(patient=patient)
-            return self._due
-        finally:
-            self._lock.release()
+        torn = self._cluster.client.torn is not None
+        if torn or self._suspect is not None or self._change is not None:
+            return "now"
+        if self._is_time():
+            self._due = self._find_due(patient=patient)
+        return self._due
 
     def _find_due(self, *, patient: bool) -> Due | None:
         observation = self.observation
@@ -227,8 +202,8 @@ class Supervisor:
         found = self._decided(world, dead)
         if found is None:
             return None
-        if not dead:
-            return "soon"
+        if not dead:  # what is undone is made again as it was
+            return "soon" if world.leaving or not self.is_behind else None
         self._doing = "joining"
         try:
             joined = self._joining.join(found, dead)
@@ -265,15 +240,18 @@ class Supervisor:
             observation.start_successors(successors, cold=plain)
             observation.tell_who_is_awaited()
             return observation.world(dead, worn_out, patient=patient)
+        self._start_missing()
+        return observation.world(dead, worn_out, patient=patient)
+
+    def _start_missing(self) -> None:
+        """Start further processes; what cannot be had is wanted no more."""
         try:
-            observation.start_missing()
-            return observation.world(dead, worn_out, patient=patient)
+            self.observation.start_missing()
         except (ResourcesError, ModelError, StepError) as error:
             if isinstance(error, (PeerLostError, DeadlineError)):
                 raise
             log.warning("%s", error)
             self._wishes.refuse(error)
-            return observation.world(dead, worn_out, patient=patient)
 
     def _decided(self, world: World, dead: Mapping[Peer, str]) -> Transition | None:
         """Return what is decided.
@@ -295,9 +273,8 @@ class Supervisor:
 
     def hear(self, lost: WorkerLost) -> None:
         """Take the coordinator's word that a worker is gone."""
-        with self._lock:
-            self.observation.hear(lost)
-            self._looked = 0.0
+        self.observation.hear(lost)
+        self._looked = 0.0
 
     def suspects(self, peer: Peer, why: str, client: Client) -> bool:
         """Note that a role's channel has closed; return False if its process cannot be replaced.
@@ -309,14 +286,13 @@ class Supervisor:
             why: what is said of it.
             client: which has seen it.
         """
-        with self._lock:
-            if self._cluster.client is not client:
-                return True
-            process = self._cluster.process_of(peer)
-            if not self.observation.can_replace(process):
-                return False
-            self._suspect = process, why
+        if self._cluster.client is not client:
             return True
+        process = self._cluster.process_of(peer)
+        if not self.observation.can_replace(process):
+            return False
+        self._suspect = process, why
+        return True
 
     # -- changing --------------------------------------------------------------------------------
 
@@ -331,40 +307,55 @@ class Supervisor:
             DeadlineError: successors that are needed did not come up.
             ModelRaisedError: the optimizer raised, and there is no copy of the state from before.
         """
-        with self._lock:
-            began, before = time.monotonic(), self._cluster.job
-            client, places = self._cluster.client, dict(self._cluster.places)
-            version, step = self._cluster.client.position.version, self._cluster.step
-            said: dict[Any, str] = {}  # by the call that watched the process
-            hosts = self._hosts_left()
-            self._doing = "changing"
-            try:
-                applied = self._change(said, patient=patient)
-            except BaseException:
-                self.observation.starting.give_up(self.observation.starting.instead.values())
-                raise
-            finally:
-                self._doing, self._looked, self._due = "", 0.0, None
-            if applied is None:
-                return
-            if client.torn is not None:
-                self._mistake = update_error(client.torn, places, self._cluster.step)
-            else:
-                self.steps_lost += max(step - self._cluster.step, 0)
-            self._cluster.await_successors(())
-            self._joining = Joining(self._cluster, self.observation)
-            self.snapshots.interrupted()
-            self._wishes.end_if_granted()
-            alike = before.versions_per_step == self._cluster.job.versions_per_step
-            cluster = self._cluster
-            now = cluster.client.position.version if alike else before.version_of(cluster.step)
-            lost = max(version - now, 0)
-            self.replaced += applied.replaced
-            again = client.torn is None
-            dead = list(said.values())
-            tell(self._cluster, applied, before, dead, lost, hosts, began, again=again)
-            if any(start.cause for start in applied.joined.values()):
-                self.observation.refill_reserve()
+        cluster = self._cluster
+        change = self._change = self._change or self._begun()
+        change.tries += 1
+        cluster.stand(change.step)
+        self._doing = "changing"
+        try:
+            with self.owner.amid_change():
+                applied = self._apply(change, patient=patient)
+        except BaseException as error:
+            passed = time.monotonic() - change.began
+            changes.info("change at step %d | not made in %.2f s: %s", change.step, passed, error)
+            self.observation.starting.give_up(self.observation.starting.instead.values())
+            if not (change.taking.has_begun or change.stock):  # the job is as it was
+                self._change = None
+                cluster.stand(None)
+            raise
+        finally:
+            self._doing, self._looked, self._due = "", 0.0, None
+        self._change = None
+        cluster.stand(None)
+        if applied:
+            self._conclude(change)
+
+    def _begun(self) -> Change:
+        """Return the change that begins now."""
+        observation = self.observation
+        taking = StockTaking(self._cluster, self._state, observation.signs, self.snapshots)
+        return Change.of(self._cluster, self._hosts_left(), taking)
+
+    def _conclude(self, change: Change) -> None:
+        """Note what follows from a change that was applied, and tell of it."""
+        cluster, torn = self._cluster, change.client.torn
+        self.changes += 1
+        if torn is not None:
+            self._mistake = update_error(torn, change.places, cluster.step)
+            self.promised = min(self.promised, cluster.step)  # those undone are not made again
+        cluster.await_successors(())
+        self._joining = Joining(cluster, self.observation)
+        self.snapshots.interrupted()
+        if change.job.config != cluster.job.config or change.job.shares != cluster.job.shares:
+            self.snapshots.renew_soon()  # a copy of before would have steps made again otherwise
+        self._wishes.end_if_granted()
+        alike = change.job.versions_per_step == cluster.job.versions_per_step
+        now = cluster.client.position.version
+        now = now if alike else change.job.version_of(cluster.step)
+        self.replaced += sum(applied.replaced for applied in change.applied)
+        tell(cluster, change, self.changes, max(change.version - now, 0))
+        if any(s.cause for applied in change.applied for s in applied.joined.values()):
+            self.observation.refill_reserve()
 
     def _hosts_left(self) -> str:
         """Return which nodes are being left, and why, in words."""
@@ -372,55 +363,68 @@ class Supervisor:
         hosts = sorted({self._cluster.places[peer].host for peer in leaving.peers})
         return f"{', '.join(hosts)} {next(iter(leaving.nodes.values()), '')}"
 
-    def _change(self, said: dict[Any, str], *, patient: bool) -> Applied | None:
-        """Find the dead, take stock, decide and apply; return what was done, None for nothing.
-
-        Args:
-            said: is given what is said of each dead process.
-        """
-        cluster, observation, pending = self._cluster, self.observation, self._state.pending
-        taking = StockTaking(cluster, self._state, observation.signs, self.snapshots)
+    def _apply(self, change: Change, *, patient: bool) -> bool:
+        """Find the dead, take stock, decide and apply; return whether anything was to be done."""
+        cluster, observation, taking = self._cluster, self.observation, change.taking
         suspect, self._suspect = self._suspect, None
-        dead = taking.find_dead(*(suspect or (None, "")))
-        stock: Stock | None = pending
+        with change.part("seeing"):
+            dead = taking.find_dead(*(suspect or (None, "")))
         unexplained = 0
         while True:
             worn_out = observation.worn_out(dead)
             in_vain = worn_out | observation.late(dead)
-            said |= {cluster.watches[p]: self._said(p, why, worn_out) for p, why in dead.items()}
+            change.said |= {
+                cluster.watches[p]: self._said(change, p, why, worn_out) for p, why in dead.items()
+            }
             cluster.await_successors(dead)
             try:
-                world = self._look_at(dead, worn_out, patient=patient)
-                torn = cluster.client.torn is not None
-                if torn or stock is not None or taking.has_begun:  # all stand still
-                    world = replace(world, stuck=True)
-                elif self._decided(world, dead) is None:
-                    return None
-                if stock is None:
-                    stock = self._take_stock(taking, world, dead)
-                world = replace(world, whole=stock.is_held_by(cluster.living()))
-                transition = self._decided(world, dead) or _as_it_is(world)
-                copy = self.snapshots.taken
-                if transition.source == "snapshot" and not stock.copied and copy is not None:
-                    stock = Stock.from_copy(copy)
-                observation.signs.forget()
-                return self._applying.apply(transition, world, dead, stock)
+                return self._try(change, dead, worn_out, patient=patient)
             except (PeerLostError, DeadlineError) as error:
-                stock = self._state.pending or stock
                 observation.starting.joined(cluster.actors.values())
-                dead = taking.find_dead(*self._struck(said, error))
-                known = {cluster.watches[peer] for peer in dead} <= said.keys()
+                with change.part("seeing"):
+                    dead = taking.find_dead(*self._struck(change.said, error))
+                known = {cluster.watches[peer] for peer in dead} <= change.said.keys()
                 if known and observation.worn_out(dead) | observation.late(dead) == in_vain:
                     unexplained += 1  # perhaps of a process that had no role yet
                     if isinstance(error, DeadlineError) or unexplained > _UNEXPLAINED:
                         raise
 
-    def _said(self, peer: Peer, why: str, worn_out: Collection[Peer]) -> str:
-        """Return what is said of a dead process."""
+    def _try(
+        self, change: Change, dead: Mapping[Peer, str], worn_out: frozenset[Peer], *, patient: bool
+    ) -> bool:
+        """Take stock, unless that was done; decide, and apply; return whether anything was to be done."""
+        cluster = self._cluster
+        change.stock = self._state.pending or change.stock
+        with change.part("starting"):
+            world = self._look_at(dead, worn_out, patient=patient)
+        torn = cluster.client.torn is not None
+        if torn or change.stock is not None or change.taking.has_begun:  # all stand still
+            world = replace(world, stuck=True)
+        elif self._decided(world, dead) is None:
+            return False
+        if change.stock is None:
+            with change.part("taking stock"):
+                if not (dead or world.leaving or change.taking.has_begun):
+                    # steps of before are never made again in the form that comes now
+                    self.snapshots.ensure_present(cluster.meanwhile)
+                change.stock = self._take_stock(change.taking, world, dead)
+        world = replace(world, whole=change.stock.is_held_by(cluster.living()))
+        transition = self._decided(world, dead) or _as_it_is(world)
+        copy = self.snapshots.taken
+        if transition.source == "snapshot" and not change.stock.copied and copy is not None:
+            change.stock = Stock.from_copy(copy)
+        self.observation.signs.forget()
+        with change.part("applying"):
+            self._applying.apply(transition, world, dead, change.stock, change.applied)
+        return True
+
+    def _said(self, change: Change, peer: Peer, why: str, worn_out: Collection[Peer]) -> str:
+        """Return what is said of a dead process, by the name that it had when the change began."""
         if peer in worn_out:
             allowed = self._cluster.run_config.failure.max_failures
             why += f"; it had {allowed} successors, FailureConfig(max_failures={allowed}) gives it no more"
-        return f"{peer} on {self._cluster.places[peer].host} ({why})"
+        name = change.names.get(self._cluster.watches[peer], peer)
+        return f"{name} on {self._cluster.places[peer].host} ({why})"
 
     def _take_stock(self, taking: StockTaking, world: World, dead: Mapping[Peer, str]) -> Stock:
         """Stop the survivors, and return everything with which the job continues."""
@@ -445,13 +449,16 @@ class Supervisor:
                 return process, str(error)
         others = [watch for watch in cluster.watches.values() if watch not in said]
         if others and isinstance(error, PeerLostError):
-            ray.wait(others, timeout=_NOTICE_SECONDS)
+            self.owner.await_calls(others, _NOTICE_SECONDS, 1)
         return None, ""
 
     # -- between steps ---------------------------------------------------------------------------
 
+    @owned(Moment.FREE)
     def settle(self, *, asked: bool = False) -> None:
         """Return when no process is dead, and what the user has asked for is there, or was refused.
+
+        Steps that a death has undone are made again before.
 
         Args:
             asked: whether the caller has asked for something just now.
@@ -461,12 +468,16 @@ class Supervisor:
             ResourcesError: what the caller has asked for cannot be had.
             ModelRaisedError: the optimizer raised, and the job was set back.
         """
-        while not self._is_settled(asked=asked):
-            starts = [call for start in self.observation.starting for call in start.building]
-            if starts:
-                ray.wait(starts, num_returns=len(starts), timeout=_SHORT_SECONDS)
-            else:
-                time.sleep(_SHORT_SECONDS)
+        changes = self.changes
+        with self.owner.for_caller():
+            while not self._is_settled(asked=asked):
+                starts = [call for start in self.observation.starting for call in start.building]
+                if starts:
+                    self.owner.await_calls(starts, _SHORT_SECONDS)
+                else:
+                    self.owner.attend(_SHORT_SECONDS)
+        if self.changes != changes:
+            self.snapshots.ensure()  # there may be none of a strategy that has not had any
         self.raise_mistake()
 
     def raise_mistake(self) -> None:
@@ -475,131 +486,74 @@ class Supervisor:
         if mistake is not None:
             raise mistake
 
+    def raise_error(self) -> None:
+        """Raise, once, what a look between requests has raised."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
     def _is_settled(self, *, asked: bool) -> bool:
         """Make the changes that are due; return whether nothing is left to wait for."""
-        with self._lock:
-            self._looked, self._error = 0.0, None  # what has failed fails again
-            while self._look(patient=True) is not None:
+        self._error, self._looked = None, 0.0  # what has failed fails again
+        self._make_whole()
+        return not self.observation.dead() and self._wishes.are_granted(asked=asked)
+
+    def _make_whole(self) -> None:
+        """Make the changes that are due, and the steps again that are undone."""
+        while True:
+            if self._look(patient=True) is not None:
                 self.change(patient=True)
-                self._looked = 0.0
-            return not self.observation.dead() and self._wishes.are_granted(asked=asked)
-
-    def surviving(self, function: Callable[[], T]) -> T:
-        """Return what a function returns; call it once more whenever a process dies meanwhile.
-
-        Raises:
-            PeerLostError, DeadlineError: what failed was no death, or the job cannot continue.
-        """
-        while True:
-            self.settle()
-            before = self._processes()
-            try:
-                return function()
-            except (PeerLostError, DeadlineError):
-                if not self.is_struck(before):
-                    raise
-
-    def replacing(self, function: Callable[[], None]) -> None:
-        """Call a function that sets another state, and copy that; both again if a process dies meanwhile.
-
-        Raises:
-            PeerLostError, DeadlineError: what failed was no death, or the job cannot continue.
-        """
-
-        def whole() -> None:
-            try:
-                function()
-            except (PeerLostError, DeadlineError):
-                raise  # the last copy serves to begin again
-            except BaseException:
-                self.snapshots.forget()
-                raise
-            if self.snapshots.renew(self._look_after_all):
-                return
-            if self._cluster.client.lost_peer is not None or self.observation.dead():
-                raise PeerLostError("a process died before there was a copy of the state")
-            self.snapshots.forget()
-
-        self.surviving(whole)
-
-    def reading(self, function: Callable[[], T]) -> T:
-        """Return what a function returns that reads from the job, also amid training.
-
-        It is called once more when the job was put together anew after a death meanwhile.
-
-        Raises:
-            PeerLostError, DeadlineError, ShutdownError: what failed was no death, or the job cannot
-                continue.
-            ModelRaisedError: the optimizer raised, and the job was set back.
-        """
-        cluster = self._cluster
-        while True:
-            self.raise_mistake()
-            before = self._processes()
-            (client, _), changing, failed = before, self._is_changing, False
-            if not changing:
-                try:
-                    found = function()
-                except (PeerLostError, DeadlineError, ShutdownError):
-                    struck = self._is_changing or self.is_struck(before)
-                    if self._ended.is_set() or not struck:
-                        raise
-                    failed = True
-                else:  # what was read amid a change may be of no version
-                    if not self._is_changing and cluster.client is client:
-                        return found
-            if self._in_use.acquire(blocking=False):
-                try:
-                    self.settle()
-                finally:
-                    self._in_use.release()
+            elif self.is_behind and self._mistake is None and not self.observation.dead():
+                self.make_up()
             else:
-                self._await_change(client if failed else None)
+                return
+            self._looked = 0.0
 
-    def _processes(self) -> tuple[Client, set[Any]]:
+    @property
+    def is_behind(self) -> bool:
+        """Whether steps that calls have returned are undone."""
+        return self._cluster.step < self.promised
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the job has all steps that were promised, and no change is under way."""
+        return self._change is None and not self.is_behind
+
+    @property
+    def is_amid_change(self) -> bool:
+        """Whether a change has begun that is not applied."""
+        return self._change is not None
+
+    def is_readable(self) -> bool:
+        """Return whether its state can be read; or whether it never can, as `look` will say."""
+        still = self._change is None and self._suspect is None
+        return self._error is not None or (still and (self.in_call or not self.is_behind))
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether the job is being put together."""
+        return self._doing == "changing"
+
+    def processes(self) -> Processes:
         """Return what differs after each change of the job's processes."""
         return self._cluster.client, {*self._cluster.watches.values()}
 
-    @property
-    def _is_changing(self) -> bool:
-        """Whether some thread is putting the job together."""
-        return self._doing == "changing"
-
-    def _await_change(self, client: Client | None) -> None:
-        """Return when the job is not being put together.
-
-        Args:
-            client: which failed, so that there must be another one; None if none has.
-
-        Raises:
-            DeadlineError: it still is after `DeadlineConfig.step` seconds.
-        """
-        limit = self._cluster.run_config.deadlines.step
-        deadline = time.monotonic() + limit
-        while (
-            self._is_changing
-            or self._state.pending is not None
-            or (client is not None and self._cluster.client is client)
-        ):
-            if time.monotonic() > deadline or self._ended.is_set():
-                raise DeadlineError(f"the job was not put together again within {limit:g} s")
-            time.sleep(_SHORT_SECONDS)
-
-    def is_struck(self, before: tuple[Client, set[Any]]) -> bool:
+    def is_struck(self, before: Processes) -> bool:
         """Return whether a process is dead, or a channel has closed; the next change handles it.
 
         Args:
-            before: the processes when what failed began, see `_processes`; if others are there now,
-                one has died, and was handled.
+            before: the processes when what failed began; if others are there now, one has died, and
+                was handled.
         """
         torn = before[0].torn is not None
-        known = torn or self._state.pending is not None or self._suspect is not None
-        if known or self._processes() != before:
+        known = torn or self._change is not None or self._suspect is not None
+        self._looked = 0.0
+        if known or self.processes() != before:
             return True
         if (peer := before[0].lost_peer) is not None:
             return self.suspects(peer, "its channel closed", before[0])
-        ray.wait(list(self._cluster.watches.values()), timeout=_NOTICE_SECONDS)
-        return bool(self.observation.dead()) or self._processes() != before
+        self.owner.await_calls(list(self._cluster.watches.values()), _NOTICE_SECONDS, 1)
+        return bool(self.observation.dead()) or self.processes() != before
 
     @property
     def lacks_copies(self) -> bool:
@@ -608,18 +562,12 @@ class Supervisor:
         servers = sum(peer.role == "server" for peer in self._cluster.actors)
         return servers < self._cluster.serving(observation.wanted.config, job.num_workers)
 
-    def end(self) -> None:
-        """End the thread, and the processes that are no part of the job, for its shutdown."""
-        self._ended.set()
-        alone = self._lock.acquire(timeout=_NOTICE_SECONDS)  # what is being started is known then
+    def _end(self) -> None:
+        """End the processes that are no part of the job, for its shutdown."""
         self.observation.growth.cancel()
         self.observation.leaving.end()
         self.observation.starting.give_up(list(self.observation.starting))
         self.observation.reserve.end()
-        if alone:
-            self._lock.release()
-        if threading.current_thread() is not self._thread:  # a dropped trainer may be found on it
-            self._thread.join(_NOTICE_SECONDS)
 
 
 def _as_it_is(world: World) -> Transition:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from steepest.cluster import remote_functions
+from steepest.cluster.calls import Calls
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
 from steepest.cluster.supervisor import Supervisor
 
 
-def train_unfrozen(
-    cluster: Cluster, state: JobState, supervisor: Supervisor, changed: Callable[[], None]
-) -> None:
+def train_unfrozen(cluster: Cluster, state: JobState, supervisor: Supervisor, calls: Calls) -> None:
     """Have the job train the frozen parameters that any replica has unfrozen.
 
     The job's processes get their roles anew, with weights, optimizer state and place in the data as
@@ -23,7 +20,7 @@ def train_unfrozen(
         cluster: the job's processes.
         state: of the job.
         supervisor: of the processes.
-        changed: called if there were any.
+        calls: replaces its state.
 
     Raises:
         ModelError: the optimizer leaves out one of them.
@@ -37,8 +34,7 @@ def train_unfrozen(
     own = {name: value for name, value in state.mean_buffers().items() if name in names}
     if own:
         version = cluster.client.position.version
-        supervisor.replacing(lambda: state.set_weights(own, version))
+        calls.replacing(lambda: state.set_weights(own, version))
     cluster.unfrozen |= names
     supervisor.settle()
-    supervisor.replacing(lambda: None)  # a copy, since older ones know nothing of it
-    changed()
+    calls.replacing(lambda: None)  # a copy, since older ones know nothing of it

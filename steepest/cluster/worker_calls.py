@@ -91,7 +91,7 @@ class WorkerCalls:
         deadline = time.monotonic() + seconds
         try:
             while refs:
-                done, _ = ray.wait(list(refs), timeout=min(_LOOK_SECONDS, seconds))
+                done = context.owner.await_calls(list(refs), min(_LOOK_SECONDS, seconds), 1)
                 for ref in done:  # raises what it raised, without waiting long for the others
                     results[refs[ref]] = self._result(ref, refs, what)
                     del refs[ref]
@@ -148,8 +148,6 @@ class WorkerCalls:
     def ask(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run a function on all workers between two of their steps, while they train or not.
 
-        May be called on any thread.
-
         Returns:
             What the function returned, in the order of workers, without the workers that are dead
             or have not answered within `DeadlineConfig.call` seconds.
@@ -157,12 +155,12 @@ class WorkerCalls:
         context = self._context
         workers = [actor for peer, actor in sorted(context.actors.items()) if peer.role == "worker"]
         refs = [actor.call.remote((0, -1), 0, function, *arguments) for actor in workers]
-        ray.wait(refs, num_returns=len(refs), timeout=context.run_config.deadlines.call)
+        context.owner.await_calls(refs, context.run_config.deadlines.call)
         return [ray.get(ref) for ref in refs if has_answered(ref)]
 
     def counters(self) -> dict[Peer, dict[str, Any]]:
         """Return the counters of all processes that answer in time, see `Process.counters`."""
         actors = self._context.actors
         refs = {peer: actor.counters.remote() for peer, actor in actors.items()}
-        ray.wait(list(refs.values()), num_returns=len(refs), timeout=_NOTICE_SECONDS)
+        self._context.owner.await_calls(list(refs.values()), _NOTICE_SECONDS)
         return {peer: ray.get(ref) for peer, ref in refs.items() if has_answered(ref)}

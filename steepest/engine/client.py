@@ -125,9 +125,9 @@ class Client:
     def __init__(
         self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send
     ) -> None:
-        # RESULT, FAILURE and WORKER_LOST, or the loss of a peer, in the order of events, for any thread; None, which
-        # another thread may add, says nothing
-        self.outcomes: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
+        # RESULT, FAILURE and WORKER_LOST, or the loss of a peer, in the order of events, for any thread
+        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.on_outcome: Callable[[], None] = lambda: None  # called when there is another one
         # the newest generation and version that the client has heard of
         self.position = Position(0, 0)
         self._since = time.monotonic()  # when a step last ended
@@ -147,6 +147,10 @@ class Client:
         # the failure by which the servers' chunks are of no version, see `Failure`
         self.torn: Failure | None = None
 
+    def _tell(self, outcome: Outcome) -> None:
+        self.outcomes.put(outcome)
+        self.on_outcome()
+
     def ask(self, steps: int, stats: bool, rates: RateChanges = ()) -> None:
         """Ask the coordinator for more steps; each ends as one entry of `outcomes`."""
         # After the loss of a server or the coordinator the only entry is that loss. stats: whether results have loss,
@@ -154,7 +158,7 @@ class Client:
         if self._failure is not None:
             while not self.outcomes.empty():  # results of earlier steps, which came after the loss
                 self.outcomes.get()
-            self.outcomes.put(self._failure)
+            self._tell(self._failure)
             return
         self._requests += 1
         self._send(COORDINATOR, Ask(self._requests, steps, stats, rates).pack())
@@ -340,7 +344,7 @@ class Client:
                 if (life := (lost.worker, lost.life)) not in self._ended:
                     self._ended.add(life)
                     self._move_to(lost)
-                    self.outcomes.put(lost)
+                    self._tell(lost)
             case Kind.RESULT:
                 self._end_step(Result.unpack(message))
             case Kind.FAILURE:
@@ -386,7 +390,7 @@ class Client:
             self.position, self._since = position, time.monotonic()
             if isinstance(outcome, Failure) and outcome.reason == "optimizer":
                 self.torn = outcome
-            self.outcomes.put(outcome)
+            self._tell(outcome)
 
     def _answer(self, sequence: int, answer: Any) -> None:
         if (waiting := self._answers.pop(sequence, None)) is not None:
@@ -463,7 +467,7 @@ class Client:
             self._failure = PeerLostError(f"{peer} is gone ({reason})")
             self.lost_peer = self.lost_peer or peer
             self._fail_all(self._failure)
-            self.outcomes.put(self._failure)
+            self._tell(self._failure)
 
     def close(self) -> None:
         """Fail all futures with `ShutdownError`: no message will arrive any more."""
@@ -503,8 +507,12 @@ def _state_part(request: int, chunk: int, fields: dict[str, Any]) -> Callable[[i
     return lambda number: PutState(request, chunk, number=number, **fields)
 
 
-def read_log(client: Client) -> Future[list[Commit]]:
-    """Read all of the coordinator's log, page by page; called on the router's thread.
+def read_log(client: Client, first: int = 0) -> Future[list[Commit]]:
+    """Read the coordinator's log, page by page; called on the router's thread.
+
+    Args:
+        client: reads.
+        first: the entry with which to begin.
 
     Returns:
         A future of the commits, oldest first; fails with `ConfigurationError` if no log is kept.
@@ -523,10 +531,10 @@ def read_log(client: Client) -> Future[list[Commit]]:
             )
             return
         commits.extend(Commit.from_entry(entry) for entry in entries)
-        if len(commits) < page.result().length:
-            client.log_page(len(commits)).add_done_callback(take)
+        if first + len(commits) < page.result().length:
+            client.log_page(first + len(commits)).add_done_callback(take)
         else:
             everything.set_result(commits)
 
-    client.log_page(0).add_done_callback(take)
+    client.log_page(first).add_done_callback(take)
     return everything

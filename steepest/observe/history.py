@@ -221,6 +221,7 @@ class History(Sequence[dict[str, Any]]):
             event = self._events[self._seen]
             self._seen += 1
             what = {"event": event.kind, "line": event.line}
+            what |= {"record": event.record} if event.record else {}
             self._add("event", event.step, event.time, what)
 
     def _add(

@@ -142,7 +142,7 @@ class Simulation:
                 torch.set_num_threads(threads)
 
     def _private(self) -> list[tuple[Any, Any]]:
-        from steepest.cluster import ray_private
+        from steepest.cluster import growth, leaving, ray_private
         from steepest.tensors.allocator import keep_freed_memory
 
         return [
@@ -150,6 +150,9 @@ class Simulation:
             (ray_private.name_process, lambda name: None),
             (ray_private.hush_unreadable, lambda: None),
             (ray_private.draining_nodes, lambda: dict(self._notices)),
+            # under the names by which they are called, whatever was imported once more since
+            (vars(leaving)["draining_nodes"], lambda: dict(self._notices)),
+            (vars(growth)["draining_nodes"], lambda: dict(self._notices)),
             (ray_private.started_here, lambda: False),
             (ray_private.free_by_node, lambda: self.ray.places.free_by_node()),
             (keep_freed_memory, lambda: False),

@@ -1,0 +1,369 @@
+"""The one thread of the driver that owns a job: everything else talks to it through one queue."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+
+import ray
+from steepest.errors import ShutdownError
+
+T = TypeVar("T")
+P = ParamSpec("P")
+log = logging.getLogger(__name__)
+_CALLS_SECONDS = 0.05  # between two looks at the queue while calls of Ray are waited for
+_CLOSE_SECONDS = 5.0
+_GONE = "Ray was shut down, and the processes of this trainer with it: make another trainer"
+
+
+class Moment(IntEnum):
+    """When the owner may run what it is asked for; a greater one is rarer."""
+
+    ANY = 0  # at each of its waits, also amid a change of the job's processes
+    WHOLE = 1  # while no change is made, also amid another request
+    FREE = 2  # when nothing else runs
+
+
+class GivenUp(BaseException):
+    """Ends what the owner does for a caller that waits no more."""
+
+
+@dataclass
+class Request:
+    """What the owner is asked to run.
+
+    Attributes:
+        when: runs it not before this returns True.
+        given_up: whether the caller has stopped waiting.
+    """
+
+    function: Callable[[], Any]
+    moment: Moment
+    when: Callable[[], bool] | None = None
+    future: Future[Any] = field(default_factory=lambda: Future())
+    given_up: bool = False
+
+    def run(self) -> None:
+        """Run the function, and set the future."""
+        try:
+            found = self.function()
+        except (Exception, GivenUp) as error:  # noqa: BLE001 - raised on the thread that has asked
+            self.future.set_exception(error)
+        except BaseException as error:
+            self.future.set_exception(error)
+            raise
+        else:
+            self.future.set_result(found)
+        finally:
+            self.function = _nothing  # which may hold what the caller wants to be collected
+
+
+class Owner:
+    """Runs everything that reads or changes a job's processes on one thread, in the order of one queue.
+
+    Until `start` the constructing thread is the owner; after the end, whichever thread ends the job.
+
+    Attributes:
+        look: called when nothing else is to be done, and returns for how many seconds nothing is;
+            what it raises is for `look` itself to keep.
+    """
+
+    def __init__(self) -> None:
+        self.look: Callable[[], float] = lambda: 1.0
+        self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._level = Moment.FREE  # the rarest moment of what may run at the present wait
+        self._shielded = True  # whether what runs goes on when nobody waits for it
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._why = "this trainer is shut down: make another one"
+
+    def start(self) -> None:
+        """Begin to own the job: the thread that has started it does so no more."""
+        self._thread = threading.Thread(target=self._run, name="steepest owner", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread owns the job."""
+        return self._thread in (None, threading.current_thread()) or self._ended.is_set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody owns the job any more."""
+        return self._ended.is_set()
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        function: Callable[[], T],
+        moment: Moment,
+        when: Callable[[], bool] | None = None,
+    ) -> Request:
+        """Have a function run by the owner; return the request, which has a future, without waiting.
+
+        Args:
+            function: what to run; on the owner's own thread it runs at once.
+            moment: when it may run.
+            when: runs it not before this returns True, which is asked at each of the owner's waits.
+        """
+        request = Request(function, moment, when)
+        if self.is_mine:
+            request.run()
+            return request
+        self._queue.put(request)
+        if self._ended.is_set():
+            self._refuse()
+        return request
+
+    def call(
+        self,
+        function: Callable[[], T],
+        moment: Moment = Moment.FREE,
+        when: Callable[[], bool] | None = None,
+    ) -> T:
+        """Return what a function returns that the owner runs; raise what it raises.
+
+        An exception in the wait, such as Ctrl-C's, ends the wait. What has begun goes on, but for
+        blocks of `for_caller`.
+
+        Args:
+            function, moment, when: as of `submit`.
+
+        Raises:
+            ShutdownError: nobody owns the job any more.
+        """
+        if self.is_mine:
+            return function()
+        request = self.submit(function, moment, when)
+        try:
+            found: T = request.future.result()
+        except BaseException:
+            request.given_up = True
+            self.wake()
+            raise
+        return found
+
+    def wake(self) -> None:
+        """End the owner's present wait, so that it looks again; any thread may call it."""
+        self._queue.put(None)
+
+    # -- the owner's own ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Run what is asked for, and look after the job between; runs on the owner's thread."""
+        while not self._ended.is_set():
+            if not ray.is_initialized():
+                self._give_up(_GONE)
+                return
+            try:
+                self._level = Moment.WHOLE
+                pause = self.look()
+                self._level = Moment.FREE
+                self.attend(pause)
+            except ShutdownError:
+                return
+            except BaseException as error:  # a defect of ours: told, and not hidden by a hang
+                self._give_up(f"the thread that owns the job has failed: {error!r}")
+                raise
+
+    def attend(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
+        """Wait: run what may be run meanwhile; return whether what is waited for is there.
+
+        It is the only wait of the owner's thread beside those of Ray's own calls.
+
+        Args:
+            seconds: for which it waits at most.
+            until: returns whether what is waited for is there; asked after each event. None to
+                return after one event.
+
+        Raises:
+            ShutdownError: the job has ended.
+            GivenUp: nobody waits for the result of what runs, see `for_caller`.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            self._check()
+            served = self._serve()
+            if until is not None and until():
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0 or (until is None and served):
+                return until is None and served
+            try:
+                request = self._queue.get(timeout=left)
+            except queue.Empty:
+                continue
+            if request is not None:
+                self._waiting.append(request)
+            elif until is None:
+                self._check()
+                return True
+
+    def await_calls(self, calls: list[Any], seconds: float, number: int | None = None) -> list[Any]:
+        """Wait for calls of Ray, and run what may be run meanwhile; return those that have ended.
+
+        Args:
+            calls: the calls.
+            seconds: for which it waits at most.
+            number: of calls that it waits for; all by default.
+        """
+        number, deadline = len(calls) if number is None else number, time.monotonic() + seconds
+        while calls:
+            left = max(deadline - time.monotonic(), 0.0)
+            done, _ = ray.wait(calls, num_returns=number, timeout=min(left, _CALLS_SECONDS))
+            if len(done) >= number or left <= 0:
+                return list(done)
+            self.attend(0.0)
+        return []
+
+    def await_future(self, future: Future[T], seconds: float) -> T:
+        """Return what a future of another thread holds; run what may be run meanwhile.
+
+        Raises:
+            concurrent.futures.TimeoutError: it is not done within so many seconds.
+        """
+        if not future.done():
+            future.add_done_callback(lambda _: self.wake())
+            if not self.attend(seconds, future.done):
+                raise FutureTimeoutError
+        return future.result(0)
+
+    @contextlib.contextmanager
+    def amid_change(self) -> Iterator[None]:
+        """Run nothing in a block that needs the job whole; the block ends whoever waits for it."""
+        before = self._level, self._shielded
+        self._level, self._shielded = Moment.ANY, True
+        try:
+            yield
+        finally:
+            self._level, self._shielded = before
+
+    @contextlib.contextmanager
+    def for_caller(self) -> Iterator[None]:
+        """Give a block up, at one of its waits, when whoever has asked for it waits no more."""
+        before, self._shielded = self._shielded, False
+        try:
+            yield
+        finally:
+            self._shielded = before
+
+    def _serve(self) -> bool:
+        """Run what has been asked for and may run now; return whether anything did, or a wait was ended."""
+        served = False
+        while True:  # what has arrived, without waiting
+            try:
+                arrived = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            served = True
+            if arrived is not None:
+                self._waiting.append(arrived)
+        for request in list(self._waiting):
+            if request.moment > self._level or (request.when is not None and not request.when()):
+                continue
+            self._waiting.remove(request)
+            served = True
+            before = self._level, self._shielded
+            self._level = Moment(max(request.moment - 1, Moment.ANY))
+            self._shielded = True
+            self._running.append(request)
+            try:
+                if not request.given_up:
+                    request.run()
+            finally:
+                self._running.remove(request)
+                self._level, self._shielded = before
+            self._check()
+        return served
+
+    def _check(self) -> None:
+        if self._ended.is_set():
+            raise ShutdownError(self._why)
+        if not self._shielded and self._running and self._running[-1].given_up:
+            raise GivenUp
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """End the owner, whatever it does; requests that wait, and later ones, raise `ShutdownError`."""
+        self._give_up(self._why)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_CLOSE_SECONDS)
+
+    def _give_up(self, why: str) -> None:
+        if not self._ended.is_set():
+            self._why = why
+            self._ended.set()
+            self.look = lambda: 1.0  # the job itself is nobody's any more
+        self.wake()
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Fail the requests that wait."""
+        waiting, self._waiting = self._waiting, []
+        while True:
+            try:
+                request = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if request is not None:
+                waiting.append(request)
+        for request in waiting:
+            with contextlib.suppress(Exception):  # another thread has refused it
+                request.future.set_exception(ShutdownError(self._why))
+        self._queue.put(None)  # for the owner's thread, which may be about to wait
+
+    def raise_ended(self) -> None:
+        """Raise ShutdownError, if nobody owns the job any more."""
+        if self._ended.is_set():
+            raise ShutdownError(self._why)
+
+
+class Owned(Protocol):
+    """Has an owner."""
+
+    @property
+    def owner(self) -> Owner:
+        """Of its state."""
+
+
+S = TypeVar("S", bound=Owned)
+
+
+def owned(
+    moment: Moment,
+) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
+    """Have a method run on the owner's thread, whoever calls it; the caller waits for it.
+
+    Args:
+        moment: when it may run.
+    """
+
+    def decorate(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+        @functools.wraps(method)
+        def run(self: S, *arguments: P.args, **named: P.kwargs) -> T:
+            if self.owner.is_mine:
+                return method(self, *arguments, **named)
+            return self.owner.call(lambda: method(self, *arguments, **named), moment)
+
+        return cast("Callable[Concatenate[S, P], T]", run)
+
+    return decorate
+
+
+def _nothing() -> None:
+    """Do nothing."""
