@@ -16,6 +16,7 @@ from enum import IntEnum
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import ray
+
 from steepest.errors import ShutdownError
 
 T = TypeVar("T")
@@ -271,10 +272,7 @@ class Owner:
             served = True
             if arrived is not None:
                 self._waiting.append(arrived)
-        for request in list(self._waiting):
-            if request.moment > self._level or (request.when is not None and not request.when()):
-                continue
-            self._waiting.remove(request)
+        while (request := self._next()) is not None:
             served = True
             before = self._level, self._shielded
             self._level = Moment(max(request.moment - 1, Moment.ANY))
@@ -288,6 +286,14 @@ class Owner:
                 self._level, self._shielded = before
             self._check()
         return served
+
+    def _next(self) -> Request | None:
+        """Take the first request that may run now; None if there is none."""
+        for request in self._waiting:
+            if request.moment <= self._level and (request.when is None or request.when()):
+                self._waiting.remove(request)
+                return request
+        return None
 
     def _check(self) -> None:
         if self._ended.is_set():
