@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
 import ray
+
 import steepest
 import steepest.config
 import steepest.tables

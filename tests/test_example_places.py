@@ -11,9 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import ray
 import torch
 
-import ray
 from steepest.config.run import data_directory
 from steepest.errors import ConfigurationError
 

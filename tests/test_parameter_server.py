@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 
-import ray
 from steepest import ParameterServer
 from steepest.errors import (
     AuthenticationError,

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
+
 from steepest.cluster.activity import log_report
 from steepest.cluster.chunk_transport import Holdings, carry, holdings
 from steepest.cluster.context import LOOK_SECONDS, JobContext

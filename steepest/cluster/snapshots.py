@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+
 from steepest.checkpoint.rows import TABLES
 from steepest.cluster.diagnostics import raise_remote
 from steepest.cluster.job_state import JobState

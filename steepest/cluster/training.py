@@ -16,6 +16,7 @@ from functools import partial
 from typing import NoReturn
 
 import ray
+
 from steepest.cluster.diagnostics import has_answered, raise_step_error
 from steepest.cluster.launch import Cluster
 from steepest.cluster.owner import Moment, Request, owned

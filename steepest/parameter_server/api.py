@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
+import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import ray
 from steepest.cluster.activity import log_report
 from steepest.cluster.held_resources import Holder, hold, let_go
 from steepest.cluster.remote_error import RemoteError

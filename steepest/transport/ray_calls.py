@@ -30,8 +30,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-
 import ray
+
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
 from steepest.messages.message import Kind, Message, Peer
 from steepest.messages.permissions import SUCCEEDED
