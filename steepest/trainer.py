@@ -535,8 +535,7 @@ class DistributedSGD(Checkpointing):
         if cluster is None:
             return
         try:
-            if not cluster.owner.has_ended:
-                self._keeping.close(error)
+            self._keeping.close(error)
         finally:
             cluster.shutdown()
             self._cluster = None  # until then a call that was interrupted can be made again
@@ -575,7 +574,8 @@ class DistributedSGD(Checkpointing):
 
         def run() -> list[Any]:
             results = cluster.workers.call(function, *arguments, **how)
-            train_unfrozen(cluster, self._state, self._supervisor, self._calls)
+            with cluster.owner.to_its_end():
+                train_unfrozen(cluster, self._state, self._supervisor, self._calls)
             return results
 
         unfrozen = cluster.unfrozen

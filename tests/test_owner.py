@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from steepest import Checkpoints, DistributedSGD
 from steepest.cluster import owner as module
-from steepest.cluster.owner import Moment, Owner
+from steepest.cluster.owner import GivenUp, Moment, Owner
 from steepest.errors import ShutdownError
+from steepest.testing.simulation import Simulation, run_config
+from tests.reference import Task
 
 
 @pytest.fixture
@@ -70,3 +74,62 @@ def test_an_end_fails_what_waits_and_what_comes_later(owner: Owner) -> None:
     with pytest.raises(ShutdownError, match="make another one"):
         waiting.future.result(30)
     assert owner.has_ended
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_nobody_waits_for_is_given_up_unless_it_is_to_come_to_its_end(
+    owner: Owner, kept: bool
+) -> None:
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        with owner.for_caller():
+            begun.set()
+            owner.attend(30.0, go_on.is_set)
+        done.append("all of it")
+
+    def whole() -> None:
+        with owner.to_its_end():
+            work()
+
+    request = owner.submit(whole if kept else work, Moment.FREE)
+    assert begun.wait(30)
+    request.given_up = True
+    go_on.set()
+    owner.wake()
+    if kept:
+        request.future.result(30)
+    else:
+        with pytest.raises(GivenUp):
+            request.future.result(30)
+    assert done == (["all of it"] if kept else [])
+
+
+def test_a_request_that_was_given_up_before_it_ran_does_not_run_and_is_over(owner: Owner) -> None:
+    ran: list[int] = []
+    request = owner.submit(lambda: ran.append(1), Moment.FREE, when=lambda: request.given_up)
+    request.given_up = True
+    owner.wake()
+    with pytest.raises(GivenUp):
+        request.future.result(30)
+    assert not ran
+
+
+def test_a_trainer_whose_owner_has_ended_frees_its_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after the user's own ray.shutdown(): another trainer may keep its checkpoints there."""
+    kept = Checkpoints(tmp_path / "kept", every=2)
+    with Simulation(1).running():
+        first = DistributedSGD(Task().creator(), 2, run_config=run_config(), checkpoints=kept)
+        first.fit(steps=4, progress=False)
+        first.step()
+        first._supervisor.owner.end()
+        with pytest.raises(ShutdownError):
+            first.step()
+        first.shutdown()
+        assert "the last state is not kept: its processes are gone" in caplog.text
+        with DistributedSGD(
+            Task().creator(), 2, run_config=run_config(), checkpoints=kept
+        ) as second:
+            assert second.stats().step == 4

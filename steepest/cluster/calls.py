@@ -90,7 +90,7 @@ class Calls:
     def replacing(self, function: Callable[[], object]) -> None:
         """Call a function that sets another state, and copy that; both again if a process dies meanwhile.
 
-        It ends also when nobody waits for it any more.
+        What has begun comes to its end, also when nobody waits for it any more.
 
         Raises:
             PeerLostError, DeadlineError: what failed was no death, or the job cannot continue.
@@ -100,10 +100,8 @@ class Calls:
         def whole() -> None:
             try:
                 function()
-            except (PeerLostError, DeadlineError):
-                raise  # the last copy serves to begin again
-            except (ConfigurationError, CheckpointError):
-                raise  # nothing has changed
+            except (PeerLostError, DeadlineError, ConfigurationError, CheckpointError):
+                raise  # the last copy serves to begin again, or nothing has changed
             except BaseException:
                 supervisor.snapshots.forget()
                 raise
@@ -114,7 +112,8 @@ class Calls:
                 raise PeerLostError("a process died before there was a copy of the state")
             supervisor.snapshots.forget()
 
-        self._surviving(whole)
+        with self.owner.to_its_end():
+            self._surviving(whole)
 
     def reading(self, function: Callable[[], T]) -> T:
         """Return what a function returns that reads from the job, also amid training.

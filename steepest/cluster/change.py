@@ -32,7 +32,6 @@ class Change:
         applied: what was done, by each try that has got so far.
         began: of `time.monotonic`.
         seconds: by part of the work.
-        tries: how often it was begun.
     """
 
     job: Job
@@ -48,7 +47,6 @@ class Change:
     applied: list[Applied] = field(default_factory=list)
     began: float = field(default_factory=lambda: time.monotonic())
     seconds: dict[str, float] = field(default_factory=dict)
-    tries: int = 0
 
     @classmethod
     def of(cls, cluster: Cluster, hosts: str, taking: StockTaking) -> Change:

@@ -430,10 +430,11 @@ class CheckpointManager:
         """
         try:
             self._training.history.close()
-            if error is not None or self._doubtful or self._training.running:
-                self._finish_quietly(
-                    ask=not (_is_doubtful(error) or self._doubtful or self._training.running)
-                )
+            if self.owner.has_ended and self._writer is not None and self._place != self._written:
+                log.error("the last state is not kept: its processes are gone")
+            mute = self._doubtful or self._training.running or self.owner.has_ended
+            if error is not None or mute:
+                self._finish_quietly(ask=not (_is_doubtful(error) or mute))
             else:
                 self._finish()
         finally:

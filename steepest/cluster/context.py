@@ -32,7 +32,7 @@ from steepest.transport.router import Router
 from steepest.transport.tls import identity_of
 
 log = logging.getLogger(__name__)
-changes = logging.getLogger("steepest.changes")
+change_log = logging.getLogger("steepest.changes")
 #: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
 _UP_FACTOR = 4.0
 LOOK_SECONDS = 0.3
@@ -173,7 +173,7 @@ class JobContext:
         if line:
             log.warning("%s", line)
         if record:
-            changes.info("%s", record)
+            change_log.info("%s", record)
 
     def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
         """Note which samples belong to which worker from now on, see `plan`."""

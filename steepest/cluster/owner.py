@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -21,7 +20,6 @@ from steepest.errors import ShutdownError
 
 T = TypeVar("T")
 P = ParamSpec("P")
-log = logging.getLogger(__name__)
 _CALLS_SECONDS = 0.05  # between two looks at the queue while calls of Ray are waited for
 _CLOSE_SECONDS = 5.0
 _GONE = "Ray was shut down, and the processes of this trainer with it: make another trainer"
@@ -55,18 +53,26 @@ class Request:
     given_up: bool = False
 
     def run(self) -> None:
-        """Run the function, and set the future."""
+        """Run the function, unless the caller waits no more, and set the future."""
         try:
+            if self.given_up:
+                raise GivenUp
             found = self.function()
         except (Exception, GivenUp) as error:  # noqa: BLE001 - raised on the thread that has asked
-            self.future.set_exception(error)
+            self.fail(error)
         except BaseException as error:
-            self.future.set_exception(error)
+            self.fail(error)
             raise
         else:
-            self.future.set_result(found)
+            with contextlib.suppress(InvalidStateError):  # the job has ended meanwhile
+                self.future.set_result(found)
         finally:
             self.function = _nothing  # which may hold what the caller wants to be collected
+
+    def fail(self, error: BaseException) -> None:
+        """Set an error as the future's, unless it is done."""
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(error)
 
 
 class Owner:
@@ -86,6 +92,7 @@ class Owner:
         self._running: list[Request] = []
         self._level = Moment.FREE  # the rarest moment of what may run at the present wait
         self._shielded = True  # whether what runs goes on when nobody waits for it
+        self._kept = False  # whether it does in blocks of `for_caller` too
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._why = "this trainer is shut down: make another one"
@@ -194,6 +201,7 @@ class Owner:
             ShutdownError: the job has ended.
             GivenUp: nobody waits for the result of what runs, see `for_caller`.
         """
+        assert self.is_mine, "only the owner's thread waits here"
         deadline = time.monotonic() + seconds
         while True:
             self._check()
@@ -245,17 +253,27 @@ class Owner:
     @contextlib.contextmanager
     def amid_change(self) -> Iterator[None]:
         """Run nothing in a block that needs the job whole; the block ends whoever waits for it."""
-        before = self._level, self._shielded
-        self._level, self._shielded = Moment.ANY, True
+        before, self._level = self._level, Moment.ANY
+        try:
+            with self.to_its_end():
+                yield
+        finally:
+            self._level = before
+
+    @contextlib.contextmanager
+    def to_its_end(self) -> Iterator[None]:
+        """Bring a block to its end whoever waits for it, and what is `for_caller` in it too."""
+        before = self._shielded, self._kept
+        self._shielded = self._kept = True
         try:
             yield
         finally:
-            self._level, self._shielded = before
+            self._shielded, self._kept = before
 
     @contextlib.contextmanager
     def for_caller(self) -> Iterator[None]:
         """Give a block up, at one of its waits, when whoever has asked for it waits no more."""
-        before, self._shielded = self._shielded, False
+        before, self._shielded = self._shielded, self._kept
         try:
             yield
         finally:
@@ -274,24 +292,24 @@ class Owner:
                 self._waiting.append(arrived)
         while (request := self._next()) is not None:
             served = True
-            before = self._level, self._shielded
+            before = self._level, self._shielded, self._kept
             self._level = Moment(max(request.moment - 1, Moment.ANY))
-            self._shielded = True
+            self._shielded, self._kept = True, False
             self._running.append(request)
             try:
-                if not request.given_up:
-                    request.run()
+                request.run()
             finally:
                 self._running.remove(request)
-                self._level, self._shielded = before
+                self._level, self._shielded, self._kept = before
             self._check()
         return served
 
     def _next(self) -> Request | None:
         """Take the first request that may run now; None if there is none."""
-        for request in self._waiting:
+        waiting = self._waiting  # an end puts another list there
+        for request in waiting:
             if request.moment <= self._level and (request.when is None or request.when()):
-                self._waiting.remove(request)
+                waiting.remove(request)
                 return request
         return None
 
@@ -329,8 +347,7 @@ class Owner:
             if request is not None:
                 waiting.append(request)
         for request in waiting:
-            with contextlib.suppress(Exception):  # another thread has refused it
-                request.future.set_exception(ShutdownError(self._why))
+            request.fail(ShutdownError(self._why))
         self._queue.put(None)  # for the owner's thread, which may be about to wait
 
     def raise_ended(self) -> None:

@@ -163,4 +163,6 @@ def read_apart(cluster: Cluster, since: Bases) -> tuple[Snapshot, RowRead]:
 
     router = cluster.router
     state, later = cluster.on_router(read)
-    return cluster.wait(state, "a snapshot of the state"), RowRead(layout, later, take, give_up)
+    rows_to_come = RowRead(layout, later, take, give_up)
+    with rows_to_come.given_up_on_error():
+        return cluster.wait(state, "a snapshot of the state"), rows_to_come

@@ -171,8 +171,8 @@ class Snapshots:
         taken, cluster = self.taken, self._cluster
         if cluster.run_config.failure.snapshot_every == 0:
             return
-        here = taken is not None and taken.job is cluster.job
-        if not here or taken is None or taken.found.version != cluster.client.position.version:
+        here = cluster.job, cluster.client.position.version
+        if taken is None or (taken.job, taken.found.version) != here:
             self._renew(meanwhile)
 
     def renew_soon(self) -> None:

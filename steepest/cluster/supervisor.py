@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from steepest.cluster.applying import Applying
 from steepest.cluster.change import Change
-from steepest.cluster.context import changes
+from steepest.cluster.context import change_log
 from steepest.cluster.diagnostics import update_error
 from steepest.cluster.job_state import JobState
 from steepest.cluster.joining import Joining
@@ -170,9 +170,7 @@ class Supervisor:
         self._trained = trained
         self.snapshots.remember()
         self.raise_mistake()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self.raise_error()
         return self._look(patient=False)
 
     def _look(self, *, patient: bool) -> Due | None:
@@ -206,7 +204,8 @@ class Supervisor:
             return "soon" if world.leaving or not self.is_behind else None
         self._doing = "joining"
         try:
-            joined = self._joining.join(found, dead)
+            with self.owner.to_its_end():
+                joined = self._joining.join(found, dead)
         finally:
             self._doing = ""
         if joined is None:
@@ -309,7 +308,6 @@ class Supervisor:
         """
         cluster = self._cluster
         change = self._change = self._change or self._begun()
-        change.tries += 1
         cluster.stand(change.step)
         self._doing = "changing"
         try:
@@ -317,7 +315,9 @@ class Supervisor:
                 applied = self._apply(change, patient=patient)
         except BaseException as error:
             passed = time.monotonic() - change.began
-            changes.info("change at step %d | not made in %.2f s: %s", change.step, passed, error)
+            change_log.info(
+                "change at step %d | not made in %.2f s: %s", change.step, passed, error
+            )
             self.observation.starting.give_up(self.observation.starting.instead.values())
             if not (change.taking.has_begun or change.stock):  # the job is as it was
                 self._change = None
@@ -504,7 +504,8 @@ class Supervisor:
             if self._look(patient=True) is not None:
                 self.change(patient=True)
             elif self.is_behind and self._mistake is None and not self.observation.dead():
-                self.make_up()
+                with self.owner.to_its_end():
+                    self.make_up()
             else:
                 return
             self._looked = 0.0
@@ -513,11 +514,6 @@ class Supervisor:
     def is_behind(self) -> bool:
         """Whether steps that calls have returned are undone."""
         return self._cluster.step < self.promised
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the job has all steps that were promised, and no change is under way."""
-        return self._change is None and not self.is_behind
 
     @property
     def is_amid_change(self) -> bool:

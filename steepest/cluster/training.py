@@ -66,6 +66,7 @@ class Run:
         results: of steps, for the caller; None when the run has ended.
         handed_on, told: how many results there were, and how many the caller has taken.
         given_up: whether the caller takes no more.
+        begun: whether steps were, or may have been, granted.
         waits: whether the owner waits for the caller to take results.
         telling: the step of which the caller's function is being told; None between.
         thread: of the caller; None where nobody is told.
@@ -79,6 +80,7 @@ class Run:
     handed_on: int = 0
     told: int = 0
     given_up: bool = False
+    begun: bool = False
     waits: bool = False
     telling: int | None = None
     thread: int | None = None
@@ -216,15 +218,18 @@ class Training:
             request.future.result()
         finally:
             run.given_up = True
+            if request is not None:
+                request.given_up = True
             self.owner.wake()
             if request is not None:
-                self._await_end(request)
+                self._await_end(run, request)
 
-    def _await_end(self, request: Request) -> None:
+    def _await_end(self, run: Run, request: Request) -> None:
         """Return when what was granted is taken back, or a change of the job is under way."""
-        while not request.future.done() and not self._supervisor.is_changing:
+        granted, supervisor = request.future, self._supervisor
+        while run.begun and not granted.done() and not supervisor.is_changing:
             with contextlib.suppress(FutureTimeoutError):
-                request.future.exception(_SHORT_SECONDS)
+                granted.exception(_SHORT_SECONDS)
 
     @property
     def is_telling(self) -> bool:
@@ -276,9 +281,8 @@ class Training:
 
     def _take(self, run: Run) -> None:
         """Have the steps of a run taken."""
-        if not run.given_up:
-            self._supervisor.settle()
-            self._take_steps(run)
+        self._supervisor.settle()
+        self._take_steps(run)
 
     def _make_up(self) -> None:
         """Have the steps taken again that calls have returned and a death has undone."""
@@ -286,6 +290,7 @@ class Training:
         self._take_steps(Run(lambda: self._supervisor.promised, stats=True))
 
     def _take_steps(self, run: Run) -> None:
+        run.begun = True
         self._began = time.monotonic()
         self.running, self._idle = True, True
         self._newest = max(self.step, self._supervisor.promised)
@@ -440,8 +445,6 @@ class Training:
         return self.last
 
     def _ask(self, steps: int, stats: bool) -> None:
-        if steps <= 0:
-            return
         client, self._idle = self.cluster.client, False
         rates = self.rates.since(self.step)
         self._asked = self.cluster.router.call(lambda: client.ask(steps, stats, rates))
