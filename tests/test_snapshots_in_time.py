@@ -37,7 +37,10 @@ class Driver:
         config = AllreduceStrategy()
         self.now = 100.0
         self.owner = SimpleNamespace(  # whose waits are over at once
-            attend=lambda seconds, until: until(), await_calls=list, wake=lambda: None
+            attend=lambda seconds, until: until(),
+            await_calls=list,
+            wake=lambda: None,
+            is_mine=True,
         )
         self.asked: list[tuple[int, Future[Snapshot]]] = []  # versions
         self.workers: list[dict[str, Any]] = []  # calls

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 from steepest.cluster.launch import Cluster
@@ -83,7 +82,7 @@ class Calls:
                 return
             except (PeerLostError, DeadlineError, ShutdownError):
                 self.owner.raise_ended()
-                if not self.owner.call(partial(supervisor.is_struck, before), Moment.ANY):
+                if not supervisor.is_struck(before):
                     raise
 
     @owned(Moment.FREE)

@@ -63,6 +63,7 @@ class JobState:
         #: Gives the job's processes their roles anew, with the state as it is; set by `Supervisor`.
         self.give_roles_anew: Callable[[], None] = lambda: None
 
+    @owned(Moment.WHOLE)
     def snapshot(self, what: str) -> Snapshot:
         """Return the servers' state at one version; workers may train meanwhile.
 

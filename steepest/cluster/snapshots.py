@@ -17,7 +17,7 @@ from steepest.checkpoint.rows import TABLES
 from steepest.cluster.diagnostics import raise_remote
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
-from steepest.cluster.owner import Owner
+from steepest.cluster.owner import Moment, Owner, owned
 from steepest.cluster.stock import Copy
 from steepest.config.strategies import SimpleStrategy
 from steepest.engine.client import Client, Snapshot, read_log
@@ -111,6 +111,7 @@ class Snapshots:
     """
 
     def __init__(self, cluster: Cluster, state: JobState) -> None:
+        self.owner = cluster.owner
         self._cluster = cluster
         self._state = state
         self._stale = False  # whether the last one is of a form that the job has no more
@@ -157,6 +158,7 @@ class Snapshots:
         if self.taken is None and self._request is None and time.monotonic() >= self._due:
             self._ask(self._cluster.client.position.version)
 
+    @owned(Moment.WHOLE)
     def ensure(self) -> None:
         """Return when there is a copy, or after `heartbeat` seconds; no worker may be training.
 

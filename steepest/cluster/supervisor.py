@@ -534,6 +534,7 @@ class Supervisor:
         """Return what differs after each change of the job's processes."""
         return self._cluster.client, {*self._cluster.watches.values()}
 
+    @owned(Moment.ANY)
     def is_struck(self, before: Processes) -> bool:
         """Return whether a process is dead, or a channel has closed; the next change handles it.
 
