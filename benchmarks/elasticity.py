@@ -34,9 +34,9 @@ from steepest import (
     StepResult,
     TorchModel,
 )
-from steepest.cluster.diagnostics import has_answered
 from steepest.config.strategies import StrategyConfig
 from steepest.messages.message import server_peer
+from steepest.runtime.diagnostics import has_answered
 
 JOIN_STEP = 60
 LARGE = Workload("mlp", MLP, (1024,), 64, 1024, 20)
@@ -205,7 +205,7 @@ def kept_seconds(workers: int, keeps: bool, creator: Any = large_model) -> dict[
     watch = Watch()
     with (
         tempfile.TemporaryDirectory() as folder,
-        told("steepest.cluster.checkpoint_manager") as said,
+        told("steepest.driver.checkpoint_manager") as said,
     ):
         checkpoints = Checkpoints(folder, every=EVERY, keep=1) if keeps else None
         with DistributedSGD(creator, num_workers=workers, checkpoints=checkpoints) as trainer:
@@ -246,7 +246,7 @@ def resize_seconds(workers: int, change: Mapping[str, int], creator: Any = None)
     strategy = ParameterServerStrategy(num_servers=1)
     with DistributedSGD(creator, num_workers=workers, strategy=strategy) as trainer:
         trainer.fit(steps=5, progress=False)
-        with told("steepest.cluster.launch") as said:
+        with told("steepest.runtime.launch") as said:
             trainer.resize(**change)
         trainer.fit(steps=2, progress=False)
     (stopped,) = seconds_in(said, "training stopped for")

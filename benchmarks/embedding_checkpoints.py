@@ -45,15 +45,15 @@ from steepest import (
     StepResult,
     TorchModel,
 )
-from steepest.cluster.processor_time import processor_use
 from steepest.models.embedding import Embedding
+from steepest.runtime.processor_time import processor_use
 from steepest.tables.initial import Uniform
 from steepest.tables.row_optimizers import Adagrad
 from steepest.tables.table import Table
 
 FEATURES, BATCH, DIM = 26, 4096, 16
 SPREAD = 2_654_435_761  # ids that are no small numbers
-LOGGER = "steepest.cluster.checkpoint_manager"
+LOGGER = "steepest.driver.checkpoint_manager"
 
 
 class Clicks(nn.Module):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the same to Python
     from steepest.checkpoint.exported_table import ExportedTable as ExportedTable
     from steepest.checkpoint.files import Checkpoints as Checkpoints
-    from steepest.cluster.prometheus import Prometheus as Prometheus
     from steepest.collectives.ring import ring_allreduce as ring_allreduce
     from steepest.config.compression import Int8 as Int8
     from steepest.config.compression import PowerSGD as PowerSGD
@@ -27,6 +26,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.config.strategies import SimpleStrategy as SimpleStrategy
     from steepest.data.ray_dataset import RayDataset as RayDataset
     from steepest.data.sources import IndexedStream as IndexedStream
+    from steepest.driver.prometheus import Prometheus as Prometheus
     from steepest.engine.commit_log import Commit as Commit
     from steepest.engine.commit_log import CommitLog as CommitLog
     from steepest.engine.commit_log import LoggedPush as LoggedPush
@@ -95,7 +95,7 @@ _MODULES = {
     "ParameterServer": "parameter_server.api",
     "ParameterServerStrategy": "config.strategies",
     "PowerSGD": "config.compression",
-    "Prometheus": "cluster.prometheus",
+    "Prometheus": "driver.prometheus",
     "RayDataset": "data.ray_dataset",
     "ReduceOnPlateau": "observe.evaluations",
     "ResourceConfig": "config.run",

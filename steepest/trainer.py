@@ -15,28 +15,19 @@ import torch
 
 from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.files import Checkpoints
-from steepest.cluster import remote_functions
-from steepest.cluster.calls import Calls
-from steepest.cluster.checkpoint_manager import CheckpointManager
-from steepest.cluster.checkpointing import Checkpointing
-from steepest.cluster.deaths import persistently
-from steepest.cluster.directory_lock import DirectoryLock
-from steepest.cluster.dropped_trainers import drop
-from steepest.cluster.fit_loop import Asked, fit
-from steepest.cluster.job_state import JobState
-from steepest.cluster.job_stats import job_stats
-from steepest.cluster.launch import Cluster
-from steepest.cluster.placement import worker_bundle
-from steepest.cluster.process import WorkerView
-from steepest.cluster.remote_functions import name_of
-from steepest.cluster.supervisor import Supervisor
-from steepest.cluster.table_export import export_table
-from steepest.cluster.training import Training
-from steepest.cluster.unfreezing import train_unfrozen
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
 from steepest.config.strategies import StrategyConfig
 from steepest.data.sampler import SamplePlan
+from steepest.driver.calls import Calls
+from steepest.driver.checkpoint_manager import CheckpointManager
+from steepest.driver.checkpointing import Checkpointing
+from steepest.driver.directory_lock import DirectoryLock
+from steepest.driver.dropped_trainers import drop
+from steepest.driver.fit_loop import Asked, fit
+from steepest.driver.job_stats import job_stats
+from steepest.driver.training import Training
+from steepest.driver.unfreezing import train_unfrozen
 from steepest.engine.commit_log import CommitLog
 from steepest.engine.job import Job, ModelCreator
 from steepest.engine.replicas import Replicas, WorkerResult
@@ -44,6 +35,15 @@ from steepest.errors import ConfigurationError, ShutdownError
 from steepest.observe.history import History
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, Stats, StepResult
+from steepest.recovery.supervisor import Supervisor
+from steepest.runtime import remote_functions
+from steepest.runtime.deaths import persistently
+from steepest.runtime.launch import Cluster
+from steepest.runtime.placement import worker_bundle
+from steepest.runtime.process import WorkerView
+from steepest.runtime.remote_functions import name_of
+from steepest.state.job_state import JobState
+from steepest.state.table_export import export_table
 from steepest.validation import (
     require_batch_size,
     require_choice,

@@ -23,7 +23,7 @@ ENVIRONMENT = "--serialized-runtime-env-context="
 MODULES = (
     "torch",
     "ray.actor",
-    "steepest.cluster.process",
+    "steepest.runtime.process",
     "steepest.models.torch",
     "steepest.testing",
     "pytest",

@@ -25,14 +25,14 @@ from steepest import (
     ParameterServerStrategy,
     TorchModel,
 )
-from steepest.cluster import report_signal
-from steepest.cluster.activity import activity_of, report
-from steepest.cluster.deaths import persistently
-from steepest.cluster.locations import Place
 from steepest.config.strategies import StrategyConfig
 from steepest.engine.in_words import chunks_in_words
 from steepest.engine.topology import HostMap
 from steepest.errors import DeadlineError
+from steepest.runtime import report_signal
+from steepest.runtime.activity import activity_of, report
+from steepest.runtime.deaths import persistently
+from steepest.runtime.locations import Place
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.testing.simulation import Simulation, pause, run_config
 from steepest.transport.router import Router

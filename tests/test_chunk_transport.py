@@ -7,8 +7,8 @@ from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
-from steepest.cluster.chunk_transport import carry, holdings
 from steepest.messages.message import server_peer
+from steepest.runtime.chunk_transport import carry, holdings
 
 CHUNKS = range(6)
 

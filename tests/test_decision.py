@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.elastic.decision import Impossible, Target, Transition, World, decide
 from steepest.messages.message import Peer, server_peer, worker_peer
+from steepest.recovery.decision import Impossible, Target, Transition, World, decide
 
 FLAGS = (False, True)
 NOBODY: frozenset[Peer] = frozenset()

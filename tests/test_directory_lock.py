@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from steepest import Checkpoints, DistributedSGD
-from steepest.cluster.directory_lock import LOCK, DirectoryLock
+from steepest.driver.directory_lock import LOCK, DirectoryLock
 from steepest.errors import CheckpointError
 from steepest.testing import linear_model_creator
 from tests.processes import Child

@@ -33,7 +33,7 @@ def examples() -> Iterator[dict[str, Any]]:
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Workers are threads of this process, whose memory is left as it is."""
-    monkeypatch.setattr("steepest.cluster.process.keep_freed_memory", lambda: False)
+    monkeypatch.setattr("steepest.runtime.process.keep_freed_memory", lambda: False)
     with Simulation(1).running():
         yield
 

@@ -14,13 +14,13 @@ import pytest
 from steepest import Checkpoints, StepResult
 from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoint
-from steepest.cluster.checkpoint_manager import CheckpointManager
-from steepest.cluster.directory_lock import DirectoryLock
-from steepest.cluster.owner import Owner
-from steepest.cluster.row_read import RowRead
+from steepest.driver.checkpoint_manager import CheckpointManager
+from steepest.driver.directory_lock import DirectoryLock
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.snapshots import Bases
 from steepest.observe.history import History
+from steepest.runtime.owner import Owner
+from steepest.state.row_read import RowRead
 from tests.test_checkpoint import content, layouts
 from tests.test_checkpoint_manager import kept
 

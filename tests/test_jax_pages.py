@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_the_page_for_users_of_jax_says_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     # workers are threads of this process, whose memory is left as it is
-    monkeypatch.setattr("steepest.cluster.process.keep_freed_memory", lambda: False)
+    monkeypatch.setattr("steepest.runtime.process.keep_freed_memory", lambda: False)
     text = (ROOT / "docs" / "from_jax.md").read_text()
     printed, names = io.StringIO(), {"__name__": "__main__"}
     with Simulation(1).running(), contextlib.redirect_stdout(printed):

@@ -116,7 +116,7 @@ def test_a_keras_script_changes_by_ten_lines_and_ends_with_the_same_weights(
     simulated: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # workers are threads of this process, whose memory is left as it is
-    monkeypatch.setattr("steepest.cluster.process.keep_freed_memory", lambda: False)
+    monkeypatch.setattr("steepest.runtime.process.keep_freed_memory", lambda: False)
     compute_in("float32")
     (diff,) = re.findall(r"```diff\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     lines = diff.splitlines()

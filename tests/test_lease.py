@@ -17,9 +17,9 @@ import pytest
 import ray
 
 from steepest import DeadlineConfig, DistributedSGD
-from steepest.cluster import lease
-from steepest.cluster.lease import DriverLease, wait_for_silence
 from steepest.errors import ConfigurationError
+from steepest.runtime import lease
+from steepest.runtime.lease import DriverLease, wait_for_silence
 from steepest.testing import linear_model_creator
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from steepest import Callback, DistributedSGD, Event
-from steepest.cluster import leaving
 from steepest.messages.message import worker_peer
+from steepest.recovery import leaving
 from steepest.testing import linear_model_creator
 from steepest.testing.simulation import Simulation, run_config
 

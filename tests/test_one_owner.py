@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from steepest import Callback, DistributedSGD, FailureConfig, StepResult
-from steepest.cluster.context import JobContext
-from steepest.cluster.deaths import Deaths
-from steepest.cluster.growth import Growth
-from steepest.cluster.job_state import JobState
-from steepest.cluster.joining import Joining
-from steepest.cluster.launch import Cluster
-from steepest.cluster.learning_rates import LearningRates
-from steepest.cluster.leaving import Leaving
-from steepest.cluster.observation import Observation
-from steepest.cluster.owner import Owner
-from steepest.cluster.snapshots import Snapshots
-from steepest.cluster.starting import Reserve, Starting
-from steepest.cluster.supervisor import Supervisor
-from steepest.cluster.wishes import Wishes
+from steepest.recovery.growth import Growth
+from steepest.recovery.joining import Joining
+from steepest.recovery.leaving import Leaving
+from steepest.recovery.observation import Observation
+from steepest.recovery.starting import Reserve, Starting
+from steepest.recovery.supervisor import Supervisor
+from steepest.recovery.wishes import Wishes
+from steepest.runtime.context import JobContext
+from steepest.runtime.deaths import Deaths
+from steepest.runtime.launch import Cluster
+from steepest.runtime.learning_rates import LearningRates
+from steepest.runtime.owner import Owner
+from steepest.state.job_state import JobState
+from steepest.state.snapshots import Snapshots
 from steepest.testing.simulation import Simulation, run_config
 from steepest.testing.virtual_primitives import Thread
 from tests.reference import Task, samples

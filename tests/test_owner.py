@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from steepest import Checkpoints, DistributedSGD
-from steepest.cluster import owner as module
-from steepest.cluster.owner import GivenUp, Moment, Owner
 from steepest.errors import ShutdownError
+from steepest.runtime import owner as module
+from steepest.runtime.owner import GivenUp, Moment, Owner
 from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task
 

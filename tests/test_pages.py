@@ -24,7 +24,7 @@ def said_by(page: str, monkeypatch: pytest.MonkeyPatch, number: int = 0) -> str:
     text = (ROOT / "docs" / page).read_text()
     block = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[number]
     # workers are threads of this process, whose memory is left as it is
-    monkeypatch.setattr("steepest.cluster.process.keep_freed_memory", lambda: False)
+    monkeypatch.setattr("steepest.runtime.process.keep_freed_memory", lambda: False)
     printed = io.StringIO()
     with Simulation(1).running(), contextlib.redirect_stdout(printed):
         exec(compile(block, page, "exec"), {"__name__": "__main__"})

@@ -23,9 +23,9 @@ from steepest import (
     ParameterServerStrategy,
     RunConfig,
 )
-from steepest.cluster import ray_private
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Peer
+from steepest.runtime import ray_private
 from tests.reference import Task, samples
 
 TASK = Task(data=samples(3000), batch_size=1)
@@ -38,7 +38,7 @@ def test_one_module_uses_private_api_of_ray() -> None:
         for path in package.rglob("*.py")
         if re.search(r"\bray\._(?!_version)|from ray import _|from ray\.\w*\._", path.read_text())
     }
-    assert users == {"cluster/ray_private.py"}
+    assert users == {"runtime/ray_private.py"}
 
 
 def test_what_ray_has_no_more_is_named_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:

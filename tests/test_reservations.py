@@ -19,9 +19,9 @@ from steepest import (
     ParameterServer,
     RunConfig,
 )
-from steepest.cluster.fit_loop import check_callbacks
-from steepest.cluster.placement import check_possible
+from steepest.driver.fit_loop import check_callbacks
 from steepest.errors import ConfigurationError, ResourcesError
+from steepest.runtime.placement import check_possible
 from steepest.testing import linear_model_creator
 
 CPU = {"CPU": 1.0}

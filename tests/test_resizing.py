@@ -21,10 +21,10 @@ from steepest import (
     RunConfig,
     StepResult,
 )
-from steepest.cluster.observation import Wanted
-from steepest.cluster.process import Process
 from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, ResourcesError
+from steepest.recovery.observation import Wanted
+from steepest.runtime.process import Process
 from tests.pairs import mostly_full
 from tests.reference import Task, Weights, difference, samples, sgd, snapshot
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from steepest import DeadlineConfig, DistributedSGD, FailureConfig, ParameterServerStrategy
-from steepest.cluster import leaving
-from steepest.cluster.placement import packed
-from steepest.cluster.room import Room
 from steepest.errors import ResourcesError
 from steepest.messages.message import worker_peer
+from steepest.recovery import leaving
+from steepest.runtime.placement import packed
+from steepest.runtime.room import Room
 from steepest.testing import linear_model_creator
 from steepest.testing.simulation import Simulation, pause, run_config
 

@@ -17,9 +17,9 @@ from steepest import (
     ResourceConfig,
     SimpleStrategy,
 )
-from steepest.cluster.placement import fitting
 from steepest.config.run import DeadlineConfig
 from steepest.errors import ConfigurationError, ResourcesError
+from steepest.runtime.placement import fitting
 from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, difference, samples, sgd
 from tests.simulated_programs import quiet
@@ -159,7 +159,7 @@ def test_there_must_be_such_hosts() -> None:
 
 
 def test_it_is_said_at_once_where_no_host_can_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steepest.cluster.room.may_grow", lambda: False)
+    monkeypatch.setattr("steepest.runtime.room.may_grow", lambda: False)
     with Simulation(7, cpus=(2,)).running():
         wanted = "serving_hosts=1: this Ray has 0 nodes without workers, and no node will join it"
         with pytest.raises(ResourcesError, match=wanted):

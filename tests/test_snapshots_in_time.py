@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from steepest import FailureConfig, RunConfig
-from steepest.cluster import snapshots
-from steepest.cluster.snapshots import Snapshots
-from steepest.cluster.stock import Copy
 from steepest.config.strategies import AllreduceStrategy
 from steepest.engine.client import Position, Snapshot
 from steepest.engine.job import Job
 from steepest.engine.worker_state import WorkerState
 from steepest.errors import PeerLostError
 from steepest.messages.message import worker_peer
+from steepest.state import snapshots
+from steepest.state.snapshots import Snapshots
+from steepest.state.stock import Copy
 from steepest.tensors.dtypes import Tensors
 from steepest.testing import InProcessCluster
 from tests.reference import Task

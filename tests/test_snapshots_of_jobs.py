@@ -14,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from steepest.cluster import remote_functions
-from steepest.cluster.stock import Copy, Stock
 from steepest.config.compression import Int8, PowerSGD, TopK
 from steepest.config.strategies import (
     AllreduceStrategy,
@@ -28,6 +26,8 @@ from steepest.engine.survivors import RecoveredState
 from steepest.engine.worker_state import WorkerState, worker_state
 from steepest.errors import PeerLostError
 from steepest.messages.message import Kind, Message, Peer
+from steepest.runtime import remote_functions
+from steepest.state.stock import Copy, Stock
 from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster
 from tests.drawn import SEEDS, runs

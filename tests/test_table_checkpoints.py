@@ -26,10 +26,10 @@ from steepest import (
 )
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
-from steepest.cluster import row_read
 from steepest.engine import table_chunk
 from steepest.engine.row_snapshots import RowSnapshots
 from steepest.errors import CheckpointError
+from steepest.state import row_read
 from steepest.tables.admission import CBFFilter, CounterFilter
 from steepest.tables.dealing import Dealing
 from steepest.tables.eviction import LRU

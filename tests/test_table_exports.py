@@ -20,9 +20,9 @@ from steepest import (
     StepResult,
 )
 from steepest.checkpoint import files
-from steepest.cluster.table_export import joined_rows
 from steepest.engine import table_chunk
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.state.table_export import joined_rows
 from steepest.storage.files import storage_of
 from steepest.storage.places import place_of
 from steepest.tables.eviction import LRU

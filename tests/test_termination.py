@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from steepest.cluster import termination
+from steepest.runtime import termination
 
 
 @pytest.fixture(autouse=True)

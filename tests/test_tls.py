@@ -23,7 +23,6 @@ import pytest
 import torch
 
 from steepest import DistributedSGD, ParameterServer, RunConfig, TLSConfig
-from steepest.cluster.held_resources import who_else
 from steepest.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -32,6 +31,7 @@ from steepest.errors import (
     ProtocolError,
 )
 from steepest.messages.message import COORDINATOR, worker_peer
+from steepest.runtime.held_resources import who_else
 from steepest.testing import linear_model_creator
 from steepest.testing.simulation import Simulation, run_config
 from steepest.transport import certificates, handshake

@@ -18,11 +18,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from steepest import DistributedSGD, TorchModel
-from steepest.cluster.diagnostics import unimportable, who_raised
-from steepest.cluster.program import Program
-from steepest.cluster.remote_error import RemoteError
-from steepest.cluster.unpicklable import why_unpicklable
 from steepest.errors import ConfigurationError, ModelError, ModelRaisedError, describe_error
+from steepest.runtime.diagnostics import unimportable, who_raised
+from steepest.runtime.program import Program
+from steepest.runtime.remote_error import RemoteError
+from steepest.runtime.unpicklable import why_unpicklable
 from steepest.testing import InProcessCluster
 from steepest.testing.simulation import Simulation, run_config
 from tests.reference import same_bits, samples, sgd

@@ -13,10 +13,10 @@ import ray
 import torch
 
 from steepest import DistributedSGD, ParameterServer, ParameterServerStrategy, TorchModel
-from steepest.cluster import launch
-from steepest.cluster.room import Seat
 from steepest.errors import ConfigurationError
 from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.runtime import launch
+from steepest.runtime.room import Seat
 from steepest.tensors import shared_memory
 from steepest.tensors.shared_memory import SHARED_FROM, allocate
 from steepest.testing import InProcessCluster, linear_model_creator

@@ -16,8 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from steepest import IndexedStream, TorchModel
-from steepest.cluster.diagnostics import raise_step_error
-from steepest.cluster.remote_error import RemoteError
 from steepest.config.strategies import (
     AllreduceStrategy,
     LocalStrategy,
@@ -34,6 +32,8 @@ from steepest.errors import (
 )
 from steepest.messages.driver import Failure, Result
 from steepest.models.protocol import Computed
+from steepest.runtime.diagnostics import raise_step_error
+from steepest.runtime.remote_error import RemoteError
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits, samples
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from steepest.cluster.ray_private import active_ray_on_spark, forget_ray_on_spark
-from steepest.cluster.termination import EXIT_STATUS
 from steepest.errors import ConfigurationError, ResourcesError
+from steepest.runtime.ray_private import active_ray_on_spark, forget_ray_on_spark
+from steepest.runtime.termination import EXIT_STATUS
 
 log = logging.getLogger(__name__)
 HOOK = f"{__name__}.Hook"

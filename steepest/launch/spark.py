@@ -76,7 +76,7 @@ def cluster(
     """
     import ray
 
-    from steepest.cluster.termination import end_on_sigterm
+    from steepest.runtime.termination import end_on_sigterm
 
     with _unconnected(
         session, workers, cpus_per_worker, memory_per_worker, object_store_memory, directory
@@ -96,9 +96,9 @@ def _unconnected(
     """Run Ray on Spark; a program in the block connects by RAY_ADDRESS."""
     import ray
 
-    from steepest.cluster.ray_private import reload_token
     from steepest.launch.ray_on_spark import HOOK, Nodes, started
     from steepest.launch.spark_checks import check_session, paths_of_nodes
+    from steepest.runtime.ray_private import reload_token
 
     require_count("workers", workers)
     require_count("cpus_per_worker", cpus)

@@ -14,10 +14,6 @@ from weakref import WeakValueDictionary
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from steepest.cluster.activity import log_report
-from steepest.cluster.held_resources import Holder, hold, let_go
-from steepest.cluster.remote_error import RemoteError
-from steepest.cluster.report_signal import report_on_sigusr1
 from steepest.config.run import TLSConfig, check_tls
 from steepest.config.strategies import TRANSPORTS
 from steepest.errors import (
@@ -37,6 +33,10 @@ from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.keeper import Keeper
 from steepest.parameter_server.watched import WatchedServers
+from steepest.runtime.activity import log_report
+from steepest.runtime.held_resources import Holder, hold, let_go
+from steepest.runtime.remote_error import RemoteError
+from steepest.runtime.report_signal import report_on_sigusr1
 from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import segment_of
 from steepest.transport.ray_calls import threads_for

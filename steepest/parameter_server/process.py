@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from steepest.cluster.process import Process, on_router
 from steepest.engine.chunk_transfer import RetainedChunks
 from steepest.engine.server import Server
 from steepest.engine.survivors import ServerState, catch_up, state_of
@@ -16,6 +15,7 @@ from steepest.optim.spec import OptimizerSpec
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.hosting import committed_in, host_server
 from steepest.parameter_server.succession import Succession
+from steepest.runtime.process import Process, on_router
 from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import allocate
 from steepest.transport.channel import Address

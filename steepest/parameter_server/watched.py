@@ -1,4 +1,4 @@
-"""What a report of the servers' processes needs to know, see `steepest.cluster.activity`."""
+"""What a report of the servers' processes needs to know, see `steepest.runtime.activity`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from steepest.parameter_server.access import Access, is_forked
 from steepest.parameter_server.connection import Connection
 
 if TYPE_CHECKING:
-    from steepest.cluster.locations import Place
+    from steepest.runtime.locations import Place
 
 
 class WatchedServers:

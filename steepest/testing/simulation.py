@@ -1,6 +1,6 @@
 """The whole trainer in one process: driver, workers and servers as virtual threads, with a simulated Ray.
 
-What runs is what runs on Ray: `DistributedSGD`, `steepest.cluster`, each process with its router.
+What runs is what runs on Ray: `DistributedSGD`, recovery, each process with its router.
 Python's clocks, threads, queues and futures, Ray, and sockets are replaced by name in all modules
 of steepest. Everything that happens by chance is drawn from one seed, so the same seed gives the
 same run.
@@ -31,7 +31,10 @@ from steepest.testing.virtual_threads import Killed, Scheduler
 _REAL = ("steepest.testing", "steepest.cli", "steepest.parameter_server")
 _PACKAGE = os.path.dirname(steepest.__file__) + os.sep
 _TESTING = os.path.join(_PACKAGE, "testing") + os.sep
-_MODULES_OF_DRIVERS = ("steepest.cluster", "steepest.trainer")  # only there `os` is replaced
+_PACKAGES_OF_DRIVERS = tuple(
+    f"steepest.{package}" for package in ("runtime", "state", "recovery", "driver")
+)
+_MODULES_OF_DRIVERS = (*_PACKAGES_OF_DRIVERS, "steepest.trainer")  # only there `os` is replaced
 
 
 class Interruption:
@@ -142,7 +145,8 @@ class Simulation:
                 torch.set_num_threads(threads)
 
     def _private(self) -> list[tuple[Any, Any]]:
-        from steepest.cluster import growth, leaving, ray_private
+        from steepest.recovery import growth, leaving
+        from steepest.runtime import ray_private
         from steepest.tensors.allocator import keep_freed_memory
 
         return [
@@ -301,11 +305,10 @@ def _replaced(
 
 def _modules() -> list[types.ModuleType]:
     """Return all of steepest's modules that run in a job."""
-    from steepest import cluster
-
     importlib.import_module("steepest.trainer")
-    for found in pkgutil.iter_modules(cluster.__path__, f"{cluster.__name__}."):
-        importlib.import_module(found.name)
+    for package in map(importlib.import_module, _PACKAGES_OF_DRIVERS):
+        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(found.name)
     prefix = f"{steepest.__name__}."
     return [
         module
@@ -315,9 +318,9 @@ def _modules() -> list[types.ModuleType]:
 
 
 def _clear_caches(modules: Sequence[types.ModuleType]) -> None:
-    """Forget what functions of `steepest.cluster` have kept, such as actor classes."""
+    """Forget what functions of drivers have kept, such as actor classes."""
     for module in modules:
-        if module.__name__.startswith("steepest.cluster") and "private" not in module.__name__:
+        if module.__name__.startswith(_PACKAGES_OF_DRIVERS) and "private" not in module.__name__:
             for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()

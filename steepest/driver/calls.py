@@ -1,0 +1,144 @@
+"""What users' calls do with a job: each runs when the job is whole, and once more when a process dies meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from steepest.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DeadlineError,
+    PeerLostError,
+    ShutdownError,
+)
+from steepest.recovery.supervisor import Supervisor
+from steepest.runtime.launch import Cluster
+from steepest.runtime.owner import Moment, Owner, owned
+
+T = TypeVar("T")
+
+
+class Calls:
+    """Has functions run that read or replace a job's state; any thread may ask.
+
+    Args:
+        cluster: the job's processes.
+        supervisor: of the processes.
+
+    Attributes:
+        owner: of the job.
+    """
+
+    def __init__(self, cluster: Cluster, supervisor: Supervisor) -> None:
+        self.owner: Owner = cluster.owner
+        self._cluster = cluster
+        self._supervisor = supervisor
+
+    @owned(Moment.FREE)
+    def once(self, function: Callable[[], T]) -> T:
+        """Return what a function returns that is called once, when no process is dead."""
+        self._supervisor.settle()
+        with self.owner.for_caller():
+            return function()
+
+    @owned(Moment.FREE)
+    def surviving(self, function: Callable[[], T]) -> T:
+        """Return what a function returns; call it once more whenever a process dies meanwhile.
+
+        Raises:
+            PeerLostError, DeadlineError: what failed was no death, or the job cannot continue.
+        """
+        with self.owner.for_caller():
+            return self._surviving(function)
+
+    def _surviving(self, function: Callable[[], T]) -> T:
+        while True:
+            self._supervisor.settle()
+            before = self._supervisor.processes()
+            try:
+                return function()
+            except (PeerLostError, DeadlineError):
+                if not self._supervisor.is_struck(before):
+                    raise
+
+    def surviving_here(self, collect: Callable[[], T], then: Callable[[T], object]) -> None:
+        """Have the owner collect something, and do the rest on the calling thread.
+
+        Both are done again if a process dies meanwhile.
+
+        Args:
+            collect: reads from the job.
+            then: does the rest, with what was collected.
+
+        Raises:
+            PeerLostError, DeadlineError: what failed was no death, or the job cannot continue.
+        """
+        supervisor = self._supervisor
+        while True:
+            before, found = self.surviving(lambda: (supervisor.processes(), collect()))
+            try:
+                then(found)
+                return
+            except (PeerLostError, DeadlineError, ShutdownError):
+                self.owner.raise_ended()
+                if not supervisor.is_struck(before):
+                    raise
+
+    @owned(Moment.FREE)
+    def replacing(self, function: Callable[[], object]) -> None:
+        """Call a function that sets another state, and copy that; both again if a process dies meanwhile.
+
+        What has begun comes to its end, also when nobody waits for it any more.
+
+        Raises:
+            PeerLostError, DeadlineError: what failed was no death, or the job cannot continue.
+        """
+        supervisor = self._supervisor
+
+        def whole() -> None:
+            try:
+                function()
+            except (PeerLostError, DeadlineError, ConfigurationError, CheckpointError):
+                raise  # the last copy serves to begin again, or nothing has changed
+            except BaseException:
+                supervisor.snapshots.forget()
+                raise
+            supervisor.promised = self._cluster.step
+            if supervisor.snapshots.renew(self._cluster.meanwhile):
+                return
+            if self._cluster.client.lost_peer is not None or supervisor.observation.dead():
+                raise PeerLostError("a process died before there was a copy of the state")
+            supervisor.snapshots.forget()
+
+        with self.owner.to_its_end():
+            self._surviving(whole)
+
+    def reading(self, function: Callable[[], T]) -> T:
+        """Return what a function returns that reads from the job, also amid training.
+
+        It is called once more when the job was put together anew after a death meanwhile.
+
+        Raises:
+            PeerLostError, DeadlineError, ShutdownError: what failed was no death, or the job cannot
+                continue.
+            ModelRaisedError: the optimizer raised, and the job was set back.
+        """
+        supervisor = self._supervisor
+
+        def read() -> list[T]:
+            """Return what the function returns, in a list that is empty where a process has died."""
+            supervisor.raise_mistake()
+            supervisor.raise_error()
+            before = supervisor.processes()
+            try:
+                return [function()]
+            except (PeerLostError, DeadlineError, ShutdownError):
+                self.owner.raise_ended()
+                if not supervisor.is_struck(before):
+                    raise
+                return []
+
+        while True:
+            if found := self.owner.call(read, Moment.WHOLE, supervisor.is_readable):
+                return found[0]

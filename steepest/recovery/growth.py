@@ -1,0 +1,190 @@
+"""Room and seats for further workers, as the cluster has them or as the user asks for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import ray
+
+from steepest.config.strategies import StrategyConfig
+from steepest.errors import ResourcesError
+from steepest.recovery.starting import Starting
+from steepest.runtime.launch import Cluster
+from steepest.runtime.locations import by_calls
+from steepest.runtime.placement import check_possible, fitting, may_grow
+from steepest.runtime.ray_private import draining_nodes
+from steepest.runtime.room import Room
+
+_LOOK_SECONDS = 1.0
+_LONGEST_PAUSE = 60.0
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A dead worker without which the others continue.
+
+    Attributes:
+        index: its number then.
+        seat: where it ran, and its successor will run.
+        cause: of its death.
+    """
+
+    index: int
+    seat: int
+    cause: str
+
+
+class Growth:
+    """Starts the processes that a job lacks.
+
+    Args:
+        cluster: the job's processes.
+        starting: those that start.
+
+    Attributes:
+        absent: workers that died and have no successor yet.
+        asked: whether the user has asked for the number of workers that is wanted.
+    """
+
+    def __init__(self, cluster: Cluster, starting: Starting) -> None:
+        self.absent: list[Absent] = []
+        self.asked = False
+        self._cluster = cluster
+        self._starting = starting
+        self._room: Room | None = None
+        self._looked = time.monotonic()
+        self._pause = _LOOK_SECONDS
+
+    def start_missing(self, most: int, config: StrategyConfig) -> None:
+        """Start processes of workers and servers that are wanted and that there is room for.
+
+        Args:
+            most: the number of workers wanted.
+            config: the strategy wanted.
+
+        Raises:
+            ResourcesError: there has been no room for `DeadlineConfig.start` seconds, or there can
+                be none.
+        """
+        cluster, starting = self._cluster, self._starting
+        self._start_absent(most)
+        missing = most - cluster.job.num_workers - len(starting.workers)
+        if missing < 0:
+            starting.give_up(starting.workers[missing:])
+        if self._room is not None:
+            self._take_room()
+        elif missing > 0:
+            self._start_workers(missing)
+        if self._room is None:
+            # one who died may come back late: no server is placed beside that seat until then
+            coming = sum(not start.cause or start.is_up for start in starting.workers)
+            self._start_servers(config, min(cluster.job.num_workers + coming, most))
+
+    def _start_absent(self, most: int) -> None:
+        starting = self._starting
+        while self.absent and self._cluster.job.num_workers + len(starting.workers) < most:
+            absent = self.absent.pop(0)
+            starting.workers.append(starting.worker(absent.index, absent.seat, absent.cause))
+        if self._cluster.job.num_workers + len(starting.workers) >= most:
+            self.absent.clear()
+
+    def _free_seats(self) -> list[int]:
+        """Return the seats that no process has, on nodes that live and stay; Ray moves those of dead ones."""
+        placement, taken = self._cluster.placement, {start.seat for start in self._starting}
+        free = [s for s in placement.order[self._cluster.job.num_workers :] if s not in taken]
+        if not free:
+            return []
+        placement.look()
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        living -= draining_nodes().keys()
+        return [seat for seat in free if placement.nodes([seat])[0] in living]
+
+    def _start_workers(self, missing: int) -> None:
+        """Start workers on free seats, and ask for room for others, where that is of use."""
+        cluster, placement, now = self._cluster, self._cluster.placement, time.monotonic()
+        if not self.asked:
+            worn_out = len(placement.retired) > cluster.job.num_workers + missing
+            if now - self._looked < self._pause or worn_out:
+                return
+            self._looked = now
+        free, serving = self._free_seats(), placement.serving_nodes
+        if not self.asked:
+            missing = min(missing, fitting(cluster.bundle, serving) + len(free))
+            if missing < 1:
+                return
+        if (further := missing - len(free)) > 0:
+            workers = cluster.job.num_workers + missing
+            check_possible(workers, cluster.bundle, ray.nodes(), may_grow())
+            going = {*draining_nodes()}
+            # what is free may be in pieces, or another's by then: so it asks more rarely until it
+            # has got some
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._room = Room(further, cluster.bundle, placement.failing | serving | going)
+            return
+        self._begin(free[:missing])
+
+    def _begin(self, seats: Collection[int]) -> None:
+        starting = self._starting
+        for seat in seats:
+            index = self._cluster.job.num_workers + len(starting.workers)
+            starting.workers.append(starting.worker(index, seat))
+
+    def _take_room(self) -> None:
+        """Start workers where room has been found; give it up after a while."""
+        assert self._room is not None
+        limit = self._cluster.run_config.deadlines.start
+        if self._room.is_there:
+            self._cluster.placement.add(self._room.seats)
+            self._room, self._pause = None, _LOOK_SECONDS
+            self._begin(self._free_seats())
+        elif time.monotonic() - self._room.began >= limit:
+            self.cancel()
+            raise ResourcesError(
+                f"the cluster has had no room for more workers for {limit:g} s: training goes on "
+                f"with {self._cluster.job.num_workers}; stop what holds the rest, or add nodes"
+            )
+
+    def _start_servers(self, config: StrategyConfig, workers: int) -> None:
+        """Start servers that are wanted when there are so many workers."""
+        cluster, servers = self._cluster, self._starting.servers
+        if by_calls(config):
+            return  # `Cluster.reform` starts all of them anew
+        have = sum(peer.role == "server" for peer in cluster.actors)
+        wanted = cluster.serving(config, workers)
+        if have + len(servers) > wanted:
+            self._starting.give_up(servers[max(wanted - have, 0) :])
+        elif have + len(servers) < wanted:
+            started = cluster.start_servers(config, workers, have + len(servers))
+            for peer, actor in started.items():
+                servers.append(self._starting.server(peer, actor=actor))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether processes are on their way."""
+        return self._room is not None or bool(self._starting.workers or self._starting.servers)
+
+    @property
+    def awaits_successors(self) -> bool:
+        """Whether successors of dead workers are on their way."""
+        return bool(self.absent) or any(start.cause for start in self._starting.workers)
+
+    def surplus(self, most: int) -> list[int]:
+        """Return the seats that no worker has or will get; processes of other kinds may have them.
+
+        Args:
+            most: the number of workers wanted.
+        """
+        if self._room is not None or self._starting.workers:
+            return []
+        coming = {each.seat for each in (*self._starting, *self.absent)}
+        workers = max(most, self._cluster.job.num_workers)
+        return [s for s in self._cluster.placement.surplus(workers) if s not in coming]
+
+    def cancel(self) -> None:
+        """Give up room that was asked for, and the processes that start."""
+        if self._room is not None:
+            self._room.release()
+            self._room = None
+        self._starting.give_up([*self._starting.workers, *self._starting.servers])

@@ -1,0 +1,197 @@
+"""A successor takes a dead worker's place while the others stay as they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Set
+from functools import partial
+
+from steepest.data.streams import StreamPlace
+from steepest.engine.job import check_agreement
+from steepest.engine.replica_states import all_states, mean_states
+from steepest.errors import DeadlineError, PeerLostError
+from steepest.messages.message import Peer, worker_peer
+from steepest.recovery.decision import Transition
+from steepest.recovery.observation import Observation
+from steepest.recovery.starting import Start
+from steepest.recovery.telling import nothing_lost, record_line
+from steepest.runtime import remote_functions
+from steepest.runtime.launch import Cluster
+from steepest.runtime.locations import Place
+from steepest.tensors.dtypes import Tensors
+
+_LOOK_SECONDS = 0.1
+_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
+
+
+class Joining:
+    """Has successors join a job whose workers hold nothing that others need.
+
+    Args:
+        cluster: the job's processes.
+        observation: the processes that were started for it.
+    """
+
+    def __init__(self, cluster: Cluster, observation: Observation) -> None:
+        self._cluster = cluster
+        self._observation = observation
+        self._joined: dict[Peer, int] = {}  # successors, and the version when they joined
+
+    def join(self, transition: Transition, dead: Mapping[Peer, str]) -> int | None:
+        """Have successors take dead workers' places while the others stay as they are.
+
+        Args:
+            transition: names the workers.
+            dead: all dead workers.
+
+        Returns:
+            How many have joined: fewer if a process died meanwhile. None if it cannot be done so:
+            a successor runs on another node than its predecessor, and who shares a host with whom
+            is another question then.
+
+        Raises:
+            PeerLostError, DeadlineError: a process did not do its part, and none has died.
+            ModelError, ModelRaisedError: a successor could not build the job's model.
+        """
+        cluster, starting = self._cluster, self._observation.starting
+        starts = {peer: starting.instead[peer] for peer in sorted(transition.replaced)}
+        moved = [p for p, start in starts.items() if start.place.node != cluster.places[p].node]
+        if transition.left or moved:
+            return None
+        missing = set(dead)
+        for peer, start in starts.items():
+            old, step, began = cluster.places[peer], cluster.step + 1, time.monotonic()
+            try:
+                self._join(peer, start, missing)
+            except BaseException as error:
+                died = isinstance(error, (PeerLostError, DeadlineError))
+                struck = died and self._is_struck(peer, start, dead.keys())
+                starting.give_up([start])
+                if struck:
+                    break
+                raise
+            missing.remove(peer)
+            starting.joined([start.actor])
+            self._tell_of(peer, start, old, step, began)
+        cluster.await_successors(missing)
+        self._observation.refill_reserve()
+        return len(dead) - len(missing)
+
+    def _is_struck(self, peer: Peer, start: Start, dead: Set[Peer]) -> bool:
+        """Return whether a process that was about to join, or another one of the job's, is dead.
+
+        Args:
+            peer: the worker as which it was about to join.
+            start: the process.
+            dead: that were known to be dead when it began.
+        """
+        observation, watches = self._observation, self._cluster.watches
+        patience = max(_NOTICE_SECONDS, 4 * self._cluster.run_config.failure.heartbeat)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            observation.ask_for_signs()  # one may be cut off
+            if start.is_gone:
+                observation.failed_to_start(peer)
+                return True
+            if observation.dead().keys() - dead:
+                return True
+            alive = [watch for other, watch in watches.items() if other not in dead]
+            self._cluster.owner.await_calls([start.watch, *alive], _LOOK_SECONDS, 1)
+        return False
+
+    def _tell_of(self, peer: Peer, start: Start, old: Place, step: int, began: float) -> None:
+        """Note that a successor, which began to join at a time, has joined."""
+        cluster, now = self._cluster, time.monotonic()
+        took = now - start.began
+        together = cluster.job.strategy.rule.together
+        repeated = "the step is taken again" if together else "the others went on"
+        cluster.note(
+            "replaced",
+            f"{peer} on {old.host} (pid {old.pid}) died in step {step}: {start.cause}; "
+            f"pid {cluster.places[peer].pid} has taken its place after {took:.1f} s; {repeated}, "
+            f"{nothing_lost(cluster.job, [peer])}",
+            record_line(
+                f"a successor joins at step {step - 1}",
+                f"{peer} on {old.host} ({start.cause}) died",
+                "the others hold all of the state",
+                f"pid {cluster.places[peer].pid} in the place of {peer}; the others stay as they are",
+                cluster.job,
+                {"starting": began - start.began, "joining": now - began, "in all": took},
+                (0, 0),
+            ),
+        )
+
+    def _join(self, peer: Peer, start: Start, missing: Collection[Peer]) -> None:
+        """Have a process that is up, on the node of its predecessor, take the place of a worker.
+
+        Args:
+            peer: the worker.
+            start: the process.
+            missing: dead workers, with this one.
+        """
+        cluster, actor, job = self._cluster, start.actor, self._cluster.job
+        cluster.extend_deadline()
+        life, timeout = cluster.lives[peer.index] + 1, cluster.run_config.deadlines.start
+        described, place = cluster.get(start.building, "build the model again", [peer, peer])
+        check_agreement(job.description, described, "the job", str(peer))
+        states = self._states_of_the_others(missing)
+        mean = mean_states(states, [1.0] * len(states)) if states else None
+        cluster.get(
+            [actor.bind.remote(cluster.stored_job, cluster.chosen.gpu)],
+            "bind the model again",
+            [peer],
+        )
+        opening = actor.open.remote(cluster.stored_job, [], None, life)
+        (address,) = cluster.get([opening], "open a worker again", [peer])
+        where = self._place_of_the_others(missing)
+        taking = actor.take_state.remote(*cluster.plan, mean, where)
+        cluster.get([taking], "take the others' state", [peer])
+        connecting = actor.connect.remote(cluster.ends, timeout)
+        cluster.get([connecting], "connect a worker again", [peer])
+        cluster.substitute(peer, actor, place, address)
+        self._joined[peer] = cluster.client.position.version
+        self._tell([worker for worker in self._living() if worker not in missing or worker == peer])
+
+    def _living(self) -> list[Peer]:
+        cluster = self._cluster
+        workers = map(worker_peer, range(cluster.job.num_workers))
+        return [peer for peer in workers if cluster.deaths.cause(peer) is None]
+
+    def _states_of_the_others(self, missing: Collection[Peer]) -> list[Tensors]:
+        """Return the buffers of all workers' replicas that have weights; of all, if none is known to.
+
+        Where all contribute to each version, a successor that has joined is sent weights when no
+        other is missing, and another one may have died before.
+        """
+        version = self._cluster.client.position.version
+        others = [peer for peer in self._living() if peer not in missing]
+        having = [peer.index for peer in others if self._joined.get(peer, -1) < version]
+        call = self._cluster.workers.call
+        if having:
+            return all_states(partial(call, workers=having))
+        those = [peer.index for peer in others]
+        return all_states(partial(call, workers=those, waits=False)) if those else []
+
+    def _place_of_the_others(self, missing: Collection[Peer]) -> StreamPlace | None:
+        """Return where the job is in its pass over a stream; None without one."""
+        others = [peer.index for peer in self._living() if peer not in missing]
+        if self._cluster.plan[0] is not None or not others:
+            return None
+        ask = partial(self._cluster.workers.call, waits=False, workers=others[:1])
+        found: StreamPlace | None = ask(remote_functions.stream_place)[0]
+        return found
+
+    def _tell(self, workers: Collection[Peer]) -> None:
+        """Have workers learn where all others listen; a worker that dies meanwhile is left out."""
+        cluster = self._cluster
+        calls = {
+            peer: cluster.actors[peer].join.remote(cluster.stored_job, cluster.listening)
+            for peer in workers
+        }
+        for peer, call in calls.items():
+            try:
+                cluster.get([call], "join again", [peer], after_step=True)
+            except PeerLostError:
+                cluster.owner.await_calls([cluster.watches[peer]], _NOTICE_SECONDS)
+                if cluster.deaths.cause(peer) is None:
+                    raise

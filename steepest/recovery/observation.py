@@ -1,0 +1,460 @@
+"""What is known of a job's processes, and the processes that are started because of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import ray
+
+from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig
+from steepest.engine.job import check_agreement
+from steepest.errors import ShutdownError
+from steepest.messages.driver import WorkerLost
+from steepest.messages.message import Peer, server_peer, worker_peer
+from steepest.recovery.decision import Target, World
+from steepest.recovery.growth import Growth
+from steepest.recovery.leaving import Leaving
+from steepest.recovery.starting import Reserve, Start, Starting
+from steepest.runtime.deaths import kill
+from steepest.runtime.launch import Cluster
+from steepest.runtime.locations import by_calls
+from steepest.state.snapshots import Snapshots
+
+log = logging.getLogger(__name__)
+_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
+_TELL_SECONDS = 10.0
+_SPARE_AFTER_SECONDS = 20.0  # of training, before a spare process is worth its memory
+_TOGETHER_SECONDS = 2.0  # that one who is up waits for others, so that all join in one pause
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user wants.
+
+    Attributes:
+        config: the strategy.
+        least, most: number of workers.
+        exact: whether `most` workers are wanted, also if the cluster has no room for them now.
+    """
+
+    config: StrategyConfig
+    least: int
+    most: int
+    exact: bool
+
+    @classmethod
+    def exactly(cls, config: StrategyConfig, workers: int) -> Wanted:
+        """Return that exactly so many workers are wanted, and fewer while there is no room for them."""
+        return cls(config, 1, workers, True)
+
+
+class Observation:
+    """Watches a job's processes, and starts those that it lacks.
+
+    Args:
+        cluster: the job's processes.
+        snapshots: copies of its state.
+        wanted: what the user wants.
+
+    Attributes:
+        wanted: what the user wants.
+        starting, reserve, growth, leaving: the processes that are being started.
+        signs: of life, of all processes.
+    """
+
+    def __init__(self, cluster: Cluster, snapshots: Snapshots, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.starting = Starting(cluster)
+        self.reserve = Reserve(cluster)
+        self.growth = Growth(cluster, self.starting)
+        self.leaving = Leaving(cluster, self.starting)
+        self.signs = cluster.signs
+        self._cluster = cluster
+        self._snapshots = snapshots
+        self._failures: Counter[int] = Counter()  # by seat
+        self._counted: set[object] = set()  # deaths among them, by the calls that watched
+        self._job_knows: set[object] = set()  # of deaths, by the calls that watched
+        self._told: set[Start] = set()  # of whose absence it was said that it is long
+        self._up_since = math.inf  # when the first of the further workers was up
+
+    # -- who is dead -----------------------------------------------------------------------------
+
+    def can_replace(self, process: Peer) -> bool:
+        """Return whether what a process holds can be found elsewhere."""
+        cluster = self._cluster
+        kept = cluster.job.replication > 1 or self._snapshots.taken is not None
+        only_works = process.role == "worker" and not cluster.job.servers_in_workers
+        return cluster.run_config.failure.max_failures > 0 and (kept or only_works)
+
+    def ask_for_signs(self, *, changing: bool = False) -> tuple[list[str], list[str]]:
+        """Ask every process for a sign of life, and give up those that are silent.
+
+        Args:
+            changing: whether the job is being put together, and hears nothing of the silent ones.
+
+        Returns:
+            The silent ones of the job, and the silent ones that have no role yet or any more, in
+            words.
+        """
+        cluster, signs = self._cluster, self.signs
+        if not signs.is_time:
+            return [], []
+        members = {actor: peer for peer, actor in cluster.actors.items() if self.can_replace(peer)}
+        fixed = set(cluster.actors.values()) - members.keys()
+        living = {actor: at for actor, at in cluster.living().items() if actor not in fixed}
+        coming = {start.actor: start for start in self.starting if start.is_placed}
+        places = {actor: start.place for actor, start in coming.items()} | living
+        if not places or not signs.look(places):
+            return [], []
+        found: tuple[list[str], list[str]] = [], []
+        for actor in [actor for actor in places if signs.is_silent(actor)]:
+            why = f"no sign of life for {signs.silence(actor):.1f} s"
+            if actor in members:
+                why = cluster.silence_of(members[actor], signs.silence(actor))
+                self._give_up(members[actor], why, changing=changing)
+                found[0].append(str(members[actor]))
+                continue
+            if actor in coming:
+                what = f"a process that starts as {coming[actor].peer}"
+                self.starting.lose(coming[actor])
+            else:
+                what = "a process that was let go"
+                kill(places[actor], actor)
+            log.warning("%s gave %s", what, why)
+            found[1].append(what)
+        return found
+
+    def _give_up(self, peer: Peer, why: str, *, changing: bool) -> None:
+        if not changing:
+            self.tell_job({peer: why})
+        self._cluster.deaths.declare(peer, why)
+
+    def tell_job(self, dead: Mapping[Peer, str]) -> None:
+        """Tell the driver's client and the coordinator, once each, of processes that are dead.
+
+        They hear of most because channels close; of one whose node is cut off they do not.
+
+        Args:
+            dead: the processes, and why they died.
+        """
+        cluster = self._cluster
+        for peer, why in dead.items():
+            if (watch := cluster.watches[peer]) in self._job_knows:
+                continue
+            self._job_knows.add(watch)
+            with contextlib.suppress(ShutdownError):  # the driver's router has ended, and says why
+                if self.is_plain(peer):
+                    life = cluster.lives[peer.index]
+                    cluster.on_router(partial(cluster.client.declare_lost, peer.index, life, why))
+                elif peer.role == "server" or cluster.job.servers_in_workers:
+                    cluster.on_router(partial(cluster.client.lost, server_peer(peer.index), why))
+
+    def hear(self, lost: WorkerLost) -> None:
+        """Take the coordinator's word that a worker is gone; Ray's, if there is any, names the cause."""
+        cluster, peer = self._cluster, worker_peer(lost.worker)
+        if peer not in cluster.watches or cluster.lives[lost.worker] != lost.life:
+            return
+        if cluster.deaths.cause(peer) is None:
+            ray.wait([cluster.watches[peer]], timeout=_NOTICE_SECONDS)
+            cluster.deaths.declare(peer, lost.why)
+
+    def is_plain(self, peer: Peer) -> bool:
+        """Return whether a process is a worker that holds nothing without which others stand still."""
+        return peer.role == "worker" and self._cluster.job.workers_are_replaced
+
+    def dead(self) -> dict[Peer, str]:
+        """Return the processes that are known to be dead, and why.
+
+        Raises:
+            PeerLostError: one of them cannot be replaced.
+        """
+        cluster = self._cluster
+        dead = cluster.deaths.causes()
+        for peer, cause in dead.items():
+            if not self.can_replace(peer):
+                cluster.deaths.raise_lost(peer, cause)
+        cluster.await_successors(dead)
+        return dead
+
+    def worn_out(self, dead: Mapping[Peer, str]) -> frozenset[Peer]:
+        """Return those of the dead in whose places processes have died too often.
+
+        Raises:
+            PeerLostError: one of them ended by an error of its own, and so did the one before it
+                there at the same version.
+        """
+        allowed = self._cluster.run_config.failure.max_failures
+        return frozenset(peer for peer, why in dead.items() if self._failed(peer, why) > allowed)
+
+    def _failed(self, peer: Peer, cause: str) -> int:
+        """Return how many processes have died in the place of a dead one, with that one."""
+        cluster, seat = self._cluster, self._cluster.seat_of(peer)
+        watch = cluster.watches[peer]
+        if watch not in self._counted:
+            if cluster.deaths.is_repeated(peer, seat):
+                again = "as the one before it, with no version committed in between"
+                cluster.deaths.raise_lost(peer, f"{cause} ({again})")
+            self._counted.add(watch)
+            self._failures[seat] += 1
+        return self._failures[seat]
+
+    def late(self, dead: Collection[Peer]) -> frozenset[Peer]:
+        """Return those of the dead for whose successors nobody waits any more."""
+        starting = self.starting
+        waited = {peer: start for peer, start in starting.instead.items() if peer in dead}
+        return frozenset(peer for peer, start in waited.items() if starting.is_late(start))
+
+    def failed_to_start(self, peer: Peer) -> None:
+        """Count the death of a process that started in the place of a dead one."""
+        self._failures[self._cluster.seat_of(peer)] += 1
+
+    # -- processes that start --------------------------------------------------------------------
+
+    def fill_reserve(self, trained: float) -> None:
+        """Start spare processes, if some are wanted after `trained` seconds of training."""
+        cluster = self._cluster
+        wanted = cluster.run_config.failure.spares
+        if wanted is None:
+            wanted = 1 if trained >= _SPARE_AFTER_SECONDS else 0
+        if wanted and not cluster.chosen.gpu and self.can_replace(worker_peer(0)):
+            self.reserve.fill(wanted)  # a GPU is Ray's to give, when it is needed
+
+    def refill_reserve(self) -> None:
+        """Start a spare process after a death, unless none is wanted."""
+        wanted = self._cluster.run_config.failure.spares
+        self.fill_reserve(_SPARE_AFTER_SECONDS if wanted is None else 0.0)
+
+    def start_successors(self, dead: Mapping[Peer, str], *, cold: bool) -> None:
+        """Start processes in the places of dead ones, those kept in reserve first.
+
+        Args:
+            dead: the dead, and why they died; not those in whose places nobody starts.
+            cold: whether to start further processes if those in reserve are not enough.
+        """
+        for peer, cause in dead.items():
+            known = self.starting.instead.get(peer)
+            if known is None:
+                spare = self.reserve.take(self._cluster.places[peer].node)
+                if spare is not None or cold:
+                    self.starting.instead[peer] = self._successor(peer, cause, spare)
+            else:
+                known = self._again(peer, known)
+                known = known if known.cause == cause else replace(known, cause=cause)
+                self.starting.instead[peer] = known
+
+    def _successor(self, peer: Peer, cause: str, spare: object) -> Start:
+        if peer.role == "server":
+            return self.starting.server(peer, cause, spare, spare=spare is not None)
+        seat = self._cluster.placement.order[peer.index]
+        return self.starting.worker(peer.index, seat, cause, spare)
+
+    def _again(self, peer: Peer, start: Start) -> Start:
+        if start.is_gone and start.was_up:  # not because its node is gone
+            self.failed_to_start(peer)
+        return self.starting.again(start)
+
+    def tell_who_is_awaited(self) -> None:
+        """Log, once each, which dead processes have waited long for their successors."""
+        now = time.monotonic()
+        self._told &= set(self.starting.instead.values())
+        for peer, start in self.starting.instead.items():
+            if start.cause and now - start.began >= _TELL_SECONDS and start not in self._told:
+                self._told.add(start)
+                log.warning(
+                    "%s died %.0f s ago (%s), and its successor is not up yet: the cluster has no "
+                    "room for it, or it is slow to start", peer, now - start.began, start.cause,
+                )  # fmt: skip
+
+    def start_missing(self) -> None:
+        """Start further workers and servers, and others for those on nodes that will go.
+
+        Raises:
+            ResourcesError: there is no room for what the user has asked for, or it does not come
+                up.
+        """
+        starting = self.starting
+        self._give_up_late_successors()
+        for start in [*starting.workers, *starting.servers]:
+            starting.check_time(start)
+        starting.workers = [starting.again(start) for start in starting.workers]
+        starting.servers = [starting.again(start) for start in starting.servers]
+        self.leaving.look(self.wanted.least)
+        if not self.leaving.nodes:
+            self.growth.start_missing(self.wanted.most, self.wanted.config)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Give the seats back that nothing needs any more, after workers have left."""
+        if surplus := self.growth.surplus(self.wanted.most):
+            coming = [start.actor for start in self.starting]
+            unused = self._cluster.unused(surplus, coming, self.reserve.actors)
+            self.reserve.end_in(unused)
+            self._cluster.placement.give_back(unused)
+
+    def _give_up_late_successors(self) -> None:
+        """End the starts of dead workers' successors that do not come up; others may be started later."""
+        starting = self.starting
+        late = [start for start in starting.workers if start.cause and starting.is_late(start)]
+        if late:
+            log.warning(
+                "successors of %d dead workers have not come up within %g s: training goes on with "
+                "%d workers; others join when the cluster has room",
+                len(late), starting.patience, self._cluster.job.num_workers,
+            )  # fmt: skip
+            starting.give_up(late)
+
+    def joining(self) -> dict[int, Start]:
+        """Return the further workers that can join now, by their new numbers.
+
+        Each gets the number that it was made for where that can be; otherwise it builds its models
+        once more, and joins when it has.
+
+        Raises:
+            ModelError, ModelRaisedError: the model that one has built is not the job's.
+        """
+        starting, now = self.starting, time.monotonic()
+        up = [start for start in starting.workers if start.is_up]
+        self._up_since = min(self._up_since, now) if up else math.inf
+        late = [start for start in starting.workers if start not in up]
+        soon = now - self._up_since < _TOGETHER_SECONDS
+        if not up or (late and (soon or not all(start.cause for start in late))):
+            return {}
+        have = self._cluster.job.num_workers
+        numbers = numbered([start.peer.index for start in up], have)
+        joining = {number: starting.fitting(up[n], number) for n, number in numbers.items()}
+        starting.workers = [*joining.values(), *late]
+        if not all(start.is_up for start in joining.values()):
+            return {}
+        calls = [start.building[0] for start in joining.values()]
+        described = self._cluster.get(calls, "build the model", map(worker_peer, joining))
+        for number, found in zip(joining, described, strict=True):
+            job = self._cluster.job
+            check_agreement(job.description, found, "the job", str(worker_peer(number)))
+        return joining
+
+    # -- what is known ---------------------------------------------------------------------------
+
+    def world(
+        self,
+        dead: Mapping[Peer, str],
+        worn_out: Collection[Peer],
+        *,
+        patient: bool,
+        whole: bool = True,
+    ) -> World:
+        """Return what is known of all processes.
+
+        Args:
+            dead: the dead, and why they died.
+            worn_out: those of them in whose places nobody starts.
+            patient: whether successors are never overdue.
+            whole: whether the living hold every chunk.
+        """
+        cluster = self._cluster
+        counts = Counter(peer.role for peer in cluster.actors)
+        stuck = not all(self.is_plain(peer) for peer in dead)
+        leaving = self.leaving.peers - dead.keys()
+        ready = {
+            peer
+            for peer, start in self.starting.instead.items()
+            if start.is_up or (stuck and start.spare)
+        }
+        servers = [start for start in self.starting.servers if start.is_up]
+        wanted = cluster.serving(self.wanted.config, self.wanted.most)
+        return World(
+            workers=counts["worker"],
+            servers=counts["server"],
+            dead=dead.keys(),
+            leaving=leaving,
+            ready=ready & (dead.keys() | leaving),
+            worn_out=frozenset(worn_out),
+            late=self.late(dead),
+            stuck=stuck,
+            overdue=not patient and self._is_overdue(dead),
+            full=self.leaving.full,
+            joining=0 if dead or leaving else len(self.joining()),
+            opening=wanted if by_calls(self.wanted.config) else len(servers),
+            whole=whole,
+            snapshot=self._snapshots.taken is not None,
+        )
+
+    def _is_overdue(self, dead: Collection[Peer]) -> bool:
+        """Return whether successors of dead workers were waited for long enough."""
+        now, run_config = time.monotonic(), self._cluster.run_config
+        cold = [
+            now - start.began
+            for peer, start in self.starting.instead.items()
+            if peer in dead and not start.spare
+        ]
+        workers = self._cluster.job.num_workers
+        left = workers - len(dead)
+        held_up = self._cluster.job.strategy.rule.needs(workers) == workers and left > 1
+        patience = min(
+            run_config.failure.patience if held_up else math.inf,
+            math.inf if self.wanted.exact else run_config.deadlines.start,
+        )
+        return bool(cold) and max(cold) >= patience
+
+    def target(self, world: World) -> Target:
+        """Return what is wanted of these processes."""
+        job, config = self._cluster.job, self._cluster.job.config
+        spreads = isinstance(config, (ParameterServerStrategy, LocalStrategy)) or all(
+            peer.role == "worker" for peer in world.dead
+        )
+        workers = min(world.workers + world.joining, self.wanted.most)
+        return Target(
+            least=self.wanted.least,
+            workers=self.wanted.most,
+            servers=self._cluster.serving(self.wanted.config, workers),
+            waits=self._cluster.run_config.failure.patience > 0,
+            movable=spreads and (job.strategy.in_driver or not by_calls(config)),
+            switched=self.config_for(world.workers, world.servers) != config
+            or self._cluster.unfrozen != job.unfrozen
+            or self._cluster.roles_due,
+        )
+
+    def config_for(
+        self, workers: int, servers: int, config: StrategyConfig | None = None
+    ) -> StrategyConfig:
+        """Return a strategy, with fewer servers if there are no more.
+
+        Args:
+            workers, servers: how many processes of each kind there are.
+            config: the strategy; that which is wanted by default.
+        """
+        config = config or self.wanted.config
+        enough = servers == 0 or servers >= self._cluster.serving(config, workers)
+        if enough or not isinstance(config, (ParameterServerStrategy, LocalStrategy)):
+            return config
+        return replace(config, num_servers=servers, replication=min(config.replication, servers))
+
+
+def numbered(wished: Collection[int], have: int) -> dict[int, int]:
+    """Return the numbers of further workers among those that there are, which keep their order.
+
+    Args:
+        wished: the number that each further worker would have.
+        have: how many workers there are.
+
+    Returns:
+        By position in `wished`, each worker's number.
+
+    Example:
+        >>> numbered([1], 2)
+        {0: 1}
+        >>> numbered([5, 3], 2)
+        {1: 2, 0: 3}
+    """
+    free = sorted(range(len(wished)), key=list(wished).__getitem__)
+    numbers: dict[int, int] = {}
+    for taken, position in enumerate(free):
+        lowest = max(numbers.values(), default=-1) + 1
+        numbers[position] = min(max(list(wished)[position], lowest), have + taken)
+    return numbers

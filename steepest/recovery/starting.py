@@ -1,0 +1,301 @@
+"""Processes on their way into a job: in dead ones' places, as further ones, and kept in reserve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import ray
+
+from steepest.errors import ResourcesError
+from steepest.messages.message import Peer, worker_peer
+from steepest.runtime.deaths import kill
+from steepest.runtime.diagnostics import has_answered, never_ran
+from steepest.runtime.launch import Cluster
+from steepest.runtime.locations import Place
+from steepest.tensors.layout import ChunkSpec
+
+_ANSWER_SECONDS = 5.0
+#: A process has to come up within this many times `DeadlineConfig.start` seconds.
+_STARTS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """A process that starts.
+
+    Attributes:
+        peer: the role for which it starts; a worker's models are built for that number.
+        seat: in or beside which it runs; None for a server that is placed as the job's size says.
+        actor: Ray's handle.
+        watch: a call that ends when the process does.
+        building: calls that have ended when it is up; the last one returns its `Place`, the first
+            one of a worker the `Description` of its model.
+        began: when the first process was started for this, of `time.monotonic`.
+        cause: of the death of the process in whose place it starts; "" if none died.
+        spare: whether it was kept in reserve.
+        cut: how a worker's models are cut into chunks.
+        started: when this process was started, of `time.monotonic`.
+    """
+
+    peer: Peer
+    seat: int | None
+    actor: Any
+    watch: Any
+    building: list[Any]
+    began: float
+    cause: str = ""
+    spare: bool = False
+    cut: ChunkSpec | None = None
+    started: float = field(default_factory=lambda: time.monotonic())
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it can join: all calls have ended, if by an error of the user's code."""
+        done, _ = ray.wait(self.building, num_returns=len(self.building), timeout=0)
+        return len(done) == len(self.building) and not self.is_gone
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process died, or could never run."""
+        ended, _ = ray.wait([self.watch], timeout=0)
+        return bool(ended) or any(never_ran(call) for call in self.building)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it is known where its process runs."""
+        return has_answered(self.building[-1]) and not self.is_gone
+
+    @property
+    def was_up(self) -> bool:
+        """Whether it had come up, though it may have died since."""
+        return all(has_answered(call) for call in self.building)
+
+    @property
+    def place(self) -> Place:
+        """Where it runs; it must be up."""
+        found: Place = ray.get(self.building[-1])
+        return found
+
+
+class Starting:
+    """Starts a job's processes, while it trains.
+
+    Args:
+        cluster: the job's processes.
+
+    Attributes:
+        instead: processes that start in the places of others, by the role of these.
+        workers: processes that will be further workers.
+        servers: processes that will be further servers.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.instead: dict[Peer, Start] = {}
+        self.workers: list[Start] = []
+        self.servers: list[Start] = []
+        self._cluster = cluster
+
+    def __iter__(self) -> Iterator[Start]:
+        """Iterate over all of them."""
+        return iter([*self.instead.values(), *self.workers, *self.servers])
+
+    def worker(self, index: int, seat: int, cause: str = "", actor: Any = None) -> Start:
+        """Start a worker's process, and have it build its models.
+
+        Args:
+            index: of the worker.
+            seat: in which it runs.
+            cause: see `Start`.
+            actor: a process kept in reserve that becomes the worker; None to start one.
+        """
+        spare, cluster = actor is not None, self._cluster
+        actor = actor or cluster.start_worker(index, seat)
+        building = self._building(actor, index)
+        cut, now = self._cluster.job.cut, time.monotonic()
+        watch = actor.watch.remote()
+        return Start(worker_peer(index), seat, actor, watch, building, now, cause, spare, cut)
+
+    def server(
+        self,
+        peer: Peer,
+        cause: str = "",
+        actor: Any = None,
+        *,
+        seat: int | None = None,
+        spare: bool = False,
+    ) -> Start:
+        """Start a server's process.
+
+        Args:
+            peer: the server.
+            cause: see `Start`.
+            actor: a process that becomes the server; None to start one.
+            seat: beside which it runs; None for where a job of this size has it.
+            spare: whether `actor` was kept in reserve.
+        """
+        actor = actor or self._cluster.start_server(peer.index, seat)
+        building = [actor.reserve.remote(self._cluster.job.description.layout.nbytes)]
+        building.append(actor.place.remote())
+        now, watch = time.monotonic(), actor.watch.remote()
+        return Start(peer, seat, actor, watch, building, now, cause, spare)
+
+    def _building(self, actor: Any, index: int) -> list[Any]:
+        cluster, job = self._cluster, self._cluster.job
+        built = actor.build.remote(
+            cluster.creator, index, job.devices_per_worker, job.seed, job.cut, cluster.size
+        )
+        return [built, actor.place.remote()]
+
+    def fitting(self, start: Start, index: int) -> Start:
+        """Return a worker that has, or builds, the models of a number, cut as the job's are now."""
+        cut = self._cluster.job.cut
+        if (start.peer.index, start.cut) == (index, cut):
+            return start
+        building = self._building(start.actor, index)
+        return replace(start, peer=worker_peer(index), building=building, cut=cut)
+
+    @property
+    def patience(self) -> float:
+        """Seconds within which a process has to come up."""
+        return _STARTS * self._cluster.run_config.deadlines.start
+
+    def is_late(self, start: Start) -> bool:
+        """Return whether a process has not come up for so long that nobody waits for it any more."""
+        return time.monotonic() - start.began > self.patience and not start.is_up
+
+    def check_time(self, start: Start) -> None:
+        """Refuse to wait any longer for a process that is late.
+
+        Raises:
+            ResourcesError: it is.
+        """
+        if self.is_late(start):
+            raise ResourcesError(
+                f"the process of another {start.peer.role} did not come up within "
+                f"{self.patience:g} s"
+            )
+
+    def lose(self, start: Start) -> None:
+        """End a process that is silent; `again` starts another."""
+        kill(start.place, start.actor)
+        gone = replace(start, watch=ray.put(None))  # Ray takes a while to say so
+        self.instead = {peer: gone if s is start else s for peer, s in self.instead.items()}
+        self.workers = [gone if s is start else s for s in self.workers]
+        self.servers = [gone if s is start else s for s in self.servers]
+
+    def again(self, start: Start) -> Start:
+        """Return the start of another process if one has died before it was up; else the same.
+
+        A process that does not even come to life in half the time counts as dead, too.
+        """
+        hangs = time.monotonic() - start.started > self.patience / 2 and not start.is_placed
+        if hangs and not start.is_gone:
+            ray.kill(start.actor, no_restart=True)
+        elif not start.is_gone:
+            return start if start.peer.role == "server" else self.fitting(start, start.peer.index)
+        if start.peer.role == "server":
+            other = self.server(start.peer, start.cause, seat=start.seat)
+        else:
+            assert start.seat is not None
+            other = self.worker(start.peer.index, start.seat, start.cause)
+        return replace(other, began=start.began)
+
+    def joined(self, members: Collection[Any]) -> None:
+        """Forget the processes that are part of the job by now.
+
+        Args:
+            members: Ray's handles of the job's processes.
+        """
+        self.instead = {p: s for p, s in self.instead.items() if s.actor not in members}
+        self.workers = [start for start in self.workers if start.actor not in members]
+        self.servers = [start for start in self.servers if start.actor not in members]
+
+    def give_up(self, starts: Iterable[Start]) -> None:
+        """End some of the processes."""
+        gone = list(starts)
+        for start in gone:
+            ray.kill(start.actor, no_restart=True)
+        self.joined([start.actor for start in gone])
+
+
+class _Spare(NamedTuple):
+    """A spare process.
+
+    Attributes:
+        actor: Ray's handle.
+        placing: the call that says where it is.
+        seat: in which it runs.
+    """
+
+    actor: Any
+    placing: Any
+    seat: int
+
+
+class Reserve:
+    """Spare processes, which have imported what a worker needs.
+
+    Args:
+        cluster: the job's processes.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._spares: list[_Spare] = []
+
+    def fill(self, wanted: int) -> None:
+        """Start spare processes until there are so many."""
+        cluster = self._cluster
+        for number in range(len(self._spares), wanted):
+            cpus = cluster.run_config.resources.cpus_per_worker
+            seats = cluster.placement.order
+            seat = seats[number % len(seats)]
+            actor = cluster.start_process("spare", seat, 0, 0, 1, cpus)
+            actor.prepare.remote(cluster.creator)
+            self._spares.append(_Spare(actor, actor.place.remote(), seat))
+
+    def take(self, node: str) -> Any | None:
+        """Return a spare process on a node, if one is up; it is a spare no more."""
+        for spare in list(self._spares):
+            actor, placing, _ = spare
+            ready, _ = ray.wait([placing], timeout=0)
+            if not ready:
+                continue
+            try:
+                found: Place = ray.get(placing)
+                ray.get(actor.place.remote(), timeout=_ANSWER_SECONDS)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                self._spares.remove(spare)
+                continue
+            if found.node == node:
+                self._spares.remove(spare)
+                return actor
+        return None
+
+    def leave(self, nodes: Collection[str]) -> None:
+        """End spare processes on nodes that will go."""
+        for spare in list(self._spares):
+            if has_answered(spare.placing) and ray.get(spare.placing).node in nodes:
+                self._end(spare)
+
+    @property
+    def actors(self) -> list[Any]:
+        """The spare processes."""
+        return [spare.actor for spare in self._spares]
+
+    def end_in(self, seats: Collection[int]) -> None:
+        """End spare processes in seats that are to be given back; others are started elsewhere."""
+        for spare in [spare for spare in self._spares if spare.seat in seats]:
+            self._end(spare)
+
+    def end(self) -> None:
+        """End all spare processes."""
+        for spare in list(self._spares):
+            self._end(spare)
+
+    def _end(self, spare: _Spare) -> None:
+        self._spares.remove(spare)
+        ray.kill(spare.actor, no_restart=True)

@@ -1,0 +1,309 @@
+"""What is known of a job's processes: where each runs, how it is called, what it is part of."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from steepest.config.run import RunConfig
+from steepest.data.sampler import SamplePlan
+from steepest.engine.client import Client
+from steepest.engine.job import Job
+from steepest.errors import DeadlineError, PeerLostError, ShutdownError, listed
+from steepest.messages.message import Peer, server_peer, worker_peer
+from steepest.observe.results import Event
+from steepest.runtime.activity import log_report
+from steepest.runtime.diagnostics import drop_calls, raise_remote, who_raised
+from steepest.runtime.locations import Place
+from steepest.runtime.owner import Owner
+from steepest.runtime.program import Program
+from steepest.runtime.seats import Placement
+from steepest.runtime.signs_of_life import SignsOfLife
+from steepest.transport.channel import Address
+from steepest.transport.ray_calls import Callee
+from steepest.transport.router import Router
+from steepest.transport.tls import identity_of
+
+log = logging.getLogger(__name__)
+change_log = logging.getLogger("steepest.changes")
+#: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
+_UP_FACTOR = 4.0
+LOOK_SECONDS = 0.3
+_SLICE_SECONDS = 0.1  # between two looks at what the owner is asked
+_MOST_SAMPLES = 64  # of a share, in an error
+
+
+class JobContext:
+    """What is known of a job and its processes; it is changed by its own methods and `Cluster`'s alone.
+
+    Args:
+        run_config: as of `DistributedSGD`.
+        seed: of the order of samples.
+
+    Attributes:
+        client: the driver's end of the job; use it through `Cluster.on_router`.
+        job: its facts as it is now; `stored_job` is the same, in Ray's store.
+        actors, watches, places: by role, Ray's handle of the process, a call that ends when the
+            process does, and where it runs.
+        lives: by worker, its incarnation.
+        placement: the seats reserved for workers.
+        plan: which samples belong to which worker, and the seed, for workers that join later.
+        events: what happened to processes, oldest first.
+        awaited: dead processes whose deaths are being handled.
+        signs: of life, of all processes.
+        unfrozen: names of frozen parameters that are to be trained, see `Job.unfrozen`.
+        roles_due: whether processes know less of the job than is known here.
+        owner: of all that is here: one thread changes it.
+        meanwhile: called again and again while calls of processes are waited for; what it raises
+            ends the waiting.
+        router: of the driver.
+        token: the job's secret.
+        program: the driver's, whose arguments its processes have too.
+        identity: the certificate of the job's processes; None without TLS.
+        ends, listening: see `connect_processes`.
+    """
+
+    client: Client
+    job: Job
+    stored_job: Any
+    ends: list[Address | Callee]
+    listening: list[Address]
+
+    def __init__(self, run_config: RunConfig, seed: int) -> None:
+        self.run_config = run_config
+        self.owner = Owner()
+        self._standing: int | None = None
+        self.roles_due = False
+        self.actors: dict[Peer, Any] = {}
+        self.watches: dict[Peer, Any] = {}
+        self.places: dict[Peer, Place] = {}
+        self.lives: Counter[int] = Counter()
+        self.placement = Placement()
+        self.plan: tuple[SamplePlan | None, int] = (None, seed)
+        self.events: list[Event] = []
+        self.awaited: Set[Peer] = frozenset()
+        self.signs = SignsOfLife(run_config.failure.heartbeat)
+        self.unfrozen: frozenset[str] = frozenset()
+        self.router = Router()
+        self.token = secrets.token_bytes(32)
+        self.identity = identity_of(run_config.tls)
+        self.program = Program.of_this_process()
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.extend_deadline()
+
+    def process_of(self, peer: Peer) -> Peer:
+        """Return the role under which the process that hosts a role is known in `actors`."""
+        if peer in self.actors or not self.actors:
+            return peer
+        if server_peer(0) in self.actors:
+            return server_peer(0)
+        return worker_peer(
+            peer.index if worker_peer(peer.index) in self.actors and self.job.num_workers > 1 else 0
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps committed, as far as the driver has heard; amid a change, when it began."""
+        if self._standing is not None:
+            return self._standing
+        return self.job.step_of(self.client.position.version)
+
+    def stand(self, step: int | None) -> None:
+        """Let `step` be a number while processes change their roles; None when they have them."""
+        self._standing = step
+
+    def silence_of(self, peer: Peer, seconds: float) -> str:
+        """Return in words that a process is silent; of a worker, with the samples that it may compute."""
+        why, job = f"no sign of life for {seconds:.1f} s", self.job
+        if peer.role != "worker" or not job.strategy.rule.together:  # shares are leased there
+            return why
+        samples = self.samples_of(self.step * job.shares + peer.index)
+        found = f"step {self.step + 1}, the first without a result, has for it {samples}"
+        return f"{why}; {found}" if samples else why
+
+    def silence(self, actor: Any) -> float:
+        """Return for how many seconds a process had given no sign of life when last looked at."""
+        return self.signs.silence(actor)
+
+    def roles(self) -> list[tuple[Peer, str]]:
+        """Return the roles in the driver, and what each does or waits for, see `Router.doing`."""
+        return self.router.doing()
+
+    def processes(self) -> list[Any]:
+        """Return the handles of all processes, with a role or without; any thread may ask."""
+        return list(self.actors.values())
+
+    def share_in_words(self, share: int) -> str:
+        """Return the step of which a share is, in words."""
+        return f"step {share // self.job.shares + 1}"
+
+    def samples_of(self, share: int) -> str:
+        """Return the samples of a share in words; "" where data choose their own samples."""
+        job, plan = self.job, self.plan[0]
+        if plan is None:
+            return ""
+        samples = plan.samples_of(share, job.shares, job.parts).tolist()
+        rest = len(samples) - _MOST_SAMPLES
+        more = f" and {rest} more" if rest > 0 else ""
+        shown = ", ".join(map(str, samples[:_MOST_SAMPLES])) or "none"
+        return f"samples {shown}{more} of the data set"
+
+    def seat_of(self, peer: Peer) -> int:
+        """Return the number under which failures of a process' place are counted."""
+        return self.placement.order[peer.index] if peer.role == "worker" else -1 - peer.index
+
+    def lost_peers(self) -> set[Peer]:
+        """Return the peers whose channels to the driver have closed."""
+        return set(self.router.lost_peers)
+
+    def note(self, kind: str, line: str, record: str = "") -> None:
+        """Log what happened to processes in one line, and add it to `events`.
+
+        Args:
+            kind, line, record: see `Event`; the user is not warned of what has a record alone.
+        """
+        self.events.append(Event(time.time(), kind, self.step, line or record, record))
+        if line:
+            log.warning("%s", line)
+        if record:
+            change_log.info("%s", record)
+
+    def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
+        """Note which samples belong to which worker from now on, see `plan`."""
+        self.plan = (plan, seed)
+
+    def shift_schedule(self, updates: int) -> None:
+        """Note that the learning-rate schedule stands some updates further than the steps say."""
+        self.job = replace(self.job, schedule_offset=self.job.schedule_offset + updates)
+        self.roles_due = True
+
+    def await_successors(self, dead: Collection[Peer]) -> None:
+        """Note which dead processes are being replaced or done without; others are an error."""
+        self.awaited = frozenset(dead)
+
+    def extend_deadline(self) -> None:
+        """Give processes that start from now on the full time to come up, see `get`."""
+        self._deadline = time.monotonic() + self.run_config.deadlines.start * (1 + _UP_FACTOR)
+
+    def names(self, actors: Iterable[Any]) -> list[str]:
+        """Return the names of processes by Ray's handles, for errors."""
+        known = {actor: str(peer) for peer, actor in self.actors.items()}
+        return [known.get(actor, "a process that has no role any more") for actor in actors]
+
+    def get(
+        self,
+        refs: list[Any],
+        what: str,
+        names: Iterable[Peer | str],
+        *,
+        after_step: bool = False,
+    ) -> list[Any]:
+        """Return what calls return that end before the starting deadline, see `results_of`.
+
+        The deadline is counted from the job's start, or from the last `extend_deadline`.
+
+        Args:
+            refs, what, names: as of `results_of`.
+            after_step: whether processes may have to end a step before; then they have the time of
+                one more.
+        """
+        more = self.run_config.deadlines.step if after_step else 0.0
+        limit = self.run_config.deadlines.start * (1 + _UP_FACTOR) + more
+        who, until = [str(name) for name in names], self._deadline + more
+        try:
+            return results_of(refs, what, who, until, limit, self.meanwhile, self.owner)
+        except DeadlineError as error:
+            log_report(self, str(error))
+            raise
+
+    def substitute(self, peer: Peer, actor: Any, place: Place, listening: Address) -> None:
+        """Note that another process is a worker now.
+
+        Args:
+            peer: the worker.
+            actor: Ray's handle.
+            place: where the process runs.
+            listening: where it listens for other workers.
+        """
+        self.lives[peer.index] += 1
+        self.actors[peer], self.watches[peer] = actor, actor.watch.remote()
+        self.places[peer], self.listening[peer.index] = place, listening
+
+
+def results_of(
+    refs: list[Any],
+    what: str,
+    names: Sequence[str],
+    deadline: float,
+    limit: float,
+    meanwhile: Callable[[], None],
+    owner: Owner,
+) -> list[Any]:
+    """Return what calls of a job's processes return, while it starts or is put together anew.
+
+    Args:
+        refs: the calls.
+        what: the processes are asked to do, for errors.
+        names: of the process of each call.
+        deadline: until when to wait, of `time.monotonic`.
+        limit: the seconds that the deadline allowed, for errors.
+        meanwhile: called now and then; what it raises ends the waiting.
+        owner: on whose thread this runs.
+
+    Raises:
+        ModelRaisedError: the user's code raised; its traceback is the cause. Our own errors are
+            raised as they are.
+        PeerLostError: a process died.
+        DeadlineError: not all calls ended before the deadline.
+    """
+    try:
+        return _awaited(refs, deadline, meanwhile, owner)
+    except ray.exceptions.GetTimeoutError:
+        _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
+        late = [name for ref, name in zip(refs, names, strict=True) if ref in waiting]
+        others = [name for name in names if name not in late]
+        did = f" ({listed(others)} did)" if others else ""
+        raise DeadlineError(
+            f"{listed(late)} did not {what} within {limit:g} s{did}: raise "
+            "DeadlineConfig(start=...)"
+        ) from None
+    except ray.exceptions.RayTaskError as error:
+        name = who_raised(error, dict(zip(refs, names, strict=True)))
+        try:
+            raise_remote(error, name, what)
+        except ShutdownError as ended:  # its router, not this trainer
+            raise PeerLostError(f"{name} ended before it could {what}") from ended
+    except ray.exceptions.RayActorError as error:
+        raise PeerLostError(
+            f"a process died before it could {what}: {' '.join(str(error).split())}"
+        ) from None
+
+
+def _awaited(
+    refs: list[Any], deadline: float, meanwhile: Callable[[], None], owner: Owner
+) -> list[Any]:
+    """Return what calls return; raise what the first one raises, or `GetTimeoutError`."""
+    looked = time.monotonic()
+    while True:
+        now = time.monotonic()
+        left = max(deadline - now, 0.1)
+        try:
+            results: list[Any] = ray.get(refs, timeout=min(left, _SLICE_SECONDS))
+            return results
+        except ray.exceptions.GetTimeoutError:
+            if left <= _SLICE_SECONDS:
+                raise
+        except ray.exceptions.RayError:
+            drop_calls(refs)
+            raise
+        owner.attend(0.0)
+        if now - looked >= LOOK_SECONDS:
+            meanwhile()
+            looked = time.monotonic()

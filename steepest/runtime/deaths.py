@@ -1,0 +1,243 @@
+"""Which of a job's processes are dead, and why; a process declared dead is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import ray
+
+from steepest.errors import PeerLostError, StepError
+from steepest.messages.message import Peer
+from steepest.runtime.context import JobContext
+from steepest.runtime.diagnostics import raise_lost
+from steepest.runtime.locations import Place
+from steepest.runtime.remote_error import RemoteError
+
+T = TypeVar("T")
+_CLOSE_SECONDS = 5.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a process ended.
+
+    Attributes:
+        cause: in words.
+        traceback: of the Python error that ended its router, while the process itself lives on;
+            empty otherwise.
+        believed: whether Ray has not said so: its node may be gone too.
+    """
+
+    cause: str
+    traceback: str = ""
+    believed: bool = False
+
+
+@dataclass(frozen=True)
+class _Defect:
+    """A process that ended by an error of its own.
+
+    Attributes:
+        watch: the call that watched it.
+        version: committed by then.
+        repeated: whether the one before it in the same seat ended so too, at the same version.
+    """
+
+    watch: Any
+    version: int
+    repeated: bool
+
+
+class Deaths:
+    """The dead of a job. Each is killed, so that its CPUs and memory are free for its successor.
+
+    Args:
+        context: what is known of the job's processes.
+    """
+
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
+        self._known: dict[Any, Death] = {}  # by the call that watches the process
+        self._defects: dict[int, _Defect] = {}  # the last one, by seat
+
+    def cause(self, peer: Peer) -> str | None:
+        """Return why a process is dead; None while it serves.
+
+        A process whose router ended by an error is killed.
+        """
+        death = self._death(peer)
+        return None if death is None else death.cause
+
+    def causes(self) -> dict[Peer, str]:
+        """Return the processes that are dead, and why, see `cause`; Ray is asked once for all."""
+        watches = dict(self._context.watches)
+        unsure = [watch for watch in watches.values() if watch not in self._known]
+        ended = ray.wait(unsure, num_returns=len(unsure), timeout=0)[0] if unsure else []
+        dead = {*ended, *self._known}
+        found = {peer: self.cause(peer) for peer, watch in watches.items() if watch in dead}
+        return {peer: cause for peer, cause in found.items() if cause is not None}
+
+    def traceback(self, peer: Peer) -> str:
+        """Return the traceback of the error that ended a process' router; empty if none did."""
+        death = self._death(peer) if peer in self._context.watches else None
+        return "" if death is None else death.traceback
+
+    def is_believed(self, peer: Peer) -> bool:
+        """Return whether a process is dead, and Ray was not the one to say so."""
+        death = self._death(peer)
+        return death is not None and death.believed
+
+    def declare(self, peer: Peer, why: str) -> str:
+        """Declare a process dead and kill it, although it may live out of reach.
+
+        Args:
+            peer: the process.
+            why: it is believed to be dead.
+
+        Returns:
+            The cause of its death: Ray's explanation, if there is any, or `why`.
+        """
+        if (cause := self.cause(peer)) is not None:
+            return cause
+        self._known[self._context.watches[peer]] = Death(why, believed=True)
+        self._kill(peer)
+        return why
+
+    def is_repeated(self, peer: Peer, seat: int) -> bool:
+        """Return whether starting another process in a dead one's seat is of no use.
+
+        It is when the process ended by an error of its own, as the one before it in the same seat
+        did, with no version committed in between. The end of the process is remembered.
+        """
+        if not self.traceback(peer):
+            return False
+        watch, version = self._context.watches[peer], self._context.client.position.version
+        before = self._defects.get(seat)
+        if before is None or before.watch != watch:
+            before = _Defect(watch, version, before is not None and before.version == version)
+            self._defects[seat] = before
+        return before.repeated
+
+    def raise_if_dead(
+        self,
+        suspect: Peer | None = None,
+        wait: float = 0.0,
+        *,
+        replaced: Callable[[Peer], bool] = lambda peer: False,
+    ) -> None:
+        """Raise PeerLostError if a process is dead that is not being replaced.
+
+        Args:
+            suspect: looked at first, since its death may be the cause of the others'.
+            wait: seconds that Ray has to notice a death.
+            replaced: says of a process whether its death is handled elsewhere.
+
+        Raises:
+            PeerLostError: a process is dead; the message has its host and last lines of output.
+            StepError: the driver's own router has ended by an error.
+        """
+        if (
+            self._context.router.finished.done()
+            and (error := self._context.router.finished.exception()) is not None
+        ):
+            raise StepError(f"the driver's router ended: {error!r}") from error
+        if self._context.watches:
+            ray.wait(list(self._context.watches.values()), timeout=wait)
+        for peer in sorted(self._context.watches, key=lambda peer: peer != suspect):
+            if peer in self._context.awaited or replaced(peer):
+                continue
+            if (cause := self.cause(peer)) is not None:
+                self.raise_lost(peer, cause)
+
+    def lost(self, peer: Peer, why: str) -> NoReturn:
+        """Raise PeerLostError for a role whose channel closed, with what Ray knows of it."""
+        self.raise_if_dead(process := self._context.process_of(peer), _CLOSE_SECONDS)
+        self.raise_lost(process, why)
+
+    def raise_lost(self, peer: Peer, why: str) -> NoReturn:
+        """Raise PeerLostError for a process, see `diagnostics.raise_lost`."""
+        raise_lost(peer, self._context.places.get(peer), why, self.traceback(peer))
+
+    def _death(self, peer: Peer) -> Death | None:
+        watch = self._context.watches[peer]
+        if watch in self._known:
+            return self._known[watch]
+        death = death_of(watch)
+        if death is not None:
+            self._known[watch] = death
+            if death.traceback:
+                place = self._context.places[peer]
+                log.warning(
+                    "%s on %s (pid %d): %s; the process is killed; %s",
+                    peer, place.host, place.pid, death.cause, death.traceback.rstrip(),
+                )  # fmt: skip
+                self._kill(peer)
+        return death
+
+    def _kill(self, peer: Peer) -> None:
+        kill(self._context.places[peer], self._context.actors[peer])
+
+
+def persistently(start: Callable[[], T], allowed: int) -> T:
+    """Return what a function returns that starts a job; call it again if a process dies meanwhile.
+
+    Args:
+        start: the function. It ends what it has started when it fails.
+        allowed: how often it is called again.
+
+    Raises:
+        PeerLostError: a process died each time.
+    """
+    for left in range(allowed, 0, -1):
+        try:
+            return start()
+        except PeerLostError as error:
+            log.warning("%s; the job is started again, %d times at most", error, left)
+    return start()
+
+
+def kill(place: Place, actor: Any) -> None:
+    """Kill a process, also one that is stopped or out of reach.
+
+    Args:
+        place: where it runs.
+        actor: Ray's handle.
+    """
+    if place.node == ray.get_runtime_context().get_node_id():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(place.pid, signal.SIGKILL)  # Ray's word reaches no stopped process
+    ray.kill(actor, no_restart=True)
+
+
+def death_of(watch: Any) -> Death | None:
+    """Return how an actor ended; None while it serves.
+
+    Args:
+        watch: a call of its `Process.watch`.
+    """
+    ready, _ = ray.wait([watch], timeout=0)
+    if not ready:
+        return None
+    try:
+        ray.get(watch)
+    except ray.exceptions.RayActorError as error:
+        text = " ".join(str(error).split())
+        if "connection error code 2" in text:
+            return Death("its process is gone: killed by a signal, or for want of memory")
+        for mark in ("The actor is dead because", "Worker exits", "Worker unexpectedly exits"):
+            if mark in text:
+                return Death(text[text.index(mark) :].partition(" Some common causes")[0][:300])
+        return Death(text[:300])
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RemoteError):
+            described = error.cause.told
+            return Death(f"its router ended: {described['error']}", described["traceback"])
+        return Death(f"its router ended: {error.cause}", str(error))
+    return Death("it was stopped")

@@ -1,0 +1,658 @@
+"""A job's processes on Ray: started in order, given their roles, watched, ended."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import ray
+
+from steepest.config.job import JobConfig
+from steepest.config.run import RunConfig, check_tls
+from steepest.config.strategies import StrategyConfig
+from steepest.engine.hosting import host_client, host_coordinator, host_server
+from steepest.engine.job import Description, Job, ModelCreator, check_agreement
+from steepest.engine.strategy import make_strategy
+from steepest.errors import (
+    ConfigurationError,
+    DeadlineError,
+    PeerLostError,
+    ShutdownError,
+)
+from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
+from steepest.models.step_size import StepSize
+from steepest.runtime.activity import log_report
+from steepest.runtime.chunk_transport import Holdings, carry, holdings
+from steepest.runtime.context import LOOK_SECONDS, JobContext
+from steepest.runtime.deaths import Deaths
+from steepest.runtime.diagnostics import (
+    travelling,
+)
+from steepest.runtime.held_resources import hold, let_go, who_else
+from steepest.runtime.learning_rates import LearningRates
+from steepest.runtime.lease import DriverLease
+from steepest.runtime.locations import Place, by_calls, hosts_of, make_transport, ways_of
+from steepest.runtime.membership import Membership
+from steepest.runtime.placement import fitting, worker_bundle
+from steepest.runtime.process import Process
+from steepest.runtime.ray_private import check as check_ray
+from steepest.runtime.report_signal import report_on_sigusr1
+from steepest.runtime.room import reserve, reserve_for_servers
+from steepest.runtime.seats import spread
+from steepest.runtime.termination import end_on_sigterm
+from steepest.runtime.wiring import connect_processes
+from steepest.runtime.worker_calls import WorkerCalls
+from steepest.transport.connect import connect
+from steepest.transport.ray_calls import threads_for
+from steepest.transport.router import Router
+from steepest.transport.sockets import check_ways
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+#: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
+_UP_FACTOR = 4.0
+_CLOSE_SECONDS = 5.0
+_THREADS = 16
+
+
+@functools.cache
+def _actor_class() -> Any:
+    """Return the Ray actor class of `Process`; made once, because Ray keeps each for ever."""
+    return ray.remote(Process)
+
+
+class Cluster(JobContext):
+    """All processes of one job, which it starts, gives their roles, and ends.
+
+    The constructor reserves resources, starts the processes, connects them and returns when every
+    worker has joined; if it raises, all of them have ended.
+
+    Args:
+        model_creator, strategy, run_config: as of `DistributedSGD`.
+        bounds: least and most number of workers; between them the cluster's free room decides.
+        chosen: what is computed, whatever the size.
+
+    Attributes:
+        chosen: as given.
+        lease: of all processes, which end when they hear nothing from the driver for long.
+        deaths: which processes are dead, and why.
+        ending: called when the job ends, before its processes do.
+        workers: runs functions on workers.
+        holder: what this job holds of the Ray cluster.
+
+    Raises:
+        ResourcesError: the cluster has no room for the workers.
+        ModelRaisedError: `model_creator` raised; its traceback is the cause.
+        ConfigurationError: the models differ, or the processes cannot talk as configured.
+        PeerLostError, DeadlineError: a process died, or is late, while the job starts.
+    """
+
+    def __init__(
+        self,
+        model_creator: ModelCreator,
+        bounds: tuple[int, int],
+        chosen: JobConfig,
+        strategy: StrategyConfig,
+        run_config: RunConfig,
+    ) -> None:
+        check_ray()
+        super().__init__(run_config, chosen.seed)  # refuses a bad `tls` before Ray is begun
+        self.holder = hold(f'a trainer with strategy="{strategy.name}"', verbose=run_config.verbose)
+        self.chosen = chosen
+        self.lease = DriverLease(run_config.deadlines.driver)
+        # processes without a role, which hold chunks until `settle`, and the calls that watch them
+        self._leaving: dict[Any, tuple[Place, Any]] = {}
+        self._seats: dict[Any, int] = {}  # in which processes run, or beside whose
+        self._schedule_offset = 0
+        self.rates = LearningRates(self)
+        self.deaths = Deaths(self)
+        self.workers = WorkerCalls(self, self.deaths)
+        self.ending: list[Callable[[], None]] = []
+        try:
+            end_on_sigterm()
+            report_on_sigusr1(self)
+            bundle = self.bundle = worker_bundle(
+                chosen.devices_per_worker, chosen.gpu, run_config.resources.cpus_per_worker
+            )
+            self._check_serving_hosts(strategy)
+            num_workers = self._workers_at_first(*bounds)
+            self.placement.add(
+                reserve(
+                    num_workers, bundle, run_config.deadlines.start, lambda: who_else(self.holder)
+                )
+            )
+            self.holder.workers, self.holder.bundle = num_workers, bundle
+            self._reserve_for_servers()
+            self.check_ways(strategy)
+            self._start(model_creator, num_workers, strategy)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # -- starting ------------------------------------------------------------------------------
+
+    def _check_serving_hosts(self, config: StrategyConfig) -> None:
+        """Refuse hosts that are to serve alone where nobody serves."""
+        strategy, hosts = make_strategy(config), self.run_config.resources.serving_hosts
+        if hosts and (strategy.in_workers or strategy.in_driver):
+            raise ConfigurationError(
+                f'serving_hosts={hosts} with strategy="{config.name}", which has no server '
+                'processes: leave serving_hosts out, or give a strategy that has, such as "ps"'
+            )
+
+    def _workers_at_first(self, least: int, most: int) -> int:
+        """Return with how many workers the job starts."""
+        if least == most or self.run_config.resources.serving_hosts:
+            return least  # others join where no node is wanted for servers alone
+        return max(least, min(most, fitting(self.bundle)))
+
+    def _reserve_for_servers(self) -> None:
+        """Reserve nodes that have no worker, if any are asked for."""
+        if hosts := self.run_config.resources.serving_hosts:
+            working, limit = {*self.placement.nodes()}, self.run_config.deadlines.start
+            room = reserve_for_servers(hosts, working, limit, lambda: who_else(self.holder))
+            self.placement.add(room, serves=True)
+
+    def _start(self, model_creator: ModelCreator, num_workers: int, config: StrategyConfig) -> None:
+        creator = self.creator = travelling("model_creator", model_creator)
+        cut = make_strategy(config).cut
+        devices, seed = self.chosen.devices_per_worker, self.chosen.seed
+        batches = num_workers * devices * self.chosen.accumulate
+        #: of the job as it begins: later models have the same schedule
+        self.size = size = StepSize(batches, self.chosen.global_batch_size)
+        self.actors |= {worker_peer(i): self.start_worker(i) for i in range(num_workers)}
+        workers = list(self.actors.values())
+        self.actors |= self.start_servers(config, num_workers)
+        described: list[Description] = self.get(
+            [w.build.remote(creator, i, devices, seed, cut, size) for i, w in enumerate(workers)],
+            "build the model",
+            map(worker_peer, range(num_workers)),
+        )
+        for i, other in enumerate(described):
+            check_agreement(described[0], other, "worker 0", f"worker {i}")
+        if described[0].notice:
+            log.warning("%s", described[0].notice)
+        self._take_up(config, described[0], None, fresh=True)
+
+    def check_ways(self, config: StrategyConfig, seats: Sequence[int] | None = None) -> None:
+        """Check that processes can talk as a strategy has it.
+
+        Args:
+            config: the strategy.
+            seats: of the workers; all seats by default.
+
+        Raises:
+            ConfigurationError: they cannot.
+        """
+        check_tls(self.run_config.tls, ways_of(config))
+        driver, placement = ray.get_runtime_context().get_node_id(), self.placement
+        serving = [] if make_strategy(config).in_workers else placement.nodes(placement.serving)
+        check_ways(ways_of(config), driver, *placement.nodes(seats), *serving)
+
+    def serving(self, config: StrategyConfig, num_workers: int) -> int:
+        """Return the number of processes that host servers only."""
+        strategy = make_strategy(config)
+        if strategy.in_workers or strategy.in_driver or num_workers == 1:
+            return 0
+        return self._num_servers(config, num_workers)
+
+    def _num_servers(self, config: StrategyConfig, num_workers: int) -> int:
+        """Return the number of a job's servers; nodes of servers alone count while they are gone."""
+        placement = self.placement
+        working = {*placement.nodes(placement.order[:num_workers])} - placement.serving_nodes
+        nodes = len(working) + len(placement.serving)
+        return make_strategy(config).num_servers(nodes, num_workers)
+
+    def _seats_of_servers(self, num_workers: int) -> list[int]:
+        """Return the seats beside which servers may be placed, those on nodes without workers first."""
+        placement = self.placement
+        if not placement.serving:
+            return placement.order[:num_workers]
+        placement.look()  # Ray may have found another node for one that is gone
+        lost = {self.places[peer].node for peer in self.watches if self.deaths.is_believed(peer)}
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - lost
+        serving = [seat for seat in placement.serving if placement.nodes([seat])[0] in living]
+        return serving + placement.order[:num_workers]
+
+    def start_servers(
+        self, config: StrategyConfig, num_workers: int, first: int = 0
+    ) -> dict[Peer, Any]:
+        """Start the processes that host servers only; return their handles without waiting.
+
+        Args:
+            config: the strategy, which says how many there are.
+            num_workers: how many workers there are.
+            first: index of the first server to start; those below it run already.
+        """
+        served = self.serving(config, num_workers)
+        callers = num_workers + served if by_calls(config) else 0
+        running = [
+            self.places[peer].node for peer in map(server_peer, range(first)) if peer in self.places
+        ]
+        seats = self._seats_of_servers(num_workers) if served else []
+        beside = zip(
+            range(first, served), spread(self.placement.nodes(seats), served, running), strict=False
+        )
+        return {
+            server_peer(i): self.start_process(str(server_peer(i)), seats[at], 0, 0, callers)
+            for i, at in beside
+        }
+
+    def start_server(self, index: int, seat: int | None = None) -> Any:
+        """Start the process of one server; return its handle without waiting.
+
+        Args:
+            index: of the server.
+            seat: beside which it is placed; by default where a job of this size places it, if it
+                were made of nodes that have a living process.
+        """
+        if seat is None:
+            placement, servers = self.placement, self.job.num_servers
+            here = {self.places[p].node for p in self.actors if self.deaths.cause(p) is None}
+            seats = self._seats_of_servers(self.job.num_workers)
+            seats = [
+                seat
+                for seat in seats
+                if seat in placement.serving or placement.nodes([seat])[0] in here
+            ] or seats
+            seat = seats[spread(placement.nodes(seats), max(servers, index + 1))[index]]
+        return self.start_process(str(server_peer(index)), seat, 0, 0, 0)
+
+    def _take_up(
+        self,
+        config: StrategyConfig,
+        description: Description,
+        held: Holdings | None,
+        *,
+        fresh: bool,
+        unfrozen: frozenset[str] = frozenset(),
+    ) -> None:
+        """Give all processes in `actors` their roles; return when workers have joined.
+
+        Args:
+            config: the strategy.
+            description: of the model, as it is cut for this strategy.
+            held: the processes that hold each chunk already; None if chunks get other state.
+            fresh: whether all begin with worker 0's weights and buffers, as they were made;
+                otherwise the caller installs state afterwards.
+            unfrozen: see `Job.unfrozen`.
+        """
+        workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
+        chosen, num_servers = self.chosen, self._num_servers(config, len(workers))
+        if fresh:
+            starting = [actor.place.remote() for actor in self.actors.values()]
+            places = self.get(starting, "start", self.actors)
+            self.places = dict(zip(self.actors, places, strict=True))
+            self.watches = {peer: actor.watch.remote() for peer, actor in self.actors.items()}
+        alike = by_calls(config) or len(workers) == 1
+        self.job = Job(
+            description, config, len(workers), chosen.devices_per_worker, num_servers, chosen.seed,
+            self.run_config.deadlines.step, self.run_config.keep_log,
+            None if alike else hosts_of(self.places, num_servers, config), chosen.accumulate,
+            self._schedule_offset, self.run_config.failure.max_failures > 0, chosen.global_batch_size,
+            unfrozen,
+        )  # fmt: skip
+        self.roles_due = False
+        self.plan = (self.job.plan(), chosen.seed)
+        self.holder.what = f'a trainer with strategy="{config.name}"'
+        self.holder.workers = len(workers)
+        job = self.stored_job = ray.put(self.job)
+        binding = [worker.bind.remote(job, chosen.gpu) for worker in workers]
+        self.get(binding, "bind the model", self.names(workers))
+        initial = workers[0].initial.remote() if fresh else None
+        self.ends, self.listening = connect_processes(self, initial)
+        self._connect_driver(initial, held)
+
+    def reform(  # noqa: PLR0915 - all that a job is, put together anew in one order
+        self,
+        wanted: Membership,
+        step: int,
+        updates: int,
+        held: Holdings | None = None,
+        change: int = 0,
+    ) -> None:
+        """Give all processes other roles, at version 0, which continues at a step.
+
+        Afterwards `actors`, `watches`, `lives`, `places`, `job` and `client` are those of the new
+        membership. Weights, optimizer state and the sample plan are for the caller to install, and
+        `settle` is for the caller to call afterwards. When it fails, `actors`, `watches` and
+        `places` are either as before, or those of the new membership.
+
+        Args:
+            wanted: the processes, and the strategy.
+            step: committed steps so far.
+            updates: of each weight in these steps, which the schedule counts.
+            held: the processes that hold each chunk, if chunks keep their state; None if they get
+                other state.
+            change: a number. Processes that were told to keep their chunks for a change of that
+                number keep the same chunks again when it is tried once more.
+
+        Raises:
+            ConfigurationError: processes cannot talk in that way; nothing has changed.
+            PeerLostError, DeadlineError: a process died, or is late.
+        """
+        config, num_workers, keep, added = (
+            wanted.config,
+            wanted.num_workers,
+            wanted.keep,
+            wanted.added,
+        )
+        self.placement.look()
+        kept = {new: self.placement.order[old] for new, old in keep.items()}
+        order = self.placement.arranged(num_workers, {**kept, **wanted.placement})
+        self.check_ways(config, order[:num_workers])
+        order_before, self.placement.order = self.placement.order, order
+        self.extend_deadline()
+        self._schedule_offset = updates - step * make_strategy(config).updates
+        before = {worker_peer(new): worker_peer(old) for new, old in keep.items()}  # by new role
+        servers_before = sorted(
+            p for p in self.actors if p.role == "server" and p not in wanted.gone
+        )
+        free = (server_peer(i) for i in itertools.count() if server_peer(i) not in added)
+        before |= dict(zip(free, servers_before, strict=False))
+        processes = dict(
+            sorted({**{new: self.actors[old] for new, old in before.items()}, **added}.items())
+        )
+        workers = {p: actor for p, actor in processes.items() if p.role == "worker"}
+        # a server that is called needs a thread for each caller: such ones are started anew
+        serving = 0 if by_calls(config) else self.serving(config, num_workers)
+        servers = {
+            p: actor for p, actor in processes.items() if p.role == "server" and p.index < serving
+        }
+        started = self.start_servers(config, num_workers, len(servers))
+        fresh = {**added, **started}
+        try:
+            found = self.get([actor.place.remote() for actor in fresh.values()], "start", fresh)
+        except BaseException:
+            for actor in started.values():
+                ray.kill(actor, no_restart=True)
+            self.placement.order = order_before
+            raise
+        self.disconnect()
+        cut, actors, watches, lives = (
+            replace(make_strategy(config).cut, unfrozen=wanted.unfrozen),
+            self.actors,
+            self.watches,
+            self.lives,
+        )
+        self._leaving |= {
+            actor: (self.places[peer], watches[peer])
+            for peer, actor in actors.items()
+            if actor not in (*workers.values(), *servers.values())
+        }
+        self.actors = {**workers, **servers, **started}
+        staying = {
+            p: before[p]
+            for p, actor in self.actors.items()
+            if p in before and actors[before[p]] is actor
+        }
+        # set before anything can fail, so that whoever dies from here on is known by its new number
+        places = {peer: self.places[old] for peer, old in staying.items()}
+        places |= dict(zip(fresh, found, strict=True))
+        self.places = {peer: places[peer] for peer in self.actors}  # in order, as all else is
+        self.watches = {new: watches[old] for new, old in staying.items()}
+        self.watches |= {
+            peer: actor.watch.remote() for peer, actor in self.actors.items() if peer not in staying
+        }
+        self.lives = Counter(
+            {
+                peer.index: lives[before[peer].index] + (before[peer] in wanted.gone)
+                for peer in workers
+                if peer in before
+            }
+        )
+        holding = set().union(*(held or {}).values())
+        keep_on = [
+            actor.release.remote(cut, -1, change) for actor in self._leaving if actor in holding
+        ]
+        releases = {
+            peer: actor.release.remote(
+                cut, peer.index, change if peer in staying and held is not None else 0
+            )
+            for peer, actor in self.actors.items()
+            if peer in staying or peer.role == "worker"
+        }
+        who = [*map(str, releases), *self.names(a for a in self._leaving if a in holding)]
+        calls = [*releases.values(), *keep_on]
+        found = self.get(calls, "let go of its roles", who, after_step=True)
+        layout, spec = found[list(releases).index(worker_peer(0))]
+        description = replace(self.job.description, layout=layout, optimizer_spec=spec)
+        self.router = Router()
+        self._take_up(config, description, held, fresh=False, unfrozen=wanted.unfrozen)
+
+    def settle(self, change: int) -> None:
+        """End the processes that have no role any more; the others drop what they kept for a change."""
+        for actor in self._leaving:
+            ray.kill(actor, no_restart=True)
+        self._leaving.clear()
+        for actor in self.actors.values():
+            actor.forget.remote(change)
+
+    def living(self) -> dict[Any, Place]:
+        """Return where each process is that is not known to be dead, by Ray's handles.
+
+        Processes that have no role any more, but hold chunks, are among them.
+        """
+        dead = self.deaths.causes()
+        members = {
+            actor: self.places[peer]
+            for peer, actor in self.actors.items()
+            if peer in self.places and peer in self.watches and peer not in dead
+        }
+        leaving = {
+            actor: place
+            for actor, (place, watch) in self._leaving.items()
+            if not ray.wait([watch], timeout=0)[0]
+        }
+        return leaving | members
+
+    def unused(
+        self, seats: Collection[int], coming: Collection[Any], spare: Collection[Any]
+    ) -> set[int]:
+        """Return those of some seats that no process has, but for spare ones.
+
+        Servers run in workers' seats too, and a spare process that has become a worker stays where it is.
+
+        Args:
+            seats: that no worker is to get.
+            coming: processes that will be part of the job.
+            spare: processes that can be ended.
+        """
+        here = {*self.actors.values(), *self._leaving, *coming}
+        known = here.union(spare)
+        self._seats = {actor: seat for actor, seat in self._seats.items() if actor in known}
+        return {*seats} - {seat for actor, seat in self._seats.items() if actor in here}
+
+    def processes(self) -> list[Any]:
+        """Return the handles of all processes, with a role or without; any thread may ask."""
+        return self.lease.actors
+
+    def holdings(self) -> Holdings:
+        """Return the processes that hold each chunk."""
+        return holdings(self.job, lambda server: self.actors[self.process_of(server)])
+
+    def start_worker(self, index: int, seat: int | None = None) -> Any:
+        """Start the process of a worker; return its handle without waiting.
+
+        Args:
+            index: of the worker.
+            seat: in which it runs; by default the worker's own.
+        """
+        cpus = self.run_config.resources.cpus_per_worker
+        gpus = self.chosen.devices_per_worker if self.chosen.gpu else 0
+        seat = self.placement.order[index] if seat is None else seat
+        return self.start_process(str(worker_peer(index)), seat, cpus, gpus, 1, cpus)
+
+    def start_process(
+        self, name: str, seat: int, cpus: int, gpus: int, callers: int, threads: int = 1
+    ) -> Any:
+        """Start a process; return its handle without waiting.
+
+        Args:
+            name: by which `ps` and logs show it, after "steepest".
+            seat: in which, or beside whose process, it is placed.
+            cpus, gpus: that it takes of the seat.
+            callers: processes that call it at once, where processes talk by actor calls.
+            threads: of torch.
+        """
+        made = _actor_class().options(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            max_concurrency=_THREADS + threads_for(callers),
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=self.placement.strategy(seat),
+        )
+        keep_memory, lease = self.run_config.resources.keep_memory, self.lease.seconds
+        actor = made.remote(
+            f"steepest {name}", self.token, threads, keep_memory, lease, self.identity, self.program
+        )
+        self.lease.add(actor)
+        self._seats[actor] = seat
+        return actor
+
+    def _connect_driver(self, initial: Any, held: Holdings | None) -> None:
+        """Connect the driver's end of the job to its processes; return when workers have joined.
+
+        Args:
+            initial: a call that returns what to begin with, see `Process.initial`; None for none.
+            held: see `_take_up`.
+        """
+        index = secrets.randbelow(1 << 31)
+        peers: tuple[Peer, ...] = (Peer("client", index),)
+        if self.job.strategy.in_driver:
+            peers = (*peers, COORDINATOR, server_peer(0))
+            self._host_in_driver(initial)
+        node = ray.get_runtime_context().get_node_id()
+        transport = make_transport(
+            self.job, self.token, peers, node, self.router.destination, self.identity
+        )
+        self.router.use(transport)
+        self.client = host_client(self.router, self.job, index)
+        self.client.on_outcome = self.owner.wake
+        for end in self.ends:
+            self.router.attach(connect(transport, end, self.run_config.deadlines.start))
+        self.router.start("steepest driver")
+        if held is not None:  # before servers send what they have to all who join
+            carry(held, self.holdings(), self._results_of)
+        workers = {peer: actor for peer, actor in self.actors.items() if peer.role == "worker"}
+        joins = [actor.join.remote(self.stored_job, self.listening) for actor in workers.values()]
+        self.get(joins, "join", workers)
+
+    def _results_of(self, calls: list[Any], what: str, of: Iterable[Any]) -> list[Any]:
+        """Return what calls of processes return, given by Ray's handles."""
+        return self.get(calls, what, self.names(of))
+
+    def _host_in_driver(self, initial: Any) -> None:
+        """Host the coordinator and the only server in this process, see `SimpleStrategy`."""
+        flat, arriving = self.job.description.layout.allocate(), None
+        if initial is not None:
+            (begun,) = self.get([initial], "send its weights", [worker_peer(0)])
+            flat.numpy()[:], arriving = begun[0], begun[2]
+        host_coordinator(self.router, self.job)
+        host_server(self.router, self.job, 0, flat, arriving=arriving)
+
+    # -- running -------------------------------------------------------------------------------
+
+    def on_router(self, function: Callable[[], Any]) -> Any:
+        """Run a function on the router's thread, which owns the client, and return its result.
+
+        Raises:
+            DeadlineError: the thread was busy for `DeadlineConfig.step` seconds.
+            PeerLostError: the router has ended because a process died.
+            ShutdownError: the router has ended.
+        """
+        try:
+            return self.router.call(function).result(self.run_config.deadlines.step)
+        except ShutdownError:
+            self.deaths.raise_if_dead()  # the better explanation
+            raise
+        except FutureTimeoutError:
+            log_report(self, "the driver's router")
+            raise DeadlineError(
+                f"the driver's router was busy for {self.run_config.deadlines.step:g} s"
+            ) from None
+
+    def wait(self, future: Future[T], what: str) -> T:
+        """Return what a future of the router's thread holds, within `DeadlineConfig.step` seconds.
+
+        Raises:
+            DeadlineError: the future is not done by then.
+            PeerLostError: a process died, or gave no sign of life for `heartbeat` seconds.
+        """
+        limit = self.run_config.deadlines.step
+        deadline = time.monotonic() + limit
+        future.add_done_callback(lambda _: self.owner.wake())
+        while not self.owner.attend(min(LOOK_SECONDS, limit), future.done):
+            if time.monotonic() >= deadline:
+                break
+            self.meanwhile()
+        try:
+            return future.result(0)
+        except FutureTimeoutError:
+            self.deaths.raise_if_dead()
+            log_report(self, f"a wait of {limit:g} s for {what}")
+            raise DeadlineError(f"waited {limit:g} s in vain for {what}") from None
+        except PeerLostError as error:
+            self.deaths.lost(self.client.lost_peer or server_peer(0), str(error))
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def shutdown(self, *, dropped: bool = False) -> None:
+        """End every process, and give resources back; may be called twice and at any time.
+
+        A thread of its own does so: an exception in the caller's wait for it changes nothing.
+
+        Args:
+            dropped: whether it is called because the trainer was garbage-collected.
+        """
+        errors: list[BaseException] = []
+
+        def end() -> None:
+            try:
+                self._end(dropped)
+            except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+                errors.append(error)
+
+        ending = threading.Thread(target=end, name="steepest shutdown")
+        try:
+            ending.start()
+        except RuntimeError:  # the interpreter ends, and starts no threads any more
+            end()
+        else:
+            ending.join()
+        if errors:
+            raise errors[0]
+
+    def _end(self, dropped: bool) -> None:
+        """Do what `shutdown` says."""
+        self.owner.end()
+        self.disconnect()
+        self.lease.end()
+        if ray.is_initialized():
+            for end in self.ending:
+                end()
+            for actor in [*self.actors.values(), *self._leaving]:
+                ray.kill(actor, no_restart=True)
+            self.actors.clear()
+            self.placement.release()
+        let_go(self.holder, dropped=dropped)
+
+    def disconnect(self) -> None:
+        """End the driver's end of the job: its router, channels and client."""
+        if self.router.transport is not None:
+            self.router.stop(_CLOSE_SECONDS)
+            self.router.transport.close()  # its thread did, unless it never began
+        if hasattr(self, "client"):
+            self.client.close()

@@ -1,0 +1,639 @@
+"""The process that Ray runs for a worker or a server: a router on a thread, and calls into it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import ray
+import torch
+
+from steepest.collectives import operations
+from steepest.collectives.members import MemberCollective
+from steepest.config.run import tell_frameworks_of_threads
+from steepest.data.sampler import SamplePlan
+from steepest.data.streams import StreamPlace
+from steepest.engine.chunk_transfer import ChunkState, RetainedChunks
+from steepest.engine.hosting import (
+    build_replicas,
+    host_aggregator,
+    host_coordinator,
+    host_server,
+    host_worker,
+)
+from steepest.engine.job import Description, Job, ModelCreator, build_models
+from steepest.engine.lent_models import lent_to
+from steepest.engine.replicas import Memory, Replicas, memory_for
+from steepest.engine.scheduling import give_way
+from steepest.engine.server import Server
+from steepest.engine.survivors import ServerState, catch_up, state_of
+from steepest.engine.table_counts import table_counts
+from steepest.engine.worker import Worker
+from steepest.engine.worker_state import WorkerState, worker_state
+from steepest.errors import PeerLostError, ShutdownError, describe_error
+from steepest.messages.gradients import Decision
+from steepest.messages.message import (
+    COORDINATOR,
+    Peer,
+    aggregator_peer,
+    member_peer,
+    server_peer,
+    worker_peer,
+)
+from steepest.models.protocol import Model
+from steepest.models.step_size import StepSize
+from steepest.optim.arriving import ArrivingState
+from steepest.optim.spec import OptimizerSpec
+from steepest.runtime.activity import Activity, activity_of
+from steepest.runtime.lease import ProcessLease
+from steepest.runtime.locations import Place, make_transport
+from steepest.runtime.processor_time import processor_use
+from steepest.runtime.program import Program
+from steepest.runtime.ray_private import hush_unreadable, name_process
+from steepest.runtime.remote_error import RemoteError
+from steepest.runtime.remote_functions import name_of, sent
+from steepest.tensors.allocator import keep_freed_memory, start_thread
+from steepest.tensors.dtypes import Tensors
+from steepest.tensors.layout import ChunkSpec, ParameterLayout
+from steepest.tensors.memory import Bytes
+from steepest.tensors.shared_memory import AVAILABLE, segment_of
+from steepest.transport.channel import Address
+from steepest.transport.connect import connect
+from steepest.transport.ray_calls import Answer, Callee, CallTransport
+from steepest.transport.router import Router
+from steepest.transport.sockets import WireTransport
+from steepest.transport.tls import Identity
+
+ProcessType = TypeVar("ProcessType", bound="Process")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+#: What a job begins with: the flat weights, buffers, and the state with which the optimizer arrives.
+Initial = tuple[Bytes, Tensors, ArrivingState | None]
+_RESULT_SECONDS = 0.02  # the driver hears of short steps together
+_NO_COLLECTIVE = (
+    'the workers of this job talk by actor calls, which carry no collectives: give DistributedSGD strategy="ps" or '
+    '"allreduce", with a transport other than "ray"'
+)
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """What a function given to `foreach_worker` is called with.
+
+    Attributes:
+        index: of the worker.
+        host: IP address of its node.
+        pid: of its process.
+        models: its replicas; their weights are those of the last commit.
+    """
+
+    index: int
+    host: str
+    pid: int
+    models: tuple[Model, ...]
+
+
+def on_router(
+    method: Callable[Concatenate[ProcessType, Parameters], Result],
+) -> Callable[Concatenate[ProcessType, Parameters], Result]:
+    """Have a method of a process run on its router's thread; what it raises travels as text."""
+
+    @functools.wraps(method)
+    def called(
+        process: ProcessType, /, *arguments: Parameters.args, **options: Parameters.kwargs
+    ) -> Result:
+        with _as_text():
+            return process.router.call(
+                functools.partial(method, process, *arguments, **options)
+            ).result()
+
+    return called
+
+
+class Process:
+    """The body of a Ray actor.
+
+    Its methods are called on Ray's threads; all state lives on the router's thread.
+
+    Args:
+        name: of the process, in `ps` and logs, until `open` gives it a role; and of the router's
+            thread.
+        token: the job's secret.
+        threads: torch threads.
+        keep_memory: whether to keep memory that is freed, see `steepest.tensors.allocator`.
+        lease: seconds without a word from the driver after which the process ends; None for ever.
+        identity: the certificate of the process; None without TLS.
+        program: of the driver, which users' code finds here; None to leave the process as it is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        token: bytes,
+        threads: int,
+        keep_memory: bool = False,
+        lease: float | None = None,
+        identity: Identity | None = None,
+        program: Program | None = None,
+    ) -> None:
+        self._name = ""
+        self._take_name(name)
+        if program is not None:
+            program.enter()
+        hush_unreadable()
+        context = ray.get_runtime_context()
+        logs = dict.fromkeys(_log_file(number) for number in (1, 2))
+        self._place = Place(
+            context.get_node_id(),
+            ray.util.get_node_ip_address(),
+            os.getpid(),
+            tuple(log for log in logs if log),
+        )
+        self._models: list[Model] = []
+        self._replicas: Replicas | None = None
+        self._memory: Memory | None = None  # for the replicas, until they are bound
+        self._worker: Worker | None = None
+        self._servers: list[Server] = []
+        self._retained = RetainedChunks()
+        self._change = 0  # for which they are retained
+        self._member: MemberCollective | None = None
+        self._index = -1
+        self._token, self._identity = token, identity
+        self.router = Router()
+        self._use(CallTransport(self.router.destination))
+        if keep_memory and keep_freed_memory():
+            self.router.start(name, start_thread)
+        else:
+            self.router.start(name)
+        self._set_threads(threads)
+        self._lease = None if lease is None else ProcessLease(name, lease)
+
+    def __repr__(self) -> str:
+        """Return the process' name, under which Ray shows the actor."""
+        return self._name
+
+    def _take_name(self, name: str) -> None:
+        if name != self._name:
+            self._name = name
+            name_process(name)
+
+    def _use(self, transport: WireTransport | CallTransport) -> None:
+        self._transport = transport
+        self.router.use(transport)
+
+    @on_router
+    def _set_threads(self, threads: int) -> None:
+        _use_threads(threads)
+
+    def alive(self) -> None:
+        """Return, as a sign of life; also while the router is in the middle of a long step."""
+
+    def renew_lease(self) -> None:
+        """Note that the driver lives; also while the router is in the middle of a long step."""
+        if self._lease is not None:
+            self._lease.renew()
+
+    def processor_use_of(self, pid: int) -> tuple[float, bool] | None:
+        """Return what a process of this node does with processors, see `processor_use`."""
+        return processor_use(pid)
+
+    def where(self) -> tuple[int | None, str]:
+        """Return the number of the share that the worker computes, and where in users' code it is.
+
+        None between two steps. Also while the router is in the middle of a long step.
+        """
+        return None if self._worker is None else self._worker.computing, self.router.where()
+
+    def doing(self) -> Activity:
+        """Return what the process is doing; also while the router is in the middle of a long step."""
+        return activity_of(self._name, self._place, self.router, self.where()[0])
+
+    def lost_peers(self) -> list[Peer]:
+        """Return the peers whose channels to this process have closed."""
+        return list(self.router.lost_peers)
+
+    @on_router
+    def reserve(self, nbytes: int) -> None:
+        """Take memory of `nbytes`, a model's size, for the servers that the process will host."""
+        self._retained.vector(nbytes).zero_()
+
+    def prepare(self, model_creator: ModelCreator) -> None:
+        """Import what the models need, which unpickling `model_creator` does."""
+
+    def place(self) -> Place:
+        """Return where the process runs."""
+        return self._place
+
+    @on_router
+    def build(
+        self,
+        model_creator: ModelCreator,
+        worker: int,
+        devices: int,
+        seed: int,
+        cut: ChunkSpec,
+        size: StepSize,
+    ) -> Description:
+        """Make a worker's models; return what they have in common.
+
+        Args:
+            model_creator: called once for each device.
+            worker: index of the worker.
+            devices: number of replicas.
+            seed: of initial weights and random state.
+            cut: how the model is cut into chunks.
+            size: of the job's steps.
+        """
+        self._index = worker
+        self._models, description = build_models(model_creator, worker, devices, seed, cut, size)
+        self._memory = memory_for(description.layout)
+        return description
+
+    @on_router
+    def bind(self, job: Job, gpu: bool) -> None:
+        """Move the models into flat buffers on their devices.
+
+        Args:
+            job: the facts of the job.
+            gpu: whether each replica has a GPU.
+        """
+        kind = "cuda" if gpu else "cpu"
+        devices = [
+            torch.device(kind, i) if gpu else torch.device(kind) for i in range(len(self._models))
+        ]
+        memory, self._memory = self._memory, None
+        self._replicas = build_replicas(
+            job, self._index, self._models, devices, self._replicas, memory
+        )
+
+    @on_router
+    def release(
+        self, cut: ChunkSpec, index: int, change: int
+    ) -> tuple[ParameterLayout, OptimizerSpec] | None:
+        """Drop all roles and connections; keep the models, if any, cut into other chunks.
+
+        Args:
+            cut: how the models are cut from now on.
+            index: of the worker that the process will host, if any.
+            change: the number of the change for which the servers' state is kept until `forget`; 0
+                to drop it. For a change that is tried once more it is the state kept the first time.
+
+        Returns:
+            The layout of the models as they are cut now, and their optimizer; None without models.
+        """
+        self._index = index
+        self.router.clear()
+        self._use(CallTransport(self.router.destination))
+        if self._worker is not None:
+            self._worker.leave()
+        self._worker = self._member = None
+        if change == 0 or change != self._change:
+            self._retained = RetainedChunks(self._servers if change else ())
+        self._change = change
+        self._servers = []
+        for model in self._models:
+            model.relayout(cut)
+        if not self._models:
+            return None
+        return self._models[0].layout, self._models[0].optimizer_spec
+
+    def initial(self) -> Initial:
+        """Return the flat weights, the first replica's buffers, its optimizer's state, as made."""
+        assert self._replicas is not None
+        replicas = self._replicas
+        model = replicas.models[0]
+        arriving: ArrivingState | None = getattr(model, "optimizer_state", None)
+        if arriving is not None:
+            arriving = replace(arriving, state=Tensors(arriving.state))
+        return replicas.weights.numpy(), Tensors(model.state()), arriving
+
+    @on_router
+    def open(
+        self,
+        job: Job,
+        servers: Sequence[int],
+        initial: Initial | None,
+        incarnation: int = 0,
+    ) -> Address:
+        """Host servers (the coordinator beside the first) and this process' worker.
+
+        Args:
+            job: the facts of the job.
+            servers: their indices.
+            initial: what to begin with; None to keep what is there.
+            incarnation: which life of the worker this is.
+
+        Returns:
+            Where the process listens; without host and port where it is reached by calls of
+            `exchange`.
+        """
+        role = server_peer(servers[0]) if self._replicas is None else worker_peer(self._index)
+        self._take_name(f"steepest {role}")
+        aggregators = [i for i in servers if i in job.places.aggregators]
+        peers = (
+            *(server_peer(index) for index in servers),
+            *(aggregator_peer(index) for index in aggregators),
+        )
+        if 0 in servers:
+            peers = (*peers, COORDINATOR)
+        if self._replicas is not None:
+            peers = (*peers, worker_peer(self._index), member_peer(self._index))
+        else:
+            _use_threads(1)  # also where it was started as a spare worker
+        self._use(
+            make_transport(
+                job, self._token, peers, self._place.node, self.router.destination, self._identity
+            )
+        )
+        if servers:
+            self._host_servers(job, servers, aggregators, initial)
+        if self._replicas is not None:
+            self.router.call(give_way)
+            self._worker = host_worker(
+                self.router, job, self._index, self._replicas, incarnation=incarnation
+            )
+            if initial is not None:
+                self._replicas.begin_with(initial[1])
+        for model in self._models:
+            if getattr(model, "optimizer_state", None) is not None:
+                setattr(model, "optimizer_state", None)  # noqa: B010 - no part of the protocol
+        if isinstance(self._transport, WireTransport):
+            return self._transport.listen(self._place.host)
+        return Address(self._place.node, "", 0, "", peers)
+
+    def _host_servers(
+        self, job: Job, servers: Sequence[int], aggregators: Sequence[int], initial: Initial | None
+    ) -> None:
+        # A worker that hosts servers shares its weights with them: one copy, updated in place.
+        own = self._replicas if job.strategy.in_place else None
+        weights = (
+            own.weights if own is not None else self._retained.vector(job.description.layout.nbytes)
+        )
+        if initial is not None:
+            for chunk in job.description.layout.chunks:
+                if not set(servers).isdisjoint(job.holders[chunk.index]):
+                    weights.numpy()[chunk.start : chunk.stop] = initial[0][chunk.start : chunk.stop]
+        if 0 in servers:
+            host_coordinator(self.router, job, _RESULT_SECONDS)
+        for index in servers:
+            in_place = own is not None or index in aggregators
+            arriving = None if initial is None else initial[2]
+            self._servers.append(
+                host_server(self.router, job, index, weights, shared=in_place, arriving=arriving)
+            )
+        for index in aggregators:
+            shown = segment_of(weights) is not None  # else descriptors or memory had run out
+            host_aggregator(self.router, job, index, weights, shown=shown)
+
+    @on_router
+    def give(self, chunks: Sequence[int]) -> dict[int, ChunkState]:
+        """Return the state of chunks that this process' servers held before `release`."""
+        return self._retained.give(chunks)
+
+    @on_router
+    def take_over(self, *given: Mapping[int, ChunkState]) -> None:
+        """Give this process' servers the state of their chunks.
+
+        Args:
+            given: state of chunks, by index, that other processes held; this process' servers held
+                the state of the other chunks before `release`.
+        """
+        parts = {chunk: state for part in given for chunk, state in part.items()}
+        self._retained.hand_over(self._servers, parts)
+
+    @on_router
+    def forget(self, change: int) -> None:
+        """Drop the state that servers of before `release` held: all processes have what they need of it."""
+        if change == self._change:
+            self._retained, self._change = RetainedChunks(), 0
+
+    @on_router
+    def connect(self, others: Sequence[Address | Callee], timeout: float) -> None:
+        """Connect to other processes, each within `timeout` seconds."""
+        for other in others:
+            self.router.attach(connect(self._transport, other, timeout))
+
+    @on_router
+    def take_state(
+        self,
+        plan: SamplePlan | None,
+        seed: int,
+        state: Tensors | None,
+        place: StreamPlace | None,
+    ) -> None:
+        """Continue with the other workers' place in the data, and their buffers.
+
+        Args:
+            plan, seed: see `Cluster.plan`.
+            state: buffers of every replica; None to keep its own.
+            place: in their pass over a stream.
+        """
+        assert self._replicas is not None
+        self._replicas.use_plan(plan, seed)
+        self._replicas.continue_streams(place)
+        if state is not None:
+            self._replicas.begin_with(state)
+
+    @on_router
+    def join(self, job: Job, workers: Sequence[Address]) -> None:
+        """Tell the coordinator that this process' worker is ready.
+
+        Args:
+            job: the facts of the job.
+            workers: where each worker listens, for collective operations among them.
+        """
+        assert self._worker is not None
+        if isinstance(self._transport, WireTransport):
+            self._member = self._member_of(job, workers, self._worker, self._transport)
+        operations.install(self._member or _NO_COLLECTIVE)
+        self._worker.join()
+
+    def _member_of(
+        self, job: Job, workers: Sequence[Address], worker: Worker, transport: WireTransport
+    ) -> MemberCollective:
+        return MemberCollective(
+            self._index,
+            len(workers),
+            self.router,
+            job.step_timeout,
+            lambda other, seconds: transport.connect(workers[other], seconds),
+            generation=lambda: worker.newest_generation,
+            one_host=AVAILABLE
+            and transport.lends
+            and len({address.node for address in workers}) == 1,
+        )
+
+    def give_up(self) -> None:
+        """Have the worker take no further step; return when its current step has ended."""
+        if (worker := self._worker) is not None:
+            with _as_text():
+                self.router.call(worker.give_up).result().result()
+
+    @on_router
+    def heard(self) -> list[Decision]:
+        """Return the coordinator's latest decisions that this process' servers received."""
+        return self._servers[0].decisions.recent
+
+    @on_router
+    def state_of(self, heard: Sequence[Sequence[Decision]]) -> ServerState:
+        """Return what this process' servers hold when they have caught up with the others.
+
+        Args:
+            heard: the results of `heard`, of all processes.
+        """
+        for server in self._servers:
+            catch_up(server, heard)
+        return state_of(self._servers)
+
+    def exchange(self, call: bytes, *payloads: Bytes) -> Answer:
+        """Take a caller's messages; return this process' messages for it, see `CallTransport`."""
+        assert isinstance(self._transport, CallTransport)
+        return self._transport.answer(call, payloads).result()
+
+    def watch(self) -> None:
+        """Return when the process is stopped.
+
+        Raises:
+            RemoteError: its router has ended by an error.
+        """
+        if (error := self.router.finished.exception()) is not None:
+            raise RemoteError(describe_error(error))
+
+    def call(
+        self, position: tuple[int, int], number: int, function: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """Run a function on the replicas and return its result.
+
+        It runs once they hold the weights of `position`, between two steps.
+
+        Args:
+            position: generation and version.
+            number: of the call, higher than of any before, for the collective operations in it.
+            function: called with the `Replicas`, then the arguments.
+
+        Raises:
+            RemoteError: the function raised.
+        """
+        assert self._worker is not None
+        run = functools.partial(_run, function, arguments, self._member, number)
+        at_version = functools.partial(self._worker.at_version, *position, run)
+        with _as_text():
+            return self.router.call(at_version).result().result()
+
+    def own_state(self, generation: int, version: int | None, step: int) -> WorkerState | None:
+        """Return copies of the worker's own state, see `Worker.exactly_at`.
+
+        Args:
+            generation: begun by then.
+            version: of which it is; None for that between the worker's present step and its next.
+            step: committed steps by then.
+
+        Returns:
+            None if the worker has begun a step from the version already, or has another role by
+            then. Nobody may be there to read the answer, and Ray would print an error.
+
+        Raises:
+            RemoteError: a model raised.
+        """
+        worker, take = self._worker, functools.partial(worker_state, step=step)
+        if worker is None:
+            return None
+
+        def begin() -> Future[WorkerState | None]:
+            if version is not None:
+                return worker.exactly_at(generation, version, take)
+            return cast("Future[WorkerState | None]", worker.at_version(0, -1, take))
+
+        with _as_text(), contextlib.suppress(PeerLostError, ShutdownError):
+            return self.router.call(begin).result().result()
+        return None
+
+    def view_call(
+        self, position: tuple[int, int], number: int, function: Callable[[WorkerView], Any]
+    ) -> Any:
+        """Run a user's function on a `WorkerView`, see `call`; return its result as `sent` does."""
+        return self.call(position, number, self._view, function)
+
+    def _view(self, replicas: Replicas, function: Callable[[WorkerView], Any]) -> Any:
+        view = WorkerView(self._index, self._place.host, self._place.pid, replicas.models)
+        with lent_to(name_of(function), replicas):
+            result = function(view)
+        return sent(function, result)
+
+    def abandon(self, number: int, reason: str) -> None:
+        """End what a call awaits of other workers, because one of them failed.
+
+        Args:
+            number: of the call.
+            reason: in words, for the error that the call raises.
+        """
+        if (member := self._member) is not None:
+            self.router.call(functools.partial(member.abandon, number, reason))
+
+    def counters(self) -> dict[str, Any]:
+        """Return frames refused, bytes sent, bytes resident and rows of tables; also amid a step."""
+        refused = self.router.refused + self._transport.refused
+        return {
+            "refused": refused,
+            "bytes_sent": self._transport.bytes_sent,
+            "resident": _resident_bytes(),
+            "tables": table_counts(self._servers),
+        }
+
+    def stop(self) -> None:
+        """Close every channel and end the router's thread."""
+        self.router.stop()
+
+
+def _run(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    member: MemberCollective | None,
+    number: int,
+    replicas: Replicas,
+) -> Any:
+    """Run a function on the replicas, with collective operations if the process has a member."""
+    with member.call(number) if member is not None else contextlib.nullcontext():
+        return function(replicas, *arguments)
+
+
+@contextlib.contextmanager
+def _as_text() -> Iterator[None]:
+    """Raise errors of a block as RemoteError.
+
+    Users' exceptions may not be pickled, and a SystemExit would end the actor.
+    """
+    try:
+        yield
+    except RemoteError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - raised again by the driver
+        raise RemoteError(describe_error(error)) from None
+
+
+def _use_threads(threads: int) -> None:
+    """Have torch compute on this number of threads, and JAX and TensorFlow, which begin later."""
+    torch.set_num_threads(threads)
+    tell_frameworks_of_threads(threads)
+
+
+def _resident_bytes() -> int:
+    """Return the resident bytes of this process; 0 where the system does not tell them."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _log_file(descriptor: int) -> str:
+    try:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
+    return path if path.startswith("/") and os.path.isfile(path) else ""

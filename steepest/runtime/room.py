@@ -1,0 +1,312 @@
+"""Room for workers that a job asks of Ray: all of it or none, in pieces that are given back one by one."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from steepest.errors import ResourcesError
+from steepest.runtime.placement import asked, check_possible, may_grow, packed, summary
+from steepest.runtime.ray_private import wished_node
+
+_NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
+_SERVING = {"CPU": 1.0}  # what servers reserve on a node without workers
+_LOOK_SECONDS = 0.005
+_APART_SECONDS = 3.0  # for Ray to place what fits; then another has taken the room
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Room for one worker: a bundle of a placement group.
+
+    Attributes:
+        group: the placement group.
+        bundle: the index of the bundle there.
+        owned: whether the group was made for the job, and may be given back.
+    """
+
+    group: PlacementGroup
+    bundle: int
+    owned: bool = True
+
+    @property
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """How Ray schedules a process there."""
+        return PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=self.bundle
+        )
+
+    @property
+    def node(self) -> str:
+        """The id of the node on which Ray has it; "" while Ray has no room for it."""
+        placed: dict[int, str] = placement_group_table(self.group)["bundles_to_node_id"]
+        return placed.get(self.bundle, "")
+
+    def give_back(self) -> None:
+        """Give the room back, with that of all seats of the same group, if it is owned.
+
+        Processes that run there end.
+        """
+        if self.owned:
+            remove_placement_group(self.group)
+
+
+class Room:
+    """Room for some workers that was asked for: all of it is there, or none of it is kept for long.
+
+    Ray places a placement group as a whole, and takes it back as a whole too. So that single seats
+    can be given back, each is a group of its own; where there is room for all of them, they are asked
+    for at once, each with the node on which it is to be. Where there is none, one group of all of
+    them waits for it: two jobs that wait do not hold parts of each other's room. When that group is
+    placed, it is given back for seats of their own.
+
+    Args:
+        count: how many workers.
+        bundle: resources of each.
+        without: ids of nodes that are not to be used.
+
+    Attributes:
+        began: when it was asked for, of `time.monotonic`.
+
+    Raises:
+        ResourcesError: this process runs in a placement group, which cannot grow.
+    """
+
+    def __init__(
+        self, count: int, bundle: Mapping[str, float], without: Collection[str] = ()
+    ) -> None:
+        if group_around() is not None:
+            raise ResourcesError(
+                f"{count} more workers do not fit into the placement group that this runs in: give "
+                "it more bundles with tune.with_resources(trainable, DistributedSGD.resources(...))"
+            )
+        self.began = time.monotonic()
+        self._count = count
+        self._bundle = dict(bundle)
+        self._without = without
+        self._groups: list[PlacementGroup] = []
+        self._apart = True
+        nodes = packed(count, bundle, without)
+        if nodes is not None or count == 1:
+            self._ask_apart(nodes or [""])
+        else:
+            self._ask_together()
+
+    def _ask_apart(self, nodes: Collection[str]) -> None:
+        """Ask for a seat on each of some nodes, or elsewhere if there is no room by then."""
+        self._apart, self._since = True, time.monotonic()
+        self._groups = [
+            _ask(1, self._bundle, self._without, "STRICT_PACK", node or None) for node in nodes
+        ]
+
+    def _ask_together(self) -> None:
+        self._apart = False
+        self._groups = [_ask(self._count, self._bundle, self._without, "PACK")]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether all of it is there; to be asked again and again."""
+        placed = all(map(is_placed, self._groups))
+        if self._apart and placed:
+            return True
+        if not self._apart and placed:
+            (group,) = self._groups
+            nodes = placement_group_table(group)["bundles_to_node_id"].values()
+            remove_placement_group(group)
+            self._ask_apart(nodes)
+        elif self._apart and self._count > 1 and time.monotonic() - self._since > _APART_SECONDS:
+            self.release()
+            self._ask_together()
+        return False
+
+    @property
+    def seats(self) -> list[Seat]:
+        """The seats, when all are there."""
+        return [Seat(group, 0) for group in self._groups]
+
+    def groups(self) -> set[str]:
+        """Return the names of the placement groups that are asked for now."""
+        return {group.id.hex() for group in self._groups}
+
+    def release(self) -> None:
+        """Give the room back."""
+        for group in self._groups:
+            remove_placement_group(group)
+
+
+def reserve(
+    workers: int, bundle: dict[str, float], timeout: float, who_else: Callable[[], str] = str
+) -> list[Seat]:
+    """Reserve room for workers, all at once, and wait for it.
+
+    Inside a placement group that takes in what its processes start (a Ray Tune trial) its bundles
+    are used; where it has more than there are workers, the first ones are left to the trial.
+
+    Args:
+        workers: how many.
+        bundle: resources of each, see `worker_bundle`.
+        timeout: seconds.
+        who_else: returns a sentence about what else this process holds, or "".
+
+    Raises:
+        ResourcesError: there was no room in time, or can never be.
+    """
+    current = group_around()
+    if current is not None:
+        specs = current.bundle_specs
+        fits = [i for i, s in enumerate(specs) if all(s.get(k, 0) >= v for k, v in bundle.items())]
+        if len(fits) < workers:
+            raise ResourcesError(
+                f"{workers} workers need {bundle} each, but the placement group that this runs in "
+                f"has the bundles {specs}: give the trial room with tune.with_resources(trainable, "
+                "DistributedSGD.resources(...))"
+            )
+        return [Seat(current, index, owned=False) for index in fits[-workers:]]
+    check_possible(workers, bundle, ray.nodes(), may_grow())
+    gc.collect()  # a trainer that was dropped may be part of a cycle, such as a traceback
+    room = Room(workers, bundle)
+    _await(
+        lambda: room.is_there, room.groups, room.release,
+        f"{workers} workers", asked(workers, bundle), timeout, who_else,
+    )  # fmt: skip
+    return room.seats
+
+
+def reserve_for_servers(
+    hosts: int, working: Collection[str], timeout: float, who_else: Callable[[], str] = str
+) -> list[Seat]:
+    """Reserve a CPU on each of some nodes without workers, and wait for them.
+
+    Args:
+        hosts: how many nodes.
+        working: ids of those that have workers.
+        timeout, who_else: as for `reserve`.
+
+    Raises:
+        ResourcesError: there were no such nodes in time, or can never be.
+    """
+    what = f"serving_hosts={hosts}"
+    if group_around() is not None:
+        raise ResourcesError(
+            f"{what} inside a placement group: it has no nodes without workers to give; leave "
+            "serving_hosts out"
+        )
+    others = [
+        node
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in working and node["Resources"].get("CPU", 0) >= 1
+    ]
+    if len(others) < hosts and not may_grow():
+        raise ResourcesError(
+            f"{what}: this Ray has {len(others)} nodes without workers, and no node will join it; "
+            "connect to a larger cluster first, ray.init(address=...), or leave serving_hosts out"
+        )
+    group = _ask(hosts, _SERVING, working, "STRICT_SPREAD")
+    _await(
+        lambda: is_placed(group), lambda: {group.id.hex()}, lambda: remove_placement_group(group),
+        what, "1 CPU on each, where no worker is", timeout, who_else,
+    )  # fmt: skip
+    return [Seat(group, index) for index in range(hosts)]
+
+
+def _await(
+    is_there: Callable[[], bool],
+    groups: Callable[[], set[str]],
+    release: Callable[[], None],
+    what: str,
+    asked_for: str,
+    timeout: float,
+    who_else: Callable[[], str],
+) -> None:
+    """Return when room is there; give it back when anything raises.
+
+    Args:
+        is_there: whether it is.
+        groups: returns the names of the placement groups that are asked for.
+        release: gives the room back.
+        what, asked_for: for the error.
+        timeout, who_else: as for `reserve`.
+
+    Raises:
+        ResourcesError: it is not there in time.
+    """
+    deadline = time.monotonic() + timeout
+    try:
+        while not is_there():
+            if time.monotonic() > deadline:
+                free = summary(ray.available_resources())
+                total = summary(ray.cluster_resources())
+                others = _reserved_by_others(placement_group_table(), groups())
+                raise ResourcesError(
+                    f"the cluster did not place {what} within {timeout:g} s: asked {asked_for}, free "
+                    f"{free} of {total}{others}{who_else()}; ask for fewer, stop what holds the rest, "
+                    "or add nodes"
+                )
+            time.sleep(_LOOK_SECONDS)
+    except BaseException:
+        release()
+        raise
+
+
+def group_around() -> PlacementGroup | None:
+    """Return the placement group whose bundles this process' own workers are to use, or None.
+
+    A worker of Ray Train fills the bundle that it runs in, so what it starts goes elsewhere.
+    """
+    group = ray.util.get_current_placement_group()
+    if group is None:
+        return None
+    captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+    return group if captures else None
+
+
+def is_placed(group: PlacementGroup) -> bool:
+    """Return whether Ray has placed all bundles of a group."""
+    return bool(placement_group_table(group).get("state") == "CREATED")
+
+
+def _ask(
+    count: int,
+    bundle: Mapping[str, float],
+    without: Collection[str],
+    how: str,
+    node: str | None = None,
+) -> PlacementGroup:
+    """Ask for a placement group of equal bundles, without waiting for it.
+
+    Args:
+        count: how many bundles.
+        bundle: resources of each.
+        without: ids of nodes that are not to be used.
+        how: Ray's name of the strategy.
+        node: the id of the node on which it is to be while that has room; None for any.
+    """
+    selector = {_NODE_LABEL: f"!in({','.join(sorted(without))})"}
+    chosen: dict[str, Any] = {"bundle_label_selector": [selector] * count} if without else {}
+    chosen |= {} if node is None else wished_node(node)
+    return placement_group([dict(bundle)] * count, strategy=how, **chosen)
+
+
+def _reserved_by_others(table: Mapping[str, Mapping[str, Any]], own: Collection[str]) -> str:
+    """Return what other placement groups hold, in words; "" if that is nothing."""
+    held: Counter[str] = Counter()
+    for group, about in table.items():
+        if group not in own and about["state"] == "CREATED":
+            for bundle in about["bundles"].values():
+                held.update(
+                    {name: amount for name, amount in bundle.items() if name in ("CPU", "GPU")}
+                )
+    return f", placement groups hold {summary(dict(held))}" if held else ""

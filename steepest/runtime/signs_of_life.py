@@ -1,0 +1,131 @@
+"""For how long each of a job's processes has given no sign of life."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ray
+
+from steepest.runtime.diagnostics import has_answered
+from steepest.runtime.locations import Place
+from steepest.runtime.processor_time import processor_use
+
+#: A process that uses at least this share of a processor computes.
+_BUSY_SHARE = 0.05
+
+
+class SignsOfLife:
+    """Asks processes for signs of life.
+
+    An answer is one. Where Python's lock is held for long (by a large computation in one call of C
+    code) no answer comes, but the processor time of the process grows, which the driver or another
+    process of its node sees: that is one too. A process that is stopped gives none.
+
+    Processes are known by Ray's handles, because one that has no role yet is asked too.
+
+    Args:
+        heartbeat: seconds without a sign of life after which a process is silent.
+    """
+
+    def __init__(self, heartbeat: float) -> None:
+        self._limit = heartbeat
+        self._places: Mapping[Any, Place] = {}  # of the living, as of the last look
+        self._asked: dict[Any, tuple[Any, float]] = {}  # unanswered: the call, and since when
+        self._looking: dict[Any, tuple[Any, float]] = {}  # a neighbour's call, and when it began
+        self._computed: dict[Any, tuple[float, float]] = {}  # processor seconds, and when
+        self._seen: Counter[Any] = Counter()  # how often a node was asked about it
+        self._node = ""
+        self._looked = 0.0
+
+    @property
+    def is_time(self) -> bool:
+        """Whether it is time to `look`: a sixth of `heartbeat` after the last time."""
+        return time.monotonic() - self._looked >= self._limit / 6
+
+    def look(self, places: Mapping[Any, Place]) -> bool:
+        """Take answers, and ask those of the living that owe none; return whether it was time to.
+
+        Time in which nobody has looked, because the driver was paused or busy, counts as no silence.
+
+        Args:
+            places: of all living processes, by Ray's handles.
+        """
+        limit, now = self._limit, time.monotonic()
+        if not self.is_time:
+            return False
+        passed = now - self._looked
+        self._looked, self._places = now, dict(places)
+        if passed > limit / 2:  # the driver itself stood still, and may not have read the answers
+            self._asked = {actor: (call, at + passed) for actor, (call, at) in self._asked.items()}
+        self._node = self._node or ray.get_runtime_context().get_node_id()
+        for actor, (call, since) in list(self._asked.items()):
+            if actor not in places or ray.wait([call], timeout=0)[0]:
+                self.forget(actor)
+            elif now - since >= limit / 3:
+                self._look_at(actor, now)
+        for actor in places:
+            if actor not in self._asked:
+                self._asked[actor] = (actor.alive.remote(), now)
+        return True
+
+    def silence(self, actor: Any) -> float:
+        """Return for how many seconds a process had given no sign of life at the last look."""
+        if actor not in self._asked or ray.wait([self._asked[actor][0]], timeout=0)[0]:
+            return 0.0
+        return max(self._looked - self._asked[actor][1], 0.0)
+
+    def is_silent(self, actor: Any) -> bool:
+        """Return whether a process has given no sign of life for `heartbeat` seconds.
+
+        It is if the node of the process was looked at twice and has seen it compute nothing, or
+        does not answer either.
+        """
+        if self.silence(actor) < self._limit:
+            return False
+        waits = self._looked - self._looking[actor][1] if actor in self._looking else 0.0
+        return self._alone(actor) or self._seen[actor] > 1 or waits >= self._limit / 3
+
+    def _neighbours(self, actor: Any) -> Iterator[Any]:
+        """Return the other processes on the node of a process."""
+        node = self._places[actor].node
+        return (one for one, at in self._places.items() if one != actor and at.node == node)
+
+    def _alone(self, actor: Any) -> bool:
+        """Return whether neither the driver nor another process is on the node of a process."""
+        here = self._places[actor].node == self._node
+        return not here and next(self._neighbours(actor), None) is None
+
+    def forget(self, actor: Any = None) -> None:
+        """Forget what a process was asked; without an argument, what all were."""
+        for known in (self._asked, self._looking, self._computed, self._seen):
+            if actor is None:
+                known.clear()
+            else:
+                known.pop(actor, None)
+
+    def _look_at(self, actor: Any, now: float) -> None:
+        """Find out how much a process that does not answer has computed."""
+        place = self._places[actor]
+        if place.node == self._node:
+            self._note(actor, processor_use(place.pid), now)
+        elif actor not in self._looking:
+            if (neighbour := next(self._neighbours(actor), None)) is not None:
+                self._looking[actor] = (neighbour.processor_use_of.remote(place.pid), now)
+        elif has_answered(self._looking[actor][0]):
+            call, asked = self._looking.pop(actor)
+            self._note(actor, ray.get(call), asked)
+
+    def _note(self, actor: Any, use: tuple[float, bool] | None, now: float) -> None:
+        """Take what a process did with processors, at a time, for a sign of life if it computed."""
+        before = self._computed.get(actor)
+        self._seen[actor] += 1
+        if use is None:
+            return
+        seconds, runnable = use
+        self._computed[actor] = (seconds, now)
+        grown = before is not None and seconds - before[0] >= _BUSY_SHARE * (now - before[1]) > 0
+        if runnable or grown:
+            self._asked[actor], self._seen[actor] = (self._asked[actor][0], now), 0

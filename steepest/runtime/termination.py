@@ -1,0 +1,77 @@
+"""SIGTERM to the driver: schedulers, Kubernetes and spot machines send it before they kill."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from types import FrameType
+
+import ray
+
+from steepest.runtime.ray_private import is_drivers_sigterm_handler, keep_exit_status
+
+#: The exit status of a program that SIGTERM has ended, as shells and schedulers know it.
+EXIT_STATUS = 128 + signal.SIGTERM
+log = logging.getLogger(__name__)
+#: For so long a repeated signal does not cut short what the first one began.
+_ENDING_SECONDS = 30.0
+_GONE_SECONDS = 10.0  # without a control store, after which the process is ended
+_LOOK_SECONDS = 0.5
+
+_began = -math.inf  # when the process last began to end, of `time.monotonic`
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this process as Ctrl-C does, with exit status 143.
+
+    `SystemExit` is raised in the main thread, so that `with` blocks are left and `fit` writes its
+    last checkpoint. Ray's own handler does the same with exit status 15, by which no scheduler
+    knows the signal. Only that handler is replaced: a user's own stays, and so does that of Ray's
+    workers. On other threads than the main one this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if is_drivers_sigterm_handler(signal.getsignal(signal.SIGTERM)):
+        keep_exit_status(EXIT_STATUS)
+        signal.signal(signal.SIGTERM, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End the process, unless it began to end a moment ago.
+
+    A notebook catches `SystemExit` and goes on: a later signal ends it like the first one.
+    """
+    global _began
+    if (now := time.monotonic()) - _began >= _ENDING_SECONDS:
+        _began = now
+        threading.Thread(target=_end_without_ray, name="steepest end", daemon=True).start()
+        sys.exit(EXIT_STATUS)
+
+
+def _end_without_ray() -> None:
+    """End this process if it waits for a Ray whose control store (GCS) is gone.
+
+    It is gone where Ray's processes got the signal too. Calls of Ray wait for it then, also those
+    by which a trainer ends, until Ray ends this process after a minute, with status 1.
+    """
+    if not ray.is_initialized():
+        return
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    gone_since = math.inf
+    while ray.is_initialized() and time.monotonic() - _began < 2 * _ENDING_SECONDS:
+        now = time.monotonic()
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _LOOK_SECONDS).close()
+            gone_since = math.inf
+        except OSError:
+            gone_since = min(gone_since, now)
+        if now - gone_since >= _GONE_SECONDS:
+            log.warning("Ray is gone: the program ends without waiting for its answers")
+            os._exit(EXIT_STATUS)
+        time.sleep(_LOOK_SECONDS)

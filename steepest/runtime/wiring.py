@@ -1,0 +1,82 @@
+"""A job's processes open their roles and connect to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from steepest.runtime.context import JobContext
+from steepest.runtime.locations import by_calls
+from steepest.transport.channel import Address
+from steepest.transport.ray_calls import Callee
+
+_PAUSE_SECONDS = 0.05  # in `simple` workers only answer
+
+
+def connect_processes(
+    context: JobContext, initial: Any
+) -> tuple[list[Address | Callee], list[Address]]:
+    """Have a job's processes open their roles, and connect them; the driver connects afterwards.
+
+    A worker connects to all processes that host servers. Of two of these the later one connects to
+    the earlier one; unless servers send each other chunks, all but the first one connect to that
+    one only, beside which the coordinator lives.
+
+    Args:
+        context: the job, with its processes, their models bound.
+        initial: a call that returns what to begin with, see `Process.initial`; None to keep what
+            processes have.
+
+    Returns:
+        Where the driver, and a worker that joins later, connect to; and, by worker, where it
+        listens for other workers.
+    """
+    job, timeout = context.job, context.run_config.deadlines.start
+    workers = [actor for peer, actor in context.actors.items() if peer.role == "worker"]
+    servers = [actor for peer, actor in context.actors.items() if peer.role == "server"]
+    in_driver = job.strategy.in_driver
+    hosting = [] if in_driver else servers or workers
+    others = [worker for worker in workers if worker not in hosting]
+    opened = _open(context, hosting, others, initial)
+    listening = opened[len(hosting) :] if others else opened
+    ends: list[Address | Callee] = list(opened)
+    if by_calls(job.config):
+        pause = _PAUSE_SECONDS if in_driver else 0.0
+        ends = [
+            Callee(end.peers, actor, pause)
+            for end, actor in zip(opened, [*hosting, *others], strict=True)
+        ]
+    if not in_driver:
+        ends = ends[: len(hosting)]
+        exchanging = bool(job.places.aggregators) or job.servers_in_workers  # servers, chunks
+        earlier = [ends[: i if exchanging else 1] for i in range(1, len(hosting))]
+        calls = [
+            actor.connect.remote(to, timeout)
+            for actor, to in zip(hosting[1:], earlier, strict=True)
+        ]
+        context.get(calls, "connect the servers", context.names(hosting[1:]))
+        connecting = [worker.connect.remote(ends, timeout) for worker in others]
+        context.get(connecting, "connect the workers", context.names(others))
+    return ends, listening
+
+
+def _open(
+    context: JobContext, hosting: list[Any], others: list[Any], initial: Any
+) -> list[Address]:
+    """Have processes open their roles; return where each listens.
+
+    Args:
+        hosting: the processes of servers, which take turns; one alone hosts all servers.
+        others: those of workers without servers.
+    """
+    job, count = context.stored_job, context.job.num_servers
+    dealt = [list(range(count))] if len(hosting) == 1 else [[i] for i in range(count)]
+    opened: list[Address] = context.get(
+        [
+            actor.open.remote(job, numbers, initial)
+            for actor, numbers in zip(hosting, dealt, strict=bool(hosting))
+        ],
+        "open the servers",
+        context.names(hosting),
+    )
+    opening = [w.open.remote(job, [], initial, context.lives[i]) for i, w in enumerate(others)]
+    return opened + context.get(opening, "open the workers", context.names(others))

@@ -1,0 +1,166 @@
+"""Calls of a job's processes: functions run on its workers, and what becomes of errors."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ShutdownError
+from steepest.messages.message import Peer, worker_peer
+from steepest.runtime.activity import log_report
+from steepest.runtime.context import JobContext
+from steepest.runtime.deaths import Deaths
+from steepest.runtime.diagnostics import (
+    drop_calls,
+    has_answered,
+    last_line,
+    raise_remote,
+    raise_unsendable,
+    travelling,
+    who_raised,
+)
+from steepest.runtime.remote_functions import name_of
+
+_LOOK_SECONDS = 0.3
+_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
+
+
+class WorkerCalls:
+    """Runs functions on the replicas of a job's workers.
+
+    Args:
+        context: what is known of the job's processes.
+        deaths: the dead.
+    """
+
+    def __init__(self, context: JobContext, deaths: Deaths) -> None:
+        self._context = context
+        self._deaths = deaths
+        self._numbers = itertools.count(1)  # of calls, for the collective operations in them
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        workers: list[int] | None = None,
+        view: bool = False,
+        waits: bool = True,
+        what: str = "do its part",
+    ) -> list[Any]:
+        """Run a function on workers as soon as they hold the last committed weights.
+
+        Args:
+            function: called with a worker's `Replicas`, then the arguments.
+            arguments: the same for all workers; each is put into Ray's store once.
+            workers: indices of the workers that run it; all by default.
+            view: give the function a `WorkerView` instead of the replicas.
+            waits: for the last committed weights.
+            what: a worker is asked to do, for errors.
+
+        Returns:
+            What the function returned on each worker, in the order of `workers`.
+
+        Raises:
+            ModelRaisedError: the function raised; its traceback is the cause. Our own errors are
+                raised as they are. The other workers' collective operations are ended.
+            ConfigurationError: the function, an argument or a result cannot travel.
+            PeerLostError: a process died.
+            DeadlineError: a worker has not answered for `DeadlineConfig.call` seconds.
+        """
+        context, seconds = self._context, self._context.run_config.deadlines.call
+        now = context.client.position
+        position = (now.generation, now.version) if waits else (0, -1)
+        stored = [travelling(f"what a worker needs to {what}", argument) for argument in arguments]
+        chosen = list(range(context.job.num_workers)) if workers is None else workers
+        actors = {index: context.actors[worker_peer(index)] for index in chosen}
+        number = next(self._numbers)
+        try:
+            refs = {
+                (actor.view_call if view else actor.call).remote(
+                    position, number, function, *stored
+                ): index
+                for index, actor in actors.items()
+            }
+        except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
+            raise_unsendable(f"the function {name_of(function)}", function, error)
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + seconds
+        try:
+            while refs:
+                done = context.owner.await_calls(list(refs), min(_LOOK_SECONDS, seconds), 1)
+                for ref in done:  # raises what it raised, without waiting long for the others
+                    results[refs[ref]] = self._result(ref, refs, what)
+                    del refs[ref]
+                if not done:
+                    context.meanwhile()
+                    self._deaths.raise_if_dead()
+                    if time.monotonic() > deadline:
+                        silent = ", ".join(str(worker_peer(index)) for index in refs.values())
+                        log_report(context, f"{silent} asked to {what}")
+                        raise DeadlineError(
+                            f"{silent} did not answer within {seconds:g} s at version {position[1]}"
+                        )
+        finally:
+            drop_calls(refs)
+            for index in refs.values():
+                actors[index].abandon.remote(number, "another worker failed, or the driver gave up")
+        return [results[index] for index in chosen]
+
+    def _result(self, ref: Any, calls: Mapping[Any, int], what: str) -> Any:
+        """Return what a call of a worker returned, or put into Ray's store.
+
+        Args:
+            ref: the call.
+            calls: the worker of each call that may have raised the same.
+            what: the worker was asked to do.
+        """
+        name = self._name(calls[ref])
+        try:
+            result = ray.get(ref)
+            if isinstance(result, ray.ObjectRef):
+                (result,) = ray.get(result)
+            return result
+        except ray.exceptions.RayTaskError as error:
+            names = who_raised(error, {each: self._name(worker) for each, worker in calls.items()})
+            try:
+                raise_remote(error, names, what)
+            except (PeerLostError, ShutdownError):
+                self._deaths.raise_if_dead(wait=_NOTICE_SECONDS)  # the better explanation
+                raise
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+            self._deaths.raise_if_dead(wait=_NOTICE_SECONDS)
+            raise PeerLostError(f"{name} died before it could {what}") from error
+        except (ray.exceptions.RaySystemError, SystemExit) as error:
+            raise ConfigurationError(
+                f"the driver cannot read what {name} returned when asked to {what}: "
+                f"{last_line(error)}: return what can be pickled, of modules that the driver has "
+                "too"
+            ) from error
+
+    def _name(self, worker: int) -> str:
+        peer = worker_peer(worker)
+        return f"{peer} on {self._context.places[peer].host}"
+
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run a function on all workers between two of their steps, while they train or not.
+
+        Returns:
+            What the function returned, in the order of workers, without the workers that are dead
+            or have not answered within `DeadlineConfig.call` seconds.
+        """
+        context = self._context
+        workers = [actor for peer, actor in sorted(context.actors.items()) if peer.role == "worker"]
+        refs = [actor.call.remote((0, -1), 0, function, *arguments) for actor in workers]
+        context.owner.await_calls(refs, context.run_config.deadlines.call)
+        return [ray.get(ref) for ref in refs if has_answered(ref)]
+
+    def counters(self) -> dict[Peer, dict[str, Any]]:
+        """Return the counters of all processes that answer in time, see `Process.counters`."""
+        actors = self._context.actors
+        refs = {peer: actor.counters.remote() for peer, actor in actors.items()}
+        self._context.owner.await_calls(list(refs.values()), _NOTICE_SECONDS)
+        return {peer: ray.get(ref) for peer, ref in refs.items() if has_answered(ref)}

@@ -1,0 +1,658 @@
+"""The state from which training continues: read from a job's processes, and given to them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from steepest.checkpoint import files, rows
+from steepest.config.strategies import LocalStrategy, StrategyConfig
+from steepest.data.sampler import Remaining, epoch_ends
+from steepest.engine.client import Snapshot, read_log
+from steepest.engine.commit_log import Commit, CommitLog, UnpushedRows
+from steepest.engine.replica_states import all_states, mean_states
+from steepest.engine.strategy import make_strategy
+from steepest.engine.survivors import RecoveredState
+from steepest.engine.worker_state import WorkerState
+from steepest.errors import CheckpointError, ConfigurationError
+from steepest.messages.driver import Counters
+from steepest.messages.snapshots import Bases
+from steepest.models.names import plainly
+from steepest.optim.spec import ScheduleState
+from steepest.runtime import remote_functions
+from steepest.runtime.launch import Cluster
+from steepest.runtime.membership import Membership
+from steepest.runtime.owner import Moment, owned
+from steepest.state.optimizer_state import OptimizerState
+from steepest.state.row_read import RowRead, read_apart
+from steepest.state.stock import Copy, Stock
+from steepest.tensors.dtypes import Tensors
+
+log = logging.getLogger(__name__)
+
+
+class JobState:
+    """The state of one job between two steps.
+
+    Args:
+        cluster: its processes.
+
+    Attributes:
+        owner: of the job.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.owner = cluster.owner
+        self._cluster = cluster
+        self._ends: list[int] = []  # of epochs, under earlier plans too
+        # of what the job was before; None for a part that is lost
+        self._logs: list[CommitLog | None] = []
+        self._start = 0  # the version with which the log begins
+        self._unpushed: UnpushedRows = {}  # gradients of rows that workers had then
+        self._told_of_schedule = False
+        self._change = 0  # the number of the last change of the job's processes
+        #: The state with which to continue when a change failed in the middle.
+        self.pending: Stock | None = None
+        #: Gives the job's processes their roles anew, with the state as it is; set by `Supervisor`.
+        self.give_roles_anew: Callable[[], None] = lambda: None
+
+    @owned(Moment.WHOLE)
+    def snapshot(self, what: str) -> Snapshot:
+        """Return the servers' state at one version; workers may train meanwhile.
+
+        Args:
+            what: "weights"; "state" for the optimizer's state too; "standing" for the version and
+                the coordinator's state alone.
+        """
+        client = self._cluster.client
+        future = self._cluster.on_router(lambda: client.read(what))
+        found: Snapshot = self._cluster.wait(future, "a snapshot of the weights")
+        return found
+
+    def weights(self) -> tuple[dict[str, torch.Tensor], int]:
+        """Return parameters by name, as CPU copies, and after how many steps they are these.
+
+        It may be called on any thread, amid training. Frozen parameters are averaged over replicas.
+        """
+        job = self._cluster.job
+        layout, snapshot = job.description.layout, self.snapshot("weights")
+        found = layout.named(snapshot.weights)
+        if not all(entry.trainable for entry in layout.entries):
+            states = all_states(self._cluster.workers.ask)
+            mean = mean_states(states, [1.0] * len(states)) if states else {}
+            found |= {name: value for name, value in mean.items() if name in found}
+        return found, job.step_of(snapshot.version)
+
+    def set_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Set parameters by name, see `DistributedSGD.set_weights`; they are version `version`."""
+        layout, weights = self._cluster.job.description.layout, _tensors("weights", weights)
+        for name, value in weights.items():
+            if not torch.isfinite(value).all():
+                raise ConfigurationError(
+                    f"{name!r} holds NaN or infinity: give finite weights; those of the last "
+                    "commit stay"
+                )
+        snapshot = self.snapshot("weights")
+        layout.write(snapshot.weights, weights)
+        self.install(version, snapshot.weights, None)
+        frozen = [
+            e.name
+            for e in layout.entries
+            if not e.trainable and not weights.keys().isdisjoint({e.name, *e.aliases})
+        ]
+        if frozen:
+            self._cluster.workers.call(remote_functions.take_installed, frozen)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return parameters, under all their names, and averaged buffers, as CPU copies."""
+        layout = self._cluster.job.description.layout
+        state = layout.named(self.snapshot("weights").weights) | self.mean_buffers()
+        return state | {
+            alias: state[entry.name] for entry in layout.entries for alias in entry.aliases
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], version: int) -> None:
+        """Set all parameters and buffers, see `DistributedSGD.load_state_dict`, as a version."""
+        layout, mine = self._cluster.job.description.layout, self.buffers()[0]
+        state = _tensors("state", state)
+        parameters = {name for entry in layout.entries for name in (entry.name, *entry.aliases)}
+        own = parameters | mine.keys()
+        for lacks, names in (("state", own - state.keys()), ("the model", state.keys() - own)):
+            if names:
+                raise ConfigurationError(
+                    f"{lacks} has no {', '.join(sorted(names)[:8])}: give what state_dict() of "
+                    "such a model returned; set_weights() takes some parameters"
+                )
+        buffers = Tensors((name, state[name]) for name in mine.keys() - parameters)
+        for name, value in buffers.items():
+            if value.shape != mine[name].shape:
+                raise ConfigurationError(
+                    f"{name!r} has shape {tuple(value.shape)}, the model's has "
+                    f"{tuple(mine[name].shape)}"
+                )
+        weights = layout.allocate()
+        layout.write(weights, {name: value for name, value in state.items() if name not in buffers})
+        self.install(version, weights, None)
+        # frozen parameters of replicas are as installed
+        self._cluster.workers.call(remote_functions.load_buffers, buffers)
+
+    def log(self) -> CommitLog:
+        """Return every commit so far, see `DistributedSGD.log`."""
+        commits = self._commits()
+        if commits is None:
+            raise ConfigurationError("no log was kept: give RunConfig(keep_log=True)")
+        earlier: list[CommitLog] = []
+        for part in self._logs:
+            earlier = [] if part is None else [*earlier, part]
+        return replace(self.part(commits), earlier=tuple(earlier))
+
+    def _commits(self) -> list[Commit] | None:
+        """Return the coordinator's log; None if it keeps none."""
+        client = self._cluster.client
+        if not self._cluster.run_config.keep_log:
+            return None
+        future = self._cluster.on_router(lambda: read_log(client))
+        commits: list[Commit] = self._cluster.wait(future, "the coordinator's log")
+        return commits
+
+    def part(self, commits: Sequence[Commit] = ()) -> CommitLog:
+        """Return the log of the job as it is now, without the jobs that it was before.
+
+        Args:
+            commits: of this job.
+        """
+        job, (plan, seed) = self._cluster.job, self._cluster.plan
+        where = (
+            job.config,
+            job.num_workers,
+            job.devices_per_worker,
+            seed,
+            job.hosts,
+            job.micro_batches,
+        )
+        workers = job.description.threads
+        servers = (
+            workers
+            if job.servers_in_workers
+            else torch.get_num_threads()
+            if job.strategy.in_driver
+            else 1
+        )
+        return CommitLog(
+            tuple(commits),
+            *where,
+            self._start,
+            plan,
+            (job.shares, job.parts),
+            (workers, servers),
+            self._cluster.rates.changes,
+            self._unpushed,
+        )
+
+    def _close_log(self, copy: Copy, version: int) -> None:
+        """Keep the log of a job whose processes have got other roles, and begin another one.
+
+        Where a part of the log is lost, what came before does not explain the weights.
+
+        Args:
+            copy: with which the job continues, perhaps that of an earlier form of the job.
+            version: with which the next log begins.
+        """
+        last = copy.found.version
+        commits: Sequence[Commit] | None
+        if copy.part < len(self._logs):
+            closed = self._logs[copy.part]
+            commits = None if closed is None else closed.commits
+        else:
+            commits = () if last == copy.log.start else copy.found.log
+        part = None
+        if commits is not None:
+            part = replace(copy.log, commits=_newest(commits, copy.log.start, last))
+        self._logs[copy.part :] = [part]
+        self._start = version
+
+    def install(
+        self,
+        version: int,
+        weights: torch.Tensor | None,
+        records: list[files.Record] | None,
+        state: dict[str, Any] | None = None,
+        schedule: ScheduleState | None = None,
+        unpushed: UnpushedRows = MappingProxyType({}),
+    ) -> None:
+        """Set the servers' weights and the coordinator's state, see `Client.install`.
+
+        Args:
+            version: of the weights.
+            weights: flat; None to keep those that servers hold.
+            records: optimizer state; None to keep it, and the order of samples.
+            state: of the coordinator; None if the weights do not follow from the log so far.
+            schedule: where the schedule stands, if `state` does not hold it.
+            unpushed: the gradients of rows that workers were given to push, if `state` is None.
+        """
+        if state is None:  # what came before does not explain it
+            self._logs, self._start, self._unpushed = [], version, unpushed
+        everything = dict(state or {})
+        if schedule is not None:
+            everything["schedule"] = schedule
+        if "schedule" not in everything and (
+            state is not None or records is not None
+        ):  # else it stays where it is
+            self._tell_of_schedule(version)
+        client = self._cluster.client
+        future = self._cluster.on_router(
+            lambda: client.install(version, weights, records, everything or None)
+        )
+        self._cluster.wait(future, "servers to take new weights")
+
+    def _tell_of_schedule(self, version: int) -> None:
+        """Log, once, that a schedule without a state has to be computed from its beginning."""
+        job = self._cluster.job
+        updates = job.updates_before(job.step_of(version))
+        if (
+            job.description.optimizer_spec.lr_scheduler is None
+            or not updates
+            or self._told_of_schedule
+        ):
+            return
+        self._told_of_schedule = True
+        log.warning(
+            "the state of lr_scheduler= has no JSON, or too much of it, so the schedule is "
+            "computed from its beginning (%d steps) whenever training goes on elsewhere: give a "
+            "scheduler whose state_dict() holds plain values, "
+            "or learning_rate=", updates,
+        )  # fmt: skip
+
+    def buffers(self) -> list[Tensors]:
+        """Return each replica's buffers, and the frozen parameters that any replica has changed."""
+        return all_states(self._cluster.workers.call)
+
+    def mean_buffers(self) -> Tensors:
+        """Return the mean of buffers over all replicas, which see equally many samples."""
+        states = self.buffers()
+        return mean_states(states, [1.0] * len(states))
+
+    def remaining(self) -> Remaining:
+        """Return which samples are still to come, as the coordinator has it."""
+        (plan, _), job, client = self._cluster.plan, self._cluster.job, self._cluster.client
+        if plan is None:
+            return Remaining()
+        counters: Counters = self._cluster.wait(
+            self._cluster.on_router(client.counters), "the coordinator's counters"
+        )
+        return plan.remaining(counters.following, counters.returned, job.shares, job.parts)
+
+    @owned(Moment.WHOLE)
+    def ends(self) -> list[int]:
+        """Return the first step after epoch 0, 1, ..., for the epochs that have ended.
+
+        It is the list itself, which grows: callers do not change or keep it.
+        """
+        plan = self._cluster.plan[0]
+        if plan is not None:
+            epoch_ends(plan, self._ends, self._cluster.step)
+        return self._ends
+
+    def collect(self, since: Bases = ()) -> tuple[files.Checkpoint, RowRead]:
+        """Return everything that a checkpoint holds, at one version; no step may be going on.
+
+        Args:
+            since: see `read_apart`.
+
+        Returns:
+            All but the rows of tables; the rows of that version, which are yet to come.
+        """
+        snapshot, rows_to_come = read_apart(self._cluster, since)
+        with rows_to_come.given_up_on_error():
+            return self._without_rows(snapshot), rows_to_come
+
+    def _without_rows(self, snapshot: Snapshot) -> files.Checkpoint:
+        """Return what a checkpoint holds beside rows, with the servers' part given."""
+        step, rest = self._cluster.job.step_of(snapshot.version), self.remaining()
+        about = {
+            "step": step,
+            "epoch": rest.epoch,
+            "offset": rest.offset,
+            "left": rest.left,
+            "begun": rest.begun,
+            "updates": self._cluster.job.updates_before(step),
+            "ends": list(self.ends()),
+            "seed": self._cluster.plan[1],
+            "unfrozen": sorted(self._cluster.job.unfrozen),
+            "rates": self._cluster.rates.state(step),
+        }
+        states = self.buffers()
+        owner = self._owner(mean_states(states, [1.0] * len(states)))
+        everybody = range(self._cluster.job.num_workers)
+        found = OptimizerState.collect(
+            self._cluster, snapshot, everybody, step, self._cluster.workers.call
+        )
+        about["schedule"] = found.schedule
+        return files.gather(
+            owner, snapshot.weights, (found.state, found.plain), states, about, found.apart
+        )
+
+    def signature(self) -> files.JobSignature:
+        """Return what a checkpoint is compared with, without buffers."""
+        return self._owner({})
+
+    def place(self, saved: files.Checkpoint, where: object, data: str = "continue") -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            saved: the checkpoint.
+            where: it was read, for the error.
+            data: "new" to begin with epoch 0, whatever samples were left over.
+
+        Raises:
+            CheckpointError: it is of another model, optimizer or data set, or holds what no job
+                does; nothing has changed.
+        """
+        cluster, about = self._cluster, saved.about
+        layout = cluster.job.description.layout
+        try:
+            self._owner(self.buffers()[0]).check(saved, data)
+            optimizer = rows.dealt(saved.optimizer, cluster.job.tables)
+            self._unfreeze(about)
+            layout = cluster.job.description.layout
+            apart, replicas = OptimizerState.split(saved.replicas)
+            state = OptimizerState(optimizer, about["plain"], apart, about.get("schedule"))
+            records = state.place(cluster)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the checkpoint at {where} is not of this job: {error}"
+            ) from error
+        if self._move_schedule(about):
+            records = state.place(cluster)
+        weights = layout.allocate()
+        layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
+        averaged = Tensors(
+            (name, value) for name, value in saved.weights.items() if name not in layout.index
+        )
+        version = cluster.job.version_of(about["step"])
+        try:
+            self.install(
+                version,
+                weights,
+                records,
+                schedule=about.get("schedule"),
+                unpushed=state.rows_for(cluster.job),
+            )
+        except ConfigurationError as error:
+            raise CheckpointError(f"the checkpoint at {where} is damaged: {error}") from error
+        cluster.rates.restore(about["step"], about.get("rates"), about.get("schedule"))
+        rest = Remaining() if data == "new" else _remaining(about)
+        plan, seed = cluster.job.plan(about["step"], rest, about["seed"]), about["seed"]
+        for epoch, blocks in () if plan is None else plan.begun:
+            log.warning(
+                "epoch %d ends in the order in which it was begun, with blocks of samples %.200s, "
+                "later ones have "
+                "%.200s; until then a stream may be begun often", epoch, blocks, cluster.job.description.blocks,
+            )  # fmt: skip
+        before = cluster.job.plan()  # older checkpoints do not tell when epochs ended
+        guessed = (
+            []
+            if before is None
+            else [min(before.end_of(e), about["step"]) for e in range(rest.epoch)]
+        )
+        self._ends = [] if data == "new" else list(about.get("ends", guessed))
+        cluster.use_plan(plan, seed)
+        own = remote_functions.by_replica(replicas)
+        cluster.workers.call(
+            remote_functions.continue_from, plan, seed, own, averaged, cluster.job.replicas
+        )
+        if plan is None:
+            cluster.workers.call(remote_functions.continue_streams, None)
+
+    def _unfreeze(self, about: Mapping[str, Any]) -> None:
+        """Train what a checkpoint's job had unfrozen; processes get their roles anew for that."""
+        self._cluster.unfrozen |= frozenset(about.get("unfrozen", ()))
+        if self._cluster.unfrozen != self._cluster.job.unfrozen:
+            self.give_roles_anew()
+
+    def _move_schedule(self, about: Mapping[str, Any]) -> bool:
+        """Move the learning-rate schedule to where it stood in a checkpoint.
+
+        It stands elsewhere where steps were several updates each. Processes get their roles anew
+        for that. Checkpoints without a number of updates leave it where it is.
+
+        Returns:
+            Whether processes got their roles anew.
+        """
+        cluster, step = self._cluster, about["step"]
+        ahead = about.get("updates", cluster.job.updates_before(step)) - cluster.job.updates_before(
+            step
+        )
+        if ahead:
+            cluster.shift_schedule(ahead)
+            self.give_roles_anew()
+        return bool(ahead)
+
+    def copy(
+        self,
+        found: RecoveredState | Snapshot,
+        workers: Sequence[WorkerState] = (),
+        commits: list[Commit] | None = None,
+    ) -> Copy:
+        """Return a state of the job as it is, with what is needed to continue from it as another job.
+
+        Args:
+            found: of servers and coordinator.
+            workers: what each worker alone has at that version, if anything.
+            commits: of a `Snapshot`: those until then, and perhaps later ones; None if not known.
+        """
+        plan, seed = self._cluster.plan
+        if isinstance(found, Snapshot):
+            found = RecoveredState(
+                found.version, found.state, commits, found.weights, found.records
+            )
+        return Copy(self._cluster.job, plan, seed, found, self.part(), workers, len(self._logs))
+
+    def stock(self, copy: Copy, optimizer: OptimizerState) -> Stock:
+        """Return a state together with that of the workers that there are."""
+        return Stock(copy, optimizer, self._cluster.job.num_workers)
+
+    @contextlib.contextmanager
+    def _changing(self, stock: Stock, keep: Mapping[int, int]) -> Iterator[int]:
+        """Keep `pending` while the job is put together of other processes; yield the number of this change.
+
+        Args:
+            stock: with which it continues.
+            keep: maps each surviving worker's new index to its old one.
+        """
+        before, self._change = self._cluster.actors, self._change + (self.pending is None)
+        try:
+            yield self._change
+        except BaseException:
+            if self._cluster.actors is not before:  # the old job is no more
+                self.pending = stock.renumbered({was: now for now, was in keep.items()})
+            raise
+        self.pending = None
+        self._cluster.settle(self._change)
+
+    def put_together(self, stock: Stock, wanted: Membership) -> None:
+        """Make another job of some processes, which continues with what there is.
+
+        Args:
+            stock: the state; of the optimizer's, workers' shares are by their old numbers.
+            wanted: the processes, and the strategy.
+
+        Raises:
+            PeerLostError, DeadlineError: a process died, or did not answer. If the old job is no
+                more by then, `pending` is the state with which to begin again.
+        """
+        with self._changing(stock, wanted.keep) as change:
+            self._put_together(stock, wanted, change)
+
+    def _put_together(self, stock: Stock, wanted: Membership, change: int) -> None:
+        cluster, copy, found = self._cluster, stock.copy, stock.found
+        step, rest = copy.step, copy.remaining
+        if copy.plan is not None:
+            epoch_ends(copy.plan, self._ends, step)
+        weights = (
+            None if found.weights is None else copy.job.description.layout.named(found.weights)
+        )
+        cluster.reform(wanted, step, copy.job.updates_before(step), found.holders, change)
+        layout = cluster.job.description.layout
+        flat = None if weights is None else layout.allocate()
+        if flat is not None and weights is not None:
+            layout.write(flat, weights)
+        state = {"history": found.state["history"]}  # the ledger begins anew, with the plan
+        optimizer = stock.renumbered({was: now for now, was in wanted.keep.items()}).optimizer
+        version = cluster.job.version_of(step)
+        records = optimizer.place(cluster, same=stock.workers == wanted.num_workers)
+        self.install(version, flat, records, state, optimizer.schedule)
+        plan = cluster.job.plan(step, rest, copy.seed)
+        cluster.use_plan(plan, copy.seed)
+        self._continue(stock, wanted)
+        self._close_log(copy, version)
+        self._unpushed = optimizer.rows_for(cluster.job)
+        if wanted.unfrozen != copy.job.unfrozen:
+            self._logs = [None]  # a replay does not unfreeze
+
+    def _continue(self, stock: Stock, wanted: Membership) -> None:
+        """Give workers their place in the data, and buffers.
+
+        From the driver's copy all get those of the copy. Otherwise new workers get the mean of
+        the buffers of those that were there.
+        """
+        call, plan = self._cluster.workers.call, self._cluster.plan
+        new = [p.index for p in wanted.added if p.role == "worker"]
+        old = [index for index in wanted.keep if index not in new]
+        if plan[0] is None and old:
+            place = call(remote_functions.stream_place)[old[0]]
+            if place is not None:  # streams that are not divided stay open where they are
+                call(remote_functions.continue_streams, place)
+        if (buffers := stock.buffers()) is not None:
+            call(remote_functions.continue_from, *plan, *buffers, self._cluster.job.replicas)
+            return
+        call(remote_functions.use_plan, *plan)
+        if not new or not old:
+            return
+        states = all_states(partial(call, workers=old))
+        call(remote_functions.load_buffers, mean_states(states, [1.0] * len(states)), workers=new)
+
+    def put_back(self, stock: Stock, wanted: Membership) -> None:
+        """Put the same job together again, with new processes in the places of dead ones.
+
+        Version, plan and the place of each share in it stay as they were.
+
+        Args:
+            stock: the state.
+            wanted: as many processes as there were; those that survived have their numbers.
+
+        Raises:
+            PeerLostError, DeadlineError: see `put_together`.
+        """
+        with self._changing(stock, wanted.keep) as change:
+            self._put_back(stock, wanted, change)
+
+    def _put_back(self, stock: Stock, wanted: Membership, change: int) -> None:
+        cluster, found = self._cluster, stock.found
+        plan = cluster.plan
+        everybody = {index: index for index in range(wanted.num_workers)}
+        step, job = stock.copy.step, stock.copy.job
+        everyone = replace(wanted, keep=everybody)
+        cluster.reform(everyone, step, job.updates_before(step), found.holders, change)
+        cluster.use_plan(*plan)
+        schedule = stock.optimizer.schedule if isinstance(wanted.config, LocalStrategy) else None
+        stock.optimizer.place(cluster, same=True)
+        self.install(found.version, found.weights, found.records, found.state, schedule)
+        self._continue(stock, wanted)
+        self._close_log(stock.copy, found.version)
+        self._unpushed = stock.optimizer.rows_for(cluster.job)
+
+    def stopped(self, config: StrategyConfig) -> RecoveredState:
+        """Stop the workers, and return the job's state.
+
+        The coordinator and all servers must live.
+
+        Args:
+            config: the strategy with which the job continues; where its servers can keep their
+                chunks, the state names the processes that hold these.
+        """
+        cluster, client = self._cluster, self._cluster.client
+        cluster.wait(cluster.on_router(client.revoke), "the coordinator to stop the workers")
+        stays = self._stays(config)
+        found = self.snapshot("standing" if stays else "state")
+        if stays:
+            return RecoveredState(
+                found.version, found.state, self._commits(), holders=cluster.holdings()
+            )
+        return RecoveredState(
+            found.version, found.state, self._commits(), found.weights, found.records
+        )
+
+    def _stays(self, config: StrategyConfig) -> bool:
+        """Return whether servers keep their chunks under another strategy.
+
+        They do where the model is cut alike and both strategies have servers of the same kind.
+        """
+        before, after = self._cluster.job.strategy, make_strategy(config)
+        return (
+            before.cut == after.cut
+            and self._cluster.unfrozen == self._cluster.job.unfrozen
+            and before.kind == after.kind
+            and "simple" not in (before.kind, after.kind)
+        )
+
+    def _owner(self, buffers: Mapping[str, torch.Tensor]) -> files.JobSignature:
+        described, tables = self._cluster.job.description, self._cluster.job.tables
+        spec = described.optimizer_spec
+        own = spec.name, spec.state_flags(), described.samples, buffers
+        about = () if tables is None else tables.description()
+        batch = described.batch_size, self._cluster.job.global_batch
+        return files.JobSignature(described.layout, *own, about, described.fingerprint, batch)
+
+
+def _remaining(about: Mapping[str, Any]) -> Remaining:
+    """Return the samples that are still to come by what a checkpoint says."""
+    left = tuple((e, b, t) for e, b, t in about.get("left", ()))
+    begun = tuple((e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ()))
+    return Remaining(about["epoch"], about["offset"], left, begun)
+
+
+def _tensors(what: str, given: Any) -> dict[str, torch.Tensor]:
+    """Return what a user gave as tensors by plain names.
+
+    Raises:
+        ConfigurationError: it is no mapping, a name is no string, or a value cannot be a tensor.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f"{what} is a {type(given).__name__}: give tensors by name, as weights() and "
+            "state_dict() return them"
+        )
+    found = {}
+    for name, value in given.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(f"{what} has the name {name!r:.80}: give strings as names")
+        try:
+            found[name] = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"{what}[{name!r}] is a {type(value).__name__} that is no tensor ({error}): give "
+                "a tensor or array"
+            ) from None
+    return plainly(found)
+
+
+def _newest(commits: Sequence[Commit], start: int, last: int) -> tuple[Commit, ...]:
+    """Return the commits of the versions after `start` until `last`.
+
+    A server remembers commits of before weights were set or restored too, perhaps of the same
+    versions: of each version the newest commit counts.
+
+    Args:
+        commits: oldest first.
+        start, last: versions.
+    """
+    newest = {commit.version: commit for commit in commits}
+    return tuple(newest[version] for version in range(start + 1, last + 1) if version in newest)

@@ -1,0 +1,168 @@
+"""The rows of a checkpoint, which servers send while training goes on, and which are written as they come."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from steepest.checkpoint import files, rows
+from steepest.engine.client import Snapshot
+from steepest.errors import CheckpointError
+from steepest.messages.snapshots import Bases
+from steepest.runtime.launch import Cluster
+from steepest.tensors.layout import ParameterLayout
+
+_LOOK_SECONDS, _HURRIED_SECONDS = 0.2, 0.01
+_PART_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class RowRead:
+    """The rows of one instant, as servers send them: 40 MB of each server in a second, or faster.
+
+    Attributes:
+        layout: of the job.
+        snapshot: what the servers send; None without tables.
+        take: has servers send further rows, and returns those that have come, as `Client.take`.
+        give_up: fails `snapshot`, unless it is done.
+    """
+
+    layout: ParameterLayout
+    snapshot: Future[Snapshot] | None
+    take: Callable[[], list[files.Record]] = list
+    give_up: Callable[[], object] = lambda: None
+
+    @contextlib.contextmanager
+    def given_up_on_error(self) -> Iterator[None]:
+        """Give up the rows if a block raises: servers keep what changes until all are sent."""
+        try:
+            yield
+        except BaseException:
+            self.give_up()
+            raise
+
+
+class RowsAsTheyCome(files.RowParts):
+    """The rows of a read as parts of a checkpoint: no more than one part lies in memory.
+
+    Args:
+        read: of the rows.
+        hurried: returns whether they are to come as fast as can be; called with each look at what
+            has come, at least five times a second.
+        base: what the checkpoint continues, if the read is of changes.
+
+    Attributes:
+        place: the instant, for a later read of what has changed; known when all parts have come.
+        changes: whether of any shard there is only what has changed; known then, too.
+    """
+
+    def __init__(
+        self,
+        read: RowRead,
+        hurried: Callable[[], bool] = lambda: True,
+        base: files.Link | None = None,
+    ) -> None:
+        self.place: Bases = ()
+        self.changes = False
+        self._read, self._hurried, self._base = read, hurried, base
+        self._marks: dict[str, int] = {}  # life and version of each shard
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the rows in parts of some 64 MB.
+
+        Raises:
+            PeerLostError, ShutdownError: the servers have ended, or have got other chunks.
+            DeadlineError: a server has waited too long for a part to be taken.
+            CheckpointError: the rows were given up.
+        """
+        records: list[files.Record] = []
+        size = 0
+        for found in self._looks():
+            records += found
+            size += sum(value.nbytes for *_, value in found)
+            found.clear()
+            if size >= _PART_BYTES:
+                yield self._part(records)
+                size = 0
+        if records:
+            yield self._part(records)
+        numbered = enumerate(self._read.layout.table_shards if self._marks else ())
+        self.place = [
+            [chunk, *(self._marks[f"{rows.TABLES}{number}/{key}"] for key in ("life", "updates"))]
+            for number, chunk in numbered
+        ]
+
+    def _looks(self) -> Iterator[list[files.Record]]:
+        """Yield the records that have come at each look."""
+        snapshot = self._read.snapshot
+        while snapshot is not None:
+            hurried = self._hurried()
+            try:
+                yield snapshot.result(_HURRIED_SECONDS if hurried else _LOOK_SECONDS).records
+                return
+            except FutureTimeoutError:
+                yield self._read.take()
+
+    def _part(self, records: list[files.Record]) -> dict[str, torch.Tensor]:
+        """Return records as arrays by name; empties the list."""
+        part, _ = files.assemble(self._read.layout, _taken_out(records))
+        for name in [name for name in part if name.endswith(("/life", "/updates"))]:
+            self._marks[name] = int(part[name])
+            if name.endswith("/life"):
+                del part[name]
+        self.changes |= any(name.endswith("/since") for name in part)
+        return part
+
+    def about(self) -> dict[str, Any]:
+        """Return the base of the checkpoint, if it has only changes."""
+        if not self.changes:
+            return {}
+        assert self._base is not None
+        return {"base": asdict(self._base)}
+
+
+def _taken_out(records: list[files.Record]) -> Iterator[files.Record]:
+    """Yield records and take them out of their list, so that they need not lie in memory twice."""
+    records.reverse()
+    while records:
+        yield records.pop()
+
+
+def read_apart(cluster: Cluster, since: Bases) -> tuple[Snapshot, RowRead]:
+    """Return the state without rows, and the rows of the same instant, which are yet to come.
+
+    No step may be going on. Training may go on when this returns: the rows are as they are now.
+
+    Args:
+        cluster: the job.
+        since: rows that there are; of these shards only what has changed is read, if that is known.
+    """
+    client, layout = cluster.client, cluster.job.description.layout
+    if not layout.table_shards:
+        future = cluster.on_router(lambda: client.read("state"))
+        return cluster.wait(future, "a snapshot of the state"), RowRead(layout, None)
+    dense = [chunk.index for chunk in layout.chunks if not chunk.has_rows]
+
+    def read() -> Sequence[Future[Snapshot]]:
+        later = client.read("state", chunks=layout.table_shards, since=since, held=True)
+        return client.read("state", chunks=dense), later
+
+    def take() -> list[files.Record]:
+        found: list[files.Record] = cluster.on_router(lambda: client.take(later))
+        return found
+
+    def give_up() -> None:
+        error = CheckpointError("the rows of a checkpoint were given up")
+        router.call(lambda: client.give_up(later, error))
+
+    router = cluster.router
+    state, later = cluster.on_router(read)
+    rows_to_come = RowRead(layout, later, take, give_up)
+    with rows_to_come.given_up_on_error():
+        return cluster.wait(state, "a snapshot of the state"), rows_to_come

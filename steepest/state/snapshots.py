@@ -1,0 +1,314 @@
+"""Copies of a job's state in the driver's memory, for when only dead processes held the newest one."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from steepest.checkpoint.rows import TABLES
+from steepest.config.strategies import SimpleStrategy
+from steepest.engine.client import Client, Snapshot, read_log
+from steepest.engine.commit_log import Commit
+from steepest.engine.job import Job
+from steepest.engine.worker_state import WorkerState
+from steepest.errors import PeerLostError, ShutdownError, SteepestError
+from steepest.runtime.diagnostics import raise_remote
+from steepest.runtime.launch import Cluster
+from steepest.runtime.owner import Moment, Owner, owned
+from steepest.state.job_state import JobState
+from steepest.state.stock import Copy
+
+log = logging.getLogger(__name__)
+
+#: A snapshot is taken at most this share of the time, and at most once in so many seconds.
+_SHARE = 0.01
+_PAUSE_SECONDS = 1.0
+#: Workers are told of a version so long before they come to it; doubled when that was too late.
+_NOTICE_SECONDS = 0.05
+_MOST_NOTICE_SECONDS = 10.0
+_AGAIN_SECONDS = 0.1  # from that to the next try, in which the pace is measured
+#: A server copies what may change before it sends any of it, which takes as long as sending.
+_COPYING = 2
+_LARGE_BYTES = 1 << 30  # of a snapshot, of which the user is told
+_HEARTBEATS = 5  # within which a copy of a state that was set is awaited
+
+
+@dataclass
+class _Request:
+    """A copy that was asked for.
+
+    Attributes:
+        job: of which it is.
+        servers: what servers and coordinator hold.
+        workers: a call of each worker that returns its own state; None from one that is past
+            `version`.
+        version: at which all of it is to be; None where workers have no version in common.
+        read_log: asks for the commits since the copy before; None if no log is kept.
+        log: them, asked for when servers have answered; later ones may be among them.
+        asked, answered: when it was asked for, and when the servers' part had come.
+    """
+
+    job: Job
+    servers: Future[Snapshot]
+    workers: Sequence[Any]
+    version: int | None
+    read_log: Callable[[], Future[list[Commit]]] | None = None
+    log: Future[list[Commit]] | None = None
+    asked: float = field(default_factory=lambda: time.monotonic())
+    answered: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.servers.add_done_callback(self._note)
+
+    def _note(self, servers: Future[Snapshot]) -> None:
+        self.answered = time.monotonic()
+
+    def has_come(self) -> bool:
+        """Return whether all parts have come, or will not."""
+        calls = list(self.workers)
+        if not self.servers.done():
+            return False
+        if self.log is None and self.read_log is not None:
+            self.log = self.read_log()
+        if self.log is not None and not self.log.done():
+            return False
+        return not calls or not ray.wait(calls, num_returns=len(calls), timeout=0)[1]
+
+    def await_all(self, owner: Owner, seconds: float) -> None:
+        """Return when all parts have come, or after a time."""
+        until = time.monotonic() + seconds
+        self.servers.add_done_callback(lambda _: owner.wake())
+        owner.attend(seconds, self.servers.done)
+        self.has_come()
+        if self.log is not None:
+            self.log.add_done_callback(lambda _: owner.wake())
+            owner.attend(max(until - time.monotonic(), 0.0), self.log.done)
+        if calls := list(self.workers):
+            owner.await_calls(calls, max(until - time.monotonic(), 0.0))
+
+
+class Snapshots:
+    """Takes a copy of everything that a job's processes hold now and then, while workers train.
+
+    A copy is of one instant: where every worker contributes to each version, workers are told of a
+    version that they have not come to, and each copies what it alone has (buffers, what compression
+    left out, its own optimizer) when it has made that version and before it begins the next step;
+    the coordinator orders the servers' part between the same two commits. Under other rules workers
+    have no version in common, and each copies its own between two of its steps at about that time.
+    Workers that have nothing of their own are not asked. Workers train meanwhile.
+
+    Args:
+        cluster: the job's processes.
+        state: of the job.
+    """
+
+    def __init__(self, cluster: Cluster, state: JobState) -> None:
+        self.owner = cluster.owner
+        self._cluster = cluster
+        self._state = state
+        self._stale = False  # whether the last one is of a form that the job has no more
+        self._taken: Copy | None = None
+        # the commits that the coordinator's log had, and the client that has read them
+        self._commits: list[Commit] = []
+        self._reader: Client | None = None
+        self._request: _Request | None = None
+        self._due = 0.0  # when the next one may be asked for
+        self._notice = _NOTICE_SECONDS
+        self._costs: deque[float] = deque(maxlen=3)  # of the last snapshots, in seconds
+        self._seen = (time.monotonic(), 0)  # when one was asked for last, and the version then
+        self._told_of_size = False
+        self._told = False  # whether the user was told that there are none
+
+    @property
+    def taken(self) -> Copy | None:
+        """The last copy that has come; None before the first, and after `forget`."""
+        self._collect()
+        return self._taken
+
+    @property
+    def _wanted(self) -> bool:
+        every = self._cluster.run_config.failure.snapshot_every
+        return every != 0 and not isinstance(self._cluster.job.config, SimpleStrategy)
+
+    def remember(self) -> None:
+        """Ask for a copy if one is due, and keep the one that has come; to be called often."""
+        if not self._wanted:
+            return
+        taken, every = self.taken, self._cluster.run_config.failure.snapshot_every
+        now, version = time.monotonic(), self._cluster.client.position.version
+        if self._request is not None or now < self._due:
+            return
+        if self._stale or taken is None or abs(version - taken.found.version) >= (every or 1):
+            seconds = max(now - self._seen[0], 1e-3)
+            pace = max(version - self._seen[1], 0) / seconds  # updates in a second
+            self._ask(version + 2 + math.ceil(pace * self._notice))
+
+    def begin(self) -> None:
+        """Ask for a copy of the present state if there is none; no worker may be training."""
+        if not self._wanted:
+            return
+        if self.taken is None and self._request is None and time.monotonic() >= self._due:
+            self._ask(self._cluster.client.position.version)
+
+    @owned(Moment.WHOLE)
+    def ensure(self) -> None:
+        """Return when there is a copy, or after `heartbeat` seconds; no worker may be training.
+
+        A copy that takes longer, or that a dead process prevents, does not keep training waiting.
+        """
+        self.begin()
+        if self.taken is None and (request := self._request) is not None:
+            request.await_all(self._cluster.owner, self._cluster.run_config.failure.heartbeat)
+
+    def ensure_present(self, meanwhile: Callable[[], None]) -> None:
+        """Do as `renew`, also under a strategy that needs none, unless the last copy is of the present state."""
+        taken, cluster = self.taken, self._cluster
+        if cluster.run_config.failure.snapshot_every == 0:
+            return
+        here = cluster.job, cluster.client.position.version
+        if taken is None or (taken.job, taken.found.version) != here:
+            self._renew(meanwhile)
+
+    def renew_soon(self) -> None:
+        """Have the next look ask for a copy: the last one is of a form that the job has no more."""
+        self._stale, self._due = True, 0.0
+
+    def renew(self, meanwhile: Callable[[], None]) -> bool:
+        """Take a copy of the state that was set instead of the last one; no worker may be training.
+
+        Args:
+            meanwhile: called now and then; what it raises ends the waiting.
+
+        Returns:
+            Whether it has come within five times `heartbeat` seconds. If not, the last one is still
+            there.
+        """
+        return not self._wanted or self._renew(meanwhile)
+
+    def _renew(self, meanwhile: Callable[[], None]) -> bool:
+        before = self._taken
+        self._ask(self._cluster.client.position.version)
+        request = self._request
+        assert request is not None
+        heartbeat = self._cluster.run_config.failure.heartbeat
+        until = time.monotonic() + _HEARTBEATS * heartbeat
+        while not request.has_come() and time.monotonic() < until:
+            request.await_all(self._cluster.owner, heartbeat / 6)
+            meanwhile()
+        return self.taken is not before
+
+    def forget(self) -> None:
+        """Forget the last copy: another state was set."""
+        self._request = self._taken = None
+        self._due = 0.0
+
+    def interrupted(self) -> None:
+        """Give up the copy under way: the client that asked for it is gone."""
+        self._request = None
+
+    def _ask(self, version: int) -> None:
+        """Ask servers for their state at a version, and workers that have state of their own."""
+        cluster, job = self._cluster, self._cluster.job
+        together = job.strategy.rule.together
+        workers: list[Any] = []
+        exactly = None
+        if job.workers_have_state:
+            exactly = version if together else None
+            position = (cluster.client.position.generation, exactly)
+            actors = [
+                actor for peer, actor in sorted(cluster.actors.items()) if peer.role == "worker"
+            ]
+            step = job.step_of(version)
+            workers = [actor.own_state.remote(*position, step) for actor in actors]
+        servers = cluster.on_router(lambda: cluster.client.read("state", exactly or 0))
+        read_log = self._read_log if cluster.run_config.keep_log else None
+        self._request = _Request(job, servers, workers, exactly, read_log)
+        self._seen = (self._request.asked, cluster.client.position.version)
+
+    def _read_log(self) -> Future[list[Commit]]:
+        """Read what is new in the coordinator's log."""
+        cluster, client = self._cluster, self._cluster.client
+        if self._reader is not client:  # another coordinator begins another log
+            self._reader, self._commits = client, []
+        known = len(self._commits)
+        found: Future[list[Commit]]
+        try:
+            found = cluster.on_router(lambda: read_log(client, known))
+        except (PeerLostError, ShutdownError) as error:  # the job is being put together anew
+            found = Future()
+            found.set_exception(error)
+        return found
+
+    def _collect(self) -> None:
+        """Keep the copy that was asked for if all of it has come, and is of one version."""
+        request = self._request
+        if request is None or not request.has_come():
+            return
+        self._request, now = None, time.monotonic()
+        self._due = now + _PAUSE_SECONDS
+        lost = request.servers.cancelled() or request.servers.exception() is not None
+        if request.log is not None and self._reader is self._cluster.client:
+            lost = lost or request.log.exception() is not None
+            if not lost:
+                self._commits += request.log.result()
+        if lost or request.job is not self._cluster.job:
+            return
+        workers, snapshot = self._answers(request), request.servers.result()
+        if workers is None:
+            return
+        own = [each for each in workers if each is not None]
+        if len(own) < len(workers) or request.version not in (None, snapshot.version):
+            self._due = now + _AGAIN_SECONDS
+            self._notice = min(2 * self._notice, _MOST_NOTICE_SECONDS)
+            return
+        commits = list(self._commits) if request.log is not None else None
+        self._taken, self._stale = self._state.copy(snapshot, own, commits), False
+        self._tell_of_size(snapshot)
+        if self._cluster.run_config.failure.snapshot_every is not None:
+            self._due = now
+            return
+        cost = request.answered - request.asked
+        if request.version is not None:  # it waited for that version, which cost nothing
+            cost = _COPYING * snapshot.seconds
+        cost += max((each.seconds for each in own), default=0.0)
+        # one that had to wait for a busy process says little of what the others will cost
+        self._costs.append(cost)
+        self._due = now + max(min(self._costs) / _SHARE, _PAUSE_SECONDS)
+
+    def _tell_of_size(self, snapshot: Snapshot) -> None:
+        """Log, once, that the rows of embedding tables take much of the driver's memory."""
+        values = [v for _, about, v in snapshot.records if about["name"].startswith(TABLES)]
+        size = sum(value.numel() * value.element_size() for value in values)
+        if size >= _LARGE_BYTES and not self._told_of_size:
+            self._told_of_size = True
+            log.warning(
+                "embedding tables take %.1f GB of the driver's memory in each snapshot for recovery, "
+                "of which there are two while one comes: with replication=2 and "
+                "FailureConfig(snapshot_every=0) servers keep copies instead", size / 1e9,
+            )  # fmt: skip
+
+    def _answers(self, request: _Request) -> Sequence[WorkerState | None] | None:
+        """Return each worker's own state; None if one is dead, or its model cannot tell it."""
+        try:
+            found: list[WorkerState | None] = ray.get(list(request.workers))
+            return found
+        except ray.exceptions.RayTaskError as error:
+            try:
+                raise_remote(error, "a worker", "copy its own state")
+            except (PeerLostError, ShutdownError):  # it has another role by now
+                return None
+            except SteepestError as cause:
+                if not self._told:
+                    log.warning("there is no snapshot of this job: %s", cause)
+                self._told = True
+                return None
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError):
+            return None

@@ -1,0 +1,67 @@
+"""One embedding table, read from a job's servers for serving while workers train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from steepest.checkpoint.exported_table import ExportedTable
+from steepest.checkpoint.files import Record
+from steepest.engine.client import Snapshot
+from steepest.errors import ConfigurationError
+from steepest.runtime.launch import Cluster
+
+
+def export_table(cluster: Cluster, name: str, since: ExportedTable | None) -> ExportedTable:
+    """Return a table's rows at one version, see `DistributedSGD.export_table`."""
+    dealing = cluster.job.tables
+    tables = () if dealing is None else dealing.tables
+    table = next((each for each in tables if each.name == name), None)
+    if dealing is None or table is None:
+        known = ", ".join(repr(each.name) for each in tables) or "none"
+        raise ConfigurationError(f"there is no embedding table {name!r}: there are {known}")
+    if since is not None and since.name != name:
+        raise ConfigurationError(f"since= is an export of table {since.name!r}, not of {name!r}")
+    group, number = dealing.place(table)
+    chunks = [dealing.chunk(group, shard) for shard in range(dealing.num_shards)]
+
+    def read(bases: Sequence[Sequence[int]]) -> list[Record]:
+        future = cluster.on_router(
+            lambda: cluster.client.read("rows", chunks=chunks, table=number, since=bases)
+        )
+        found: Snapshot = cluster.wait(future, f"the rows of table {name!r}")
+        return found.records
+
+    place = [list(each) for each in since.place] if since is not None else []
+    bases = [each for each in place if each[0] in chunks]
+    records = read(bases)
+    covered = {chunk for chunk, about, _ in records if about["key"] == "since"}
+    if bases and covered != set(chunks):  # of some shards it is not known what has changed
+        records, covered = (read([]) if covered else records), set()
+    return joined_rows(name, records, place if covered else None)
+
+
+def joined_rows(
+    name: str, records: Sequence[Record], base: list[list[int]] | None
+) -> ExportedTable:
+    """Return the rows of all shards as one table, in order of ids.
+
+    Args:
+        name: of the table.
+        records: of its shards, in any order, see `TableChunk.pieces`.
+        base: see `ExportedTable.base`.
+    """
+    parts: dict[str, list[torch.Tensor]] = {"ids": [], "values": [], "removed_ids": []}
+    known: dict[int, dict[str, int]] = {}
+    in_order = sorted(records, key=lambda record: (record[0], record[1]["start"]))
+    for chunk, about, value in in_order:  # parts of several servers come as they come
+        if about["key"] in parts:
+            parts[about["key"]].append(value)
+        else:
+            known.setdefault(chunk, {})[about["key"]] = int(value.item())
+    ids, order = torch.cat(parts["ids"]).sort()
+    removed, _ = torch.cat(parts["removed_ids"]).sort()
+    place = [[chunk, each["life"], each["updates"]] for chunk, each in sorted(known.items())]
+    values = torch.cat(parts["values"])[order]
+    return ExportedTable(name, ids, values, removed, max(each[2] for each in place), place, base)
