@@ -20,15 +20,7 @@ T = TypeVar("T")
 
 
 class Calls:
-    """Has functions run that read or replace a job's state; any thread may ask.
-
-    Args:
-        cluster: the job's processes.
-        supervisor: of the processes.
-
-    Attributes:
-        owner: of the job.
-    """
+    """Has functions run that read or replace a job's state; any thread may ask."""
 
     def __init__(self, cluster: Cluster, supervisor: Supervisor) -> None:
         self.owner: Owner = cluster.owner
@@ -44,11 +36,7 @@ class Calls:
 
     @owned(Moment.FREE)
     def surviving(self, function: Callable[[], T]) -> T:
-        """Return what a function returns; call it once more whenever a process dies meanwhile.
-
-        Raises:
-            PeerLostError, DeadlineError: what failed was no death, or the job cannot continue.
-        """
+        """Return what a function returns; call it once more whenever a process dies meanwhile."""
         with self.owner.for_caller():
             return self._surviving(function)
 
@@ -66,13 +54,6 @@ class Calls:
         """Have the owner collect something, and do the rest on the calling thread.
 
         Both are done again if a process dies meanwhile.
-
-        Args:
-            collect: reads from the job.
-            then: does the rest, with what was collected.
-
-        Raises:
-            PeerLostError, DeadlineError: what failed was no death, or the job cannot continue.
         """
         supervisor = self._supervisor
         while True:
@@ -90,9 +71,6 @@ class Calls:
         """Call a function that sets another state, and copy that; both again if a process dies meanwhile.
 
         What has begun comes to its end, also when nobody waits for it any more.
-
-        Raises:
-            PeerLostError, DeadlineError: what failed was no death, or the job cannot continue.
         """
         supervisor = self._supervisor
 
@@ -118,11 +96,6 @@ class Calls:
         """Return what a function returns that reads from the job, also amid training.
 
         It is called once more when the job was put together anew after a death meanwhile.
-
-        Raises:
-            PeerLostError, DeadlineError, ShutdownError: what failed was no death, or the job cannot
-                continue.
-            ModelRaisedError: the optimizer raised, and the job was set back.
         """
         supervisor = self._supervisor
 

@@ -46,29 +46,19 @@ _PAUSE_SECONDS = (
 
 
 class _Chain(NamedTuple):
-    """The checkpoint that the next one continues.
-
-    Attributes:
-        link: it.
-        place: the instant of its rows.
-        increments: that it and those before it are, since the last whole one.
-    """
+    """The checkpoint that the next one continues."""
 
     link: files.Link
-    place: Bases
-    increments: int
+    place: Bases  # the instant of its rows
+    increments: int  # since the last whole one
 
 
 class Goal:
-    """The number of committed steps with which a `fit` ends, as the job is then.
-
-    Attributes:
-        at: as it was when it was last asked for.
-    """
+    """The number of committed steps with which a `fit` ends, as the job is then."""
 
     def __init__(self, end: Callable[[], int], owner: Owner) -> None:
         self._end, self._owner = end, owner
-        self.at = self()
+        self.at = self()  # as it was when it was last asked for
 
     def __call__(self) -> int:
         """Return it for the job as it is now."""
@@ -83,19 +73,6 @@ class CheckpointManager:
     they were then, while it goes on. A thread writes it. When the next checkpoint is due
     before that is written, training waits for it: so memory holds one state at most, and a disk
     that is too slow is noticed.
-
-    Args:
-        policy: what to keep; None for nothing.
-        lock: on the policy's directory; released at the end.
-        training, state: of the job.
-        calls: read and replace the job's state.
-        clock: in seconds, by which a write that makes no progress is noticed.
-
-    Attributes:
-        begun: the number of steps before the present or last `fit`; those that it left out, because
-            a checkpoint has them, are its own.
-        evaluations: of all calls of `fit` in this state's past.
-        owner: of the job.
     """
 
     def __init__(
@@ -107,8 +84,9 @@ class CheckpointManager:
         calls: Calls,
         clock: Callable[[], float] | None = None,
     ) -> None:
+        # the steps before the present or last `fit`; those that it left out are its own
         self.begun = 0
-        self.evaluations: list[EvaluationResult] = []
+        self.evaluations: list[EvaluationResult] = []  # of all calls of `fit` in this state's past
         # steps done before this process began, which `fit` has not been asked for yet
         self._ahead = 0
         self._policy = policy
@@ -157,11 +135,7 @@ class CheckpointManager:
     # -- going on ------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Continue from the newest whole checkpoint, if there is any.
-
-        Raises:
-            CheckpointError: it is of another job; or there are some, and all of them are damaged.
-        """
+        """Continue from the newest whole checkpoint, if there is any."""
         if self._shelf is None:
             return
         if (found := self._shelf.newest()) is None:
@@ -259,11 +233,7 @@ class CheckpointManager:
         return step, epoch
 
     def add(self, result: EvaluationResult) -> None:
-        """Keep an evaluation, also as a row of the history.
-
-        Raises:
-            ConfigurationError: it lacks the metric by which checkpoints are compared.
-        """
+        """Keep an evaluation, also as a row of the history."""
         if self._policy is not None and self._policy.best is not None:
             value_of(result, self._policy.best)
         self.evaluations.append(result)
@@ -278,31 +248,19 @@ class CheckpointManager:
         return None if best is None else best.step
 
     def require_no_best(self) -> None:
-        """Check that no metric is to be watched, for a `fit` without evaluations.
-
-        Raises:
-            ConfigurationError: one is.
-        """
+        """Check that no metric is to be watched, for a `fit` without evaluations."""
         if self._policy is not None and self._policy.best is not None:
             raise ConfigurationError(
                 f"Checkpoints(best={self._policy.best!r}) needs fit(..., validation=data)"
             )
 
     def keep_if_best(self) -> None:
-        """Keep the state if no evaluation was better than that of this step.
-
-        Raises:
-            CheckpointError: the checkpoint before could not be written.
-        """
+        """Keep the state if no evaluation was better than that of this step."""
         if self._best_step == self._training.step:
             self._keep()
 
     def best(self) -> Place | None:
-        """Return the path of the best evaluation's checkpoint, once it is written; None if there is none.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Return the path of the best evaluation's checkpoint, once it is written; None if there is none."""
         if self._shelf is None or (step := self._best_step) is None:
             return None
         self._settle_or_raise()
@@ -311,12 +269,7 @@ class CheckpointManager:
     # -- keeping -------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the state, with the last step's result and the loggers' runs, which have all steps.
-
-        Raises:
-            CheckpointError: it cannot be written.
-            ConfigurationError: the path is a URL of a kind that is not known.
-        """
+        """Write the state, with the last step's result and the loggers' runs, which have all steps."""
         place = place_of(path)
 
         def write(found: tuple[files.Checkpoint, RowRead]) -> None:
@@ -351,11 +304,7 @@ class CheckpointManager:
         return (self._training.step // every + 1) * every
 
     def keep_if_due(self) -> None:
-        """Keep the state if a checkpoint is due at this step; called between two steps.
-
-        Raises:
-            CheckpointError: the checkpoint before could not be written.
-        """
+        """Keep the state if a checkpoint is due at this step; called between two steps."""
         due = self._policy is not None and self._training.step % self._policy.every == 0
         if due and self._written != self._place:
             self._keep()
@@ -365,16 +314,7 @@ class CheckpointManager:
         path: str | Path,
         data: str = "continue",
     ) -> None:
-        """Continue from a checkpoint that the user chose: later steps are to be done again.
-
-        Args:
-            path: its path or URL.
-            data: "new" to begin with epoch 0.
-
-        Raises:
-            CheckpointError: it is missing, damaged or of another job; nothing has changed.
-            ConfigurationError: the path is a URL of a kind that is not known.
-        """
+        """Continue from a checkpoint that the user chose: later steps are to be done again."""
         saved = files.read(place_of(path))
         signature = self._state.signature()
         self._calls.replacing(lambda: self._state.place(saved, path, data))
@@ -407,9 +347,6 @@ class CheckpointManager:
         """Have the state on disk when a block ends, also by an error.
 
         After an error that leaves processes dead or mute no state is read.
-
-        Raises:
-            CheckpointError: the state, or an earlier one, could not be written.
         """
         try:
             yield
@@ -420,14 +357,7 @@ class CheckpointManager:
         self._finish()
 
     def close(self, error: BaseException | None) -> None:
-        """Write the last state, if it is not on disk, and release the directory.
-
-        Args:
-            error: because of which the trainer is shut down; then nothing else is raised.
-
-        Raises:
-            CheckpointError: without an error, if the last state could not be written.
-        """
+        """Write the last state, if it is not on disk, and release the directory."""
         try:
             self._training.history.close()
             if self.owner.has_ended and self._writer is not None and self._place != self._written:
@@ -448,11 +378,7 @@ class CheckpointManager:
             self._lock.release()
 
     def _finish(self, ask: bool = True) -> None:
-        """Wait for what is being written, then write the state, if it is not on disk.
-
-        Args:
-            ask: whether processes can be asked for their state.
-        """
+        """Wait for what is being written, then write the state, if it is not on disk."""
         self._settle_or_raise()
         if self._writer is None:
             return

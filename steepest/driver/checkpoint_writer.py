@@ -13,24 +13,16 @@ from steepest.storage.blocks import Progress
 
 @dataclass(eq=False)
 class _Work:
-    """One thing that is being written.
+    """One thing that is being written."""
 
-    Attributes:
-        moved: time of its last progress, by the writer's clock.
-        file: the path or URL that was worked on then.
-        done: set when it is over.
-        error: that ended it.
-        awaited: set while the trainer waits for it.
-        hung: whether the writer has given up waiting for it.
-        then: what to do when it is over, once the trainer waits for it no more.
-    """
-
-    moved: float
-    file: object
-    done: threading.Event = field(default_factory=lambda: threading.Event())
+    moved: float  # time of its last progress, by the writer's clock
+    file: object  # the path or URL that was worked on then
+    done: threading.Event = field(default_factory=lambda: threading.Event())  # set when it is over
+    # set while the trainer waits for it
     awaited: threading.Event = field(default_factory=lambda: threading.Event())
-    error: BaseException | None = None
-    hung: bool = False
+    error: BaseException | None = None  # that ended it
+    hung: bool = False  # whether the writer has given up waiting for it
+    # what to do when it is over, once the trainer waits for it no more
     then: Callable[[], None] | None = None
 
 
@@ -39,11 +31,6 @@ class Writer:
 
     A thread that hangs in a system call cannot be ended: it is left behind, and nothing else is
     written until it returns.
-
-    Args:
-        folder: the path or URL where it writes, for messages.
-        patience: seconds without progress after which a write is said to hang.
-        clock: returns seconds; None for `time.monotonic`.
     """
 
     def __init__(
@@ -55,11 +42,7 @@ class Writer:
         self._work: _Work | None = None
 
     def start(self, write: Callable[[Progress], None]) -> None:
-        """Begin to write on another thread; `settled` must have returned True.
-
-        Args:
-            write: writes; it calls its argument with the current file whenever it makes progress.
-        """
+        """Begin to write on another thread; `settled` must have returned True."""
         self._work = work = _Work(self._clock(), self._folder)
 
         def progress(file: object) -> None:
@@ -80,11 +63,7 @@ class Writer:
         threading.Thread(target=run, name="steepest-keeping", daemon=True).start()
 
     def settled(self) -> bool:
-        """Wait for what is being written while it makes progress; return whether it is over.
-
-        Raises:
-            BaseException: whatever ended it, unless it was said to hang before.
-        """
+        """Wait for what is being written while it makes progress; return whether it is over."""
         if (work := self._work) is None:
             return True
         work.awaited.set()
@@ -98,11 +77,7 @@ class Writer:
         return True
 
     def pause(self, seconds: float) -> bool:
-        """Return after so many seconds, or as soon as the trainer waits; on the writer's thread.
-
-        Returns:
-            Whether the trainer waits.
-        """
+        """Return after so many seconds, or as soon as the trainer waits; on the writer's thread."""
         assert self._work is not None
         return self._work.awaited.wait(seconds)
 
@@ -115,12 +90,7 @@ class Writer:
         )
 
     def end(self, then: Callable[[], None]) -> None:
-        """Write nothing more; what hangs is given up if it ever makes progress.
-
-        Args:
-            then: called when nothing is being written: perhaps twice, perhaps on another thread,
-                perhaps never.
-        """
+        """Write nothing more; what hangs is given up if it ever makes progress."""
         if (work := self._work) is None:
             then()
             return

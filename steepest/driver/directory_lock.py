@@ -23,21 +23,11 @@ class DirectoryLock:
 
     It is a lock on the file `lock` there, which says which process holds it, and stays. On file
     systems without locks a warning is logged, and nothing is locked. At a URL it is a `PrefixLease`.
-
-    Args:
-        policy: where checkpoints are to be kept; None for nowhere.
-
-    Attributes:
-        release: releases the lock; may be called twice.
-        check: raises CheckpointError if a lease is lost; a lock is not.
-
-    Raises:
-        CheckpointError: another driver holds the lock, which is named; or the directory cannot be
-            made or written to.
     """
 
     def __init__(self, policy: Checkpoints | None) -> None:
-        self.release: Callable[[], None] = lambda: None
+        self.release: Callable[[], None] = lambda: None  # releases the lock; may be called twice
+        # raises CheckpointError if a lease is lost; a lock is not
         self.check: Callable[[], None] = lambda: None
         if policy is None:
             return

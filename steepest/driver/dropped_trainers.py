@@ -16,11 +16,6 @@ def drop(cluster: Cluster, keeping: CheckpointManager, process: int) -> None:
     """End a trainer's processes, on a thread of its own, and log a warning.
 
     A garbage collection may come in the middle of anything, so nothing is waited for here.
-
-    Args:
-        cluster: the trainer's processes.
-        keeping: its checkpoints.
-        process: id of the process that made the trainer; in a forked child nothing is done.
     """
     if os.getpid() == process:
         _thread.start_new_thread(_drop, (cluster, keeping))  # threading's own takes locks

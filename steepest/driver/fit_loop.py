@@ -39,11 +39,7 @@ class Asked:
     evaluate_every: int | None
 
     def check(self, keeping: CheckpointManager) -> None:
-        """Check the arguments against each other and the job.
-
-        Raises:
-            ConfigurationError: one is not as documented.
-        """
+        """Check the arguments against each other and the job."""
         if (self.steps is None) == (self.epochs is None):
             raise ConfigurationError(
                 f"steps={self.steps!r}, epochs={self.epochs!r}: give exactly one of them"
@@ -79,21 +75,7 @@ def fit(
     evaluate: Evaluate,
     asked: Asked,
 ) -> StepResult:
-    """Train and call callbacks, see `DistributedSGD.fit`; return the last step's result.
-
-    Args:
-        sgd: the trainer, which callbacks are given.
-        keeping: its checkpoints.
-        feed: tells callbacks of events.
-        train: takes steps.
-        evaluate: evaluates.
-        asked: the arguments of `DistributedSGD.fit`.
-
-    Raises:
-        ConfigurationError: an argument is not as documented; nothing has been trained.
-        StepError: a step failed. What a callback raises is raised too.
-        CheckpointError: a checkpoint could not be written.
-    """
+    """Train and call callbacks, see `DistributedSGD.fit`; return the last step's result."""
     asked.check(keeping)
     callbacks = [*display(asked.progress), *asked.callbacks]
     end = keeping.ask(asked.steps, asked.epochs)
@@ -116,10 +98,7 @@ def fit(
 
 @contextlib.contextmanager
 def _ended(sgd: Any) -> Iterator[list[Callback]]:
-    """Yield an empty list; when the block ends, call `on_fit_end` of the callbacks put into it.
-
-    They are called in order, also after an error, and whatever one of them raises.
-    """
+    """Yield an empty list; when the block ends, call `on_fit_end` of the callbacks put into it."""
     begun: list[Callback] = []
     with contextlib.ExitStack() as ending:
         try:
@@ -130,15 +109,7 @@ def _ended(sgd: Any) -> Iterator[list[Callback]]:
 
 
 class Evaluating:
-    """The evaluations of one `fit`: when each is due, and what becomes of it.
-
-    Args:
-        sgd: the trainer.
-        keeping: keeps the results.
-        evaluate: evaluates.
-        asked: which data, and how often.
-        callbacks: that are called with each result.
-    """
+    """The evaluations of one `fit`: when each is due, and what becomes of it."""
 
     def __init__(
         self,
@@ -177,9 +148,6 @@ class Evaluating:
 
         The result of another step than the one at which it was due, because a death meanwhile has
         set training back, is passed over: it is due again when that step is taken again.
-
-        Raises:
-            ConfigurationError: the result lacks the metric by which checkpoints are compared.
         """
         if not self.is_due:
             return
@@ -193,11 +161,7 @@ class Evaluating:
 
 
 def check_callbacks(callbacks: object) -> None:
-    """Check that `callbacks` is a list of objects that have all methods of a `Callback`.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
+    """Check that `callbacks` is a list of objects that have all methods of a `Callback`."""
     if not isinstance(callbacks, Sequence):
         raise ConfigurationError(f"callbacks={callbacks!r}: give a list of callbacks")
     for callback in callbacks:

@@ -13,17 +13,7 @@ from steepest.runtime.owner import Moment
 
 
 def job_stats(cluster: Cluster, training: Training, supervisor: Supervisor, calls: Calls) -> Stats:
-    """Return a job's counters and events so far; any thread may ask.
-
-    Args:
-        cluster: the job's processes.
-        training: its steps.
-        supervisor: counts the processes that were replaced.
-        calls: reads from the job.
-
-    Raises:
-        PeerLostError, DeadlineError: the coordinator does not answer, and cannot be replaced.
-    """
+    """Return a job's counters and events so far; any thread may ask."""
 
     def read() -> Counters:
         future = cluster.on_router(lambda: cluster.client.counters())

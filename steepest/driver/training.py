@@ -56,34 +56,23 @@ def _unheard(step: int, plan: SamplePlan | None) -> Result:
 
 @dataclass
 class Run:
-    """The steps that one call asks for: the owner has them taken, the caller is told of each.
+    """The steps that one call asks for: the owner has them taken, the caller is told of each."""
 
-    Attributes:
-        end: returns the number of steps that are to be committed then, as a whole; asked on the
-            owner's thread, again whenever the job was put together anew, since a step may cover
-            another number of samples afterwards.
-        stats: whether workers report loss and metrics.
-        results: of steps, for the caller; None when the run has ended.
-        handed_on, told: how many results there were, and how many the caller has taken.
-        given_up: whether the caller takes no more.
-        begun: whether steps were, or may have been, granted.
-        waits: whether the owner waits for the caller to take results.
-        telling: the step of which the caller's function is being told; None between.
-        thread: of the caller; None where nobody is told.
-    """
-
+    # returns the number of steps that are to be committed then; asked on the owner's thread, and again after each
+    # change of the job, since a step may cover another number of samples afterwards
     end: Callable[[], int]
-    stats: bool
+    stats: bool  # whether workers report loss and metrics
+    # for the caller; None when the run has ended
     results: queue.SimpleQueue[StepResult | None] = field(
         default_factory=lambda: queue.SimpleQueue()
     )
-    handed_on: int = 0
-    told: int = 0
-    given_up: bool = False
-    begun: bool = False
-    waits: bool = False
-    telling: int | None = None
-    thread: int | None = None
+    handed_on: int = 0  # results
+    told: int = 0  # of them, taken by the caller
+    given_up: bool = False  # whether the caller takes no more
+    begun: bool = False  # whether steps were, or may have been, granted
+    waits: bool = False  # whether the owner waits for the caller to take results
+    telling: int | None = None  # the step of which the caller's function is being told
+    thread: int | None = None  # of the caller; None where nobody is told
     began: float = field(default_factory=lambda: time.monotonic())
 
     def lead(self, workers: int) -> int:
@@ -96,20 +85,14 @@ class Run:
 
 @dataclass
 class _Taken:
-    """How far the steps have come that were granted together.
+    """How far the steps have come that were granted together."""
 
-    Attributes:
-        done, granted: numbers of steps committed, and granted.
-        stopping: the version after which workers stop, when it is known; None if they are not to.
-        changing: whether they stop for a change of the job's processes.
-        last: the number of steps after which they stop.
-    """
-
-    done: int
+    done: int  # committed
     granted: int
+    # the version after which workers stop, when it is known; None if they are not to
     stopping: Future[int] | None = None
-    changing: bool = False
-    last: int | None = None
+    changing: bool = False  # whether they stop for a change of the job's processes
+    last: int | None = None  # the step after which they stop
 
     @property
     def have_stopped(self) -> bool:
@@ -118,27 +101,12 @@ class _Taken:
 
 
 class Training:
-    """Steps of one job.
-
-    Args:
-        cluster: its processes.
-        supervisor: changes them.
-
-    Attributes:
-        owner: of the job.
-        cluster: its processes.
-        rates: learning rates of the steps.
-        running: whether workers are at work.
-        stopping: whether `stop` was called in the present `stoppable` block.
-        samples, seconds, bytes_pushed, bytes_pulled: sums over all steps so far.
-        last: the last step's result; None before the first one.
-        history: has a row for each step.
-    """
+    """Steps of one job."""
 
     def __init__(self, cluster: Cluster, supervisor: Supervisor) -> None:
         self.owner = cluster.owner
-        self.running = False
-        self.samples = 0
+        self.running = False  # whether workers are at work
+        self.samples = 0  # sums over all steps so far
         self.seconds = 0.0
         self.bytes_pushed = 0
         self.bytes_pulled = 0
@@ -146,7 +114,7 @@ class Training:
         self.history = History(cluster.events, cluster.run_config.history_rows)
         self.cluster = cluster
         self.rates = cluster.rates
-        self.stopping = False
+        self.stopping = False  # whether `stop` was called in the present `stoppable` block
         self._stoppable = 0  # blocks in each other in which `stop` has an effect
         self._newest = 0  # the greatest number of steps committed in the steps that are being taken
         self._supervisor = supervisor
@@ -198,10 +166,6 @@ class Training:
 
         Runs on the caller's thread, which the owner does not wait for. What was granted and is not
         used is taken back when anything raises.
-
-        Args:
-            end, stats: see `Run`.
-            on_step: called with each result, in order.
         """
         run = self._run = Run(end, stats, thread=threading.get_ident())
         request: Request | None = None
@@ -239,11 +203,7 @@ class Training:
         return here and run is not None and run.telling is not None and not run.given_up
 
     def compare(self, step: int) -> None:
-        """Warn, once, where `on_step` has read weights of another step than it is called with.
-
-        Args:
-            step: the number of steps after which the weights were these.
-        """
+        """Warn, once, where `on_step` has read weights of another step than it is called with."""
         run = self._run
         if run is None or not self.is_telling or self._warned or step == run.telling:
             return
@@ -387,13 +347,7 @@ class Training:
             self._supervisor.promised = max(self._supervisor.promised, self.step)
 
     def _catch_up(self, before: Client, plan: SamplePlan | None, done: int, run: Run) -> int:
-        """Hand on the results of steps before a change; return how many steps are committed.
-
-        Args:
-            before, plan: the job's client and plan before.
-            done: the number of steps whose results were handed on.
-            run: of which they are.
-        """
+        """Hand on the results of steps before a change; return how many steps are committed."""
         self._heard()
         while done < self.step and not before.outcomes.empty():
             late = before.outcomes.get()
@@ -421,12 +375,7 @@ class Training:
             run.results.put(taken)
 
     def _count(self, result: Result, plan: SamplePlan | None) -> StepResult:
-        """Count a committed step, and return the user's view of its result.
-
-        Args:
-            result: of the step.
-            plan: the plan in force when the step was committed.
-        """
+        """Count a committed step, and return the user's view of its result."""
         self.samples += result.samples
         self.bytes_pushed += result.bytes_pushed
         self.bytes_pulled += result.bytes_pulled
@@ -450,11 +399,7 @@ class Training:
         self._asked = self.cluster.router.call(lambda: client.ask(steps, stats, rates))
 
     def _ask_to_stop(self, *, stopped: bool) -> Future[int]:
-        """Have workers stop soon; return a future of the version after which they do.
-
-        Args:
-            stopped: whether no step is granted.
-        """
+        """Have workers stop soon; return a future of the version after which they do."""
         if stopped:
             known: Future[int] = Future()
             known.set_result(self.version)
@@ -486,13 +431,7 @@ class Training:
                 return
 
     def _next_outcome(self, run: Run, taken: _Taken, goal: int) -> Result | Failure | None:
-        """Return the next outcome; None when none comes soon, or something else is to be done.
-
-        Args:
-            run: the steps of which one ends.
-            taken: how far they have come.
-            goal: the number of steps that are to be committed.
-        """
+        """Return the next outcome; None when none comes soon, or something else is to be done."""
         supervisor, client = self._supervisor, self.cluster.client
 
         def heard() -> bool:

@@ -15,15 +15,6 @@ def train_unfrozen(cluster: Cluster, state: JobState, supervisor: Supervisor, ca
     The job's processes get their roles anew, with weights, optimizer state and place in the data as
     they are. All replicas train such a parameter, from the mean of its values if a model has
     changed it itself.
-
-    Args:
-        cluster: the job's processes.
-        state: of the job.
-        supervisor: of the processes.
-        calls: replaces its state.
-
-    Raises:
-        ModelError: the optimizer leaves out one of them.
     """
     if all(entry.trainable for entry in cluster.job.description.layout.entries):
         return

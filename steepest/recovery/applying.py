@@ -24,19 +24,12 @@ Seats = Mapping[Peer, int]
 
 @dataclass(frozen=True)
 class Applied:
-    """What was done, for the line that tells of it.
-
-    Attributes:
-        transition: what was applied.
-        dead: the dead processes.
-        joined: the processes of further workers, by number.
-        then: what becomes of workers that were left out, in words.
-    """
+    """What was done, for the line that tells of it."""
 
     transition: Transition
     dead: Collection[Peer]
-    joined: Mapping[int, Start]
-    then: str
+    joined: Mapping[int, Start]  # further workers, by number
+    then: str  # what becomes of workers that were left out, in words
 
     @property
     def replaced(self) -> int:
@@ -48,13 +41,7 @@ class Applied:
 
 
 class Applying:
-    """Puts a job together of other processes.
-
-    Args:
-        cluster: the job's processes.
-        state: of the job.
-        observation: the processes that were started for it.
-    """
+    """Puts a job together of other processes."""
 
     def __init__(self, cluster: Cluster, state: JobState, observation: Observation) -> None:
         self._cluster = cluster
@@ -71,17 +58,8 @@ class Applying:
     ) -> None:
         """Put the job together of the processes that a transition names.
 
-        Args:
-            transition: what was decided.
-            world: for which it was decided.
-            dead: the dead, and why they died.
-            stock: with which the job continues.
-            applied: is given what was done as soon as the old job is no more.
-
-        Raises:
-            PeerLostError, DeadlineError: another process died, or did not come up. If the old job
-                is no more by then, `JobState.pending` is what to begin again with.
-            ModelError, ModelRaisedError: a successor could not build the job's model.
+        `applied` is appended to as soon as the old job is no more. Where this raises after that,
+        `JobState.pending` is what to begin again with.
         """
         cluster = self._cluster
         staying = [
@@ -128,13 +106,7 @@ class Applying:
     def _successors(
         self, transition: Transition, dead: Mapping[Peer, str], numbers: Mapping[Peer, int]
     ) -> dict[Peer, Start]:
-        """Return the processes that take the places of others, when all are up.
-
-        Args:
-            transition: names the others.
-            dead: the dead, and why they died.
-            numbers: of the workers that there will be.
-        """
+        """Return the processes that take the places of others, when all are up."""
         observation, starting = self._observation, self._observation.starting
         replaced = {peer: dead.get(peer, "") for peer in transition.replaced}
         while True:
@@ -173,16 +145,7 @@ class Applying:
         successors: Mapping[Peer, Start],
         joined: Mapping[int, Start],
     ) -> Membership:
-        """Return the processes of which the job is put together.
-
-        Args:
-            transition: what was decided.
-            config: the strategy.
-            dead: the dead.
-            numbers: that workers get which are not left out; some of them are replaced.
-            successors: processes in the places of others.
-            joined: further workers, by their new numbers.
-        """
+        """Return the processes of which the job is put together."""
         keep = {new: old.index for old, new in numbers.items() if old not in successors}
         servers = [
             peer
@@ -212,14 +175,7 @@ class Applying:
     def _follow(
         self, transition: Transition, world: World, dead: Mapping[Peer, str], seats: Seats
     ) -> str:
-        """Note what follows from a transition that was applied; return it in words, if it is news.
-
-        Args:
-            transition: what was applied.
-            world: for which it was decided.
-            dead: the dead, and why they died.
-            seats: of the workers that were replaced or left out.
-        """
+        """Note what follows from a transition that was applied; return it in words, if it is news."""
         cluster, starting = self._cluster, self._observation.starting
         leaving, worn_out = self._observation.leaving, []
         for peer in sorted(transition.left & dead.keys()):

@@ -20,33 +20,24 @@ from steepest.state.stock import Stock
 
 @dataclass
 class Change:
-    """What is known of one change: the next try goes on from there.
+    """What is known of one change: the next try goes on from there."""
 
-    Attributes:
-        job, client, places, step, version: of the job when the change began.
-        hosts: nodes that are being left, and why, in words.
-        taking: asks the processes what is left of the job.
-        stock: with which the job continues; None until it is taken.
-        said: what is said of each dead process, by the call that watched it.
-        names: of the processes, by the calls that watch them.
-        applied: what was done, by each try that has got so far.
-        began: of `time.monotonic`.
-        seconds: by part of the work.
-    """
-
+    # the job when the change began
     job: Job
     client: Client
     places: Mapping[Peer, Place]
     step: int
     version: int
-    hosts: str
-    taking: StockTaking
-    stock: Stock | None = None
+    hosts: str  # nodes that are being left, and why, in words
+    taking: StockTaking  # asks the processes what is left of the job
+    stock: Stock | None = None  # with which the job continues; None until it is taken
+    # what is said of each dead process, by the call that watched it
     said: dict[Any, str] = field(default_factory=dict)
+    # of the processes, by the calls that watch them
     names: Mapping[Any, Peer] = field(default_factory=dict)
-    applied: list[Applied] = field(default_factory=list)
+    applied: list[Applied] = field(default_factory=list)  # by each try that has got so far
     began: float = field(default_factory=lambda: time.monotonic())
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # by part of the work
 
     @classmethod
     def of(cls, cluster: Cluster, hosts: str, taking: StockTaking) -> Change:

@@ -13,96 +13,59 @@ Source = Literal["processes", "snapshot"]
 
 @dataclass(frozen=True)
 class World:
-    """A job's processes at one moment.
+    """A job's processes at one moment."""
 
-    Attributes:
-        workers: number of workers, dead ones included.
-        servers: number of processes that are servers only, dead ones included.
-        dead: the processes that are gone.
-        leaving: living processes on nodes that will go.
-        ready: those of `dead` and `leaving` in whose place another process stands ready.
-        worn_out: those of `dead` in whose place processes died too often; nobody takes it again.
-        late: those of `dead` whose successors have not come up for so long that nobody waits for
-            them any more; they may still come.
-        stuck: whether a dead process held something without which the others take no step.
-        overdue: whether the others have waited long enough for the successors of dead workers.
-        full: whether the cluster has no room for the workers that leave.
-        joining: number of processes that stand ready to be further workers.
-        opening: number of processes that stand ready to be further servers.
-        whole: whether living processes hold every chunk, at one version.
-        snapshot: whether there is a copy of everything.
-    """
-
-    workers: int
-    servers: int
+    workers: int  # dead ones included
+    servers: int  # processes that are servers only, dead ones included
     dead: Set[Peer] = frozenset()
-    leaving: Set[Peer] = frozenset()
+    leaving: Set[Peer] = frozenset()  # living processes on nodes that will go
+    # those of `dead` and `leaving` in whose place another process stands ready
     ready: Set[Peer] = frozenset()
+    # those of `dead` in whose place processes died too often; nobody takes it again
     worn_out: Set[Peer] = frozenset()
+    # those of `dead` whose successors are not awaited any more, because they are late; they may still come
     late: Set[Peer] = frozenset()
-    stuck: bool = False
-    overdue: bool = False
-    full: bool = False
-    joining: int = 0
-    opening: int = 0
-    whole: bool = True
-    snapshot: bool = False
+    stuck: bool = False  # whether a dead process held what the others need for a step
+    overdue: bool = False  # whether the successors of dead workers were awaited long enough
+    full: bool = False  # whether the cluster has no room for the workers that leave
+    joining: int = 0  # processes that stand ready to be further workers
+    opening: int = 0  # processes that stand ready to be further servers
+    whole: bool = True  # whether living processes hold every chunk, at one version
+    snapshot: bool = False  # whether there is a copy of everything
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the user wants, and what the strategy can do.
+    """What the user wants, and what the strategy can do."""
 
-    Attributes:
-        least: the fewest workers that train without the others. One alone does so only when nobody
-            comes: it would hold all weights alone.
-        workers: the number of workers wanted.
-        servers: the number of processes wanted that are servers only.
-        waits: whether a step waits for the successors of dead processes.
-        movable: whether servers' chunks can go to other servers, and workers be renumbered, without
-            processes that start anew.
-        switched: whether another strategy, or set of trained parameters, is wanted than what runs.
-    """
-
+    # the fewest workers that train without the others; one alone, which holds all weights, only if nobody comes
     least: int
     workers: int
-    servers: int
-    waits: bool = False
+    servers: int  # processes that are servers only
+    waits: bool = False  # whether a step waits for the successors of dead processes
+    # whether chunks can go to other servers, and workers be renumbered, without starting processes
     movable: bool = True
-    switched: bool = False
+    switched: bool = False  # whether another strategy, or set of trained parameters, is wanted
 
 
 @dataclass(frozen=True)
 class Transition:
-    """The processes with which a job continues.
+    """The processes with which a job continues."""
 
-    Attributes:
-        source: where its state comes from: living processes, or a snapshot.
-        replaced: processes whose successors are part of the job before it continues.
-        left: workers without which the others continue. Successors of dead ones join later, but for
-            those whose place is worn out.
-        workers: number of workers.
-        servers: number of processes that are servers only.
-    """
-
-    source: Source
-    replaced: frozenset[Peer]
+    source: Source  # where its state comes from
+    replaced: frozenset[Peer]  # processes whose successors are part of the job before it continues
+    # workers without which the others continue; successors of dead ones join later, unless worn out
     left: frozenset[Peer]
     workers: int
-    servers: int
+    servers: int  # processes that are servers only
 
 
 @dataclass(frozen=True)
 class Impossible:
-    """The job cannot continue.
+    """The job cannot continue."""
 
-    Attributes:
-        peer: the dead process for which that is so; None if only one is dead that had left the job.
-        why: in words, to follow the cause of its death.
-    """
-
-    peer: Peer | None
-    why: str
+    peer: Peer | None  # the dead process; None if only one is dead that had left the job
+    why: str  # in words, to follow the cause of its death
 
 
 def decide(world: World, target: Target) -> Transition | Impossible | None:

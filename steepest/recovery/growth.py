@@ -23,34 +23,19 @@ _LONGEST_PAUSE = 60.0
 
 @dataclass(frozen=True)
 class Absent:
-    """A dead worker without which the others continue.
+    """A dead worker without which the others continue."""
 
-    Attributes:
-        index: its number then.
-        seat: where it ran, and its successor will run.
-        cause: of its death.
-    """
-
-    index: int
-    seat: int
-    cause: str
+    index: int  # its number then
+    seat: int  # where it ran, and its successor will run
+    cause: str  # of its death
 
 
 class Growth:
-    """Starts the processes that a job lacks.
-
-    Args:
-        cluster: the job's processes.
-        starting: those that start.
-
-    Attributes:
-        absent: workers that died and have no successor yet.
-        asked: whether the user has asked for the number of workers that is wanted.
-    """
+    """Starts the processes that a job lacks."""
 
     def __init__(self, cluster: Cluster, starting: Starting) -> None:
-        self.absent: list[Absent] = []
-        self.asked = False
+        self.absent: list[Absent] = []  # workers that died and have no successor yet
+        self.asked = False  # whether the user has asked for the number of workers that is wanted
         self._cluster = cluster
         self._starting = starting
         self._room: Room | None = None
@@ -58,16 +43,7 @@ class Growth:
         self._pause = _LOOK_SECONDS
 
     def start_missing(self, most: int, config: StrategyConfig) -> None:
-        """Start processes of workers and servers that are wanted and that there is room for.
-
-        Args:
-            most: the number of workers wanted.
-            config: the strategy wanted.
-
-        Raises:
-            ResourcesError: there has been no room for `DeadlineConfig.start` seconds, or there can
-                be none.
-        """
+        """Start processes of workers and servers that are wanted and that there is room for."""
         cluster, starting = self._cluster, self._starting
         self._start_absent(most)
         missing = most - cluster.job.num_workers - len(starting.workers)
@@ -171,11 +147,7 @@ class Growth:
         return bool(self.absent) or any(start.cause for start in self._starting.workers)
 
     def surplus(self, most: int) -> list[int]:
-        """Return the seats that no worker has or will get; processes of other kinds may have them.
-
-        Args:
-            most: the number of workers wanted.
-        """
+        """Return the seats that no worker has or will get; processes of other kinds may have them."""
         if self._room is not None or self._starting.workers:
             return []
         coming = {each.seat for each in (*self._starting, *self.absent)}

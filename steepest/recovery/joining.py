@@ -25,12 +25,7 @@ _NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
 
 
 class Joining:
-    """Has successors join a job whose workers hold nothing that others need.
-
-    Args:
-        cluster: the job's processes.
-        observation: the processes that were started for it.
-    """
+    """Has successors join a job whose workers hold nothing that others need."""
 
     def __init__(self, cluster: Cluster, observation: Observation) -> None:
         self._cluster = cluster
@@ -38,20 +33,10 @@ class Joining:
         self._joined: dict[Peer, int] = {}  # successors, and the version when they joined
 
     def join(self, transition: Transition, dead: Mapping[Peer, str]) -> int | None:
-        """Have successors take dead workers' places while the others stay as they are.
+        """Have successors take dead workers' places while the others stay; return how many did.
 
-        Args:
-            transition: names the workers.
-            dead: all dead workers.
-
-        Returns:
-            How many have joined: fewer if a process died meanwhile. None if it cannot be done so:
-            a successor runs on another node than its predecessor, and who shares a host with whom
-            is another question then.
-
-        Raises:
-            PeerLostError, DeadlineError: a process did not do its part, and none has died.
-            ModelError, ModelRaisedError: a successor could not build the job's model.
+        They are fewer if a process died meanwhile. None if it cannot be done so: a successor runs
+        on another node than its predecessor, and then who shares a host with whom changes.
         """
         cluster, starting = self._cluster, self._observation.starting
         starts = {peer: starting.instead[peer] for peer in sorted(transition.replaced)}
@@ -78,13 +63,7 @@ class Joining:
         return len(dead) - len(missing)
 
     def _is_struck(self, peer: Peer, start: Start, dead: Set[Peer]) -> bool:
-        """Return whether a process that was about to join, or another one of the job's, is dead.
-
-        Args:
-            peer: the worker as which it was about to join.
-            start: the process.
-            dead: that were known to be dead when it began.
-        """
+        """Return whether a process that was about to join, or another one of the job's, is dead."""
         observation, watches = self._observation, self._cluster.watches
         patience = max(_NOTICE_SECONDS, 4 * self._cluster.run_config.failure.heartbeat)
         deadline = time.monotonic() + patience
@@ -122,13 +101,7 @@ class Joining:
         )
 
     def _join(self, peer: Peer, start: Start, missing: Collection[Peer]) -> None:
-        """Have a process that is up, on the node of its predecessor, take the place of a worker.
-
-        Args:
-            peer: the worker.
-            start: the process.
-            missing: dead workers, with this one.
-        """
+        """Have a process that is up, on the node of its predecessor, take the place of a worker."""
         cluster, actor, job = self._cluster, start.actor, self._cluster.job
         cluster.extend_deadline()
         life, timeout = cluster.lives[peer.index] + 1, cluster.run_config.deadlines.start
@@ -158,11 +131,7 @@ class Joining:
         return [peer for peer in workers if cluster.deaths.cause(peer) is None]
 
     def _states_of_the_others(self, missing: Collection[Peer]) -> list[Tensors]:
-        """Return the buffers of all workers' replicas that have weights; of all, if none is known to.
-
-        Where all contribute to each version, a successor that has joined is sent weights when no
-        other is missing, and another one may have died before.
-        """
+        """Return the buffers of all workers' replicas that have weights; of all, if none is known to."""
         version = self._cluster.client.position.version
         others = [peer for peer in self._living() if peer not in missing]
         having = [peer.index for peer in others if self._joined.get(peer, -1) < version]

@@ -19,20 +19,11 @@ _WILL_GO = "will go"
 
 
 class Leaving:
-    """Starts other processes for those on nodes that are to be left, while these still train.
-
-    Args:
-        cluster: the job's processes.
-        starting: the processes that start.
-
-    Attributes:
-        nodes: to be left, and why.
-        full: whether there is no room elsewhere for the workers there.
-    """
+    """Starts other processes for those on nodes that are to be left, while these still train."""
 
     def __init__(self, cluster: Cluster, starting: Starting) -> None:
-        self.nodes: dict[str, str] = {}
-        self.full = False
+        self.nodes: dict[str, str] = {}  # to be left, and why
+        self.full = False  # whether there is no room elsewhere for the workers there
         self._cluster = cluster
         self._starting = starting
         self._known: set[str] = set()
@@ -48,11 +39,7 @@ class Leaving:
         return frozenset(peer for peer, place in places.items() if place.node in self.nodes)
 
     def look(self, least: int) -> None:
-        """Find nodes that will go, ask for room elsewhere, and start processes there.
-
-        Args:
-            least: how many workers can go on without the others.
-        """
+        """Find nodes that will go, ask for room elsewhere, and start processes there."""
         now = time.monotonic()
         if now - self._looked >= _LOOK_SECONDS and not self.nodes:
             self._looked = now
@@ -141,11 +128,7 @@ class Leaving:
         self.nodes = {}
 
     def _start(self, seats: list[int]) -> None:
-        """Start the processes that take over.
-
-        Args:
-            seats: of the workers.
-        """
+        """Start the processes that take over."""
         cluster, starting = self._cluster, self._starting
         placement = cluster.placement
         staying = [seat for seat in placement.order if placement.nodes([seat])[0] not in self.nodes]

@@ -36,18 +36,12 @@ _TOGETHER_SECONDS = 2.0  # that one who is up waits for others, so that all join
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user wants.
-
-    Attributes:
-        config: the strategy.
-        least, most: number of workers.
-        exact: whether `most` workers are wanted, also if the cluster has no room for them now.
-    """
+    """What the user wants."""
 
     config: StrategyConfig
-    least: int
+    least: int  # workers
     most: int
-    exact: bool
+    exact: bool  # whether `most` workers are wanted, also if the cluster has no room for them now
 
     @classmethod
     def exactly(cls, config: StrategyConfig, workers: int) -> Wanted:
@@ -56,18 +50,7 @@ class Wanted:
 
 
 class Observation:
-    """Watches a job's processes, and starts those that it lacks.
-
-    Args:
-        cluster: the job's processes.
-        snapshots: copies of its state.
-        wanted: what the user wants.
-
-    Attributes:
-        wanted: what the user wants.
-        starting, reserve, growth, leaving: the processes that are being started.
-        signs: of life, of all processes.
-    """
+    """Watches a job's processes, and starts those that it lacks."""
 
     def __init__(self, cluster: Cluster, snapshots: Snapshots, wanted: Wanted) -> None:
         self.wanted = wanted
@@ -94,14 +77,9 @@ class Observation:
         return cluster.run_config.failure.max_failures > 0 and (kept or only_works)
 
     def ask_for_signs(self, *, changing: bool = False) -> tuple[list[str], list[str]]:
-        """Ask every process for a sign of life, and give up those that are silent.
+        """Ask every process for a sign of life; give up, and return in words, those that are silent.
 
-        Args:
-            changing: whether the job is being put together, and hears nothing of the silent ones.
-
-        Returns:
-            The silent ones of the job, and the silent ones that have no role yet or any more, in
-            words.
+        Returns those of the job, and those that have no role yet or any more.
         """
         cluster, signs = self._cluster, self.signs
         if not signs.is_time:
@@ -140,9 +118,6 @@ class Observation:
         """Tell the driver's client and the coordinator, once each, of processes that are dead.
 
         They hear of most because channels close; of one whose node is cut off they do not.
-
-        Args:
-            dead: the processes, and why they died.
         """
         cluster = self._cluster
         for peer, why in dead.items():
@@ -170,11 +145,7 @@ class Observation:
         return peer.role == "worker" and self._cluster.job.workers_are_replaced
 
     def dead(self) -> dict[Peer, str]:
-        """Return the processes that are known to be dead, and why.
-
-        Raises:
-            PeerLostError: one of them cannot be replaced.
-        """
+        """Return the processes that are known to be dead, and why."""
         cluster = self._cluster
         dead = cluster.deaths.causes()
         for peer, cause in dead.items():
@@ -184,12 +155,7 @@ class Observation:
         return dead
 
     def worn_out(self, dead: Mapping[Peer, str]) -> frozenset[Peer]:
-        """Return those of the dead in whose places processes have died too often.
-
-        Raises:
-            PeerLostError: one of them ended by an error of its own, and so did the one before it
-                there at the same version.
-        """
+        """Return those of the dead in whose places processes have died too often."""
         allowed = self._cluster.run_config.failure.max_failures
         return frozenset(peer for peer, why in dead.items() if self._failed(peer, why) > allowed)
 
@@ -232,12 +198,7 @@ class Observation:
         self.fill_reserve(_SPARE_AFTER_SECONDS if wanted is None else 0.0)
 
     def start_successors(self, dead: Mapping[Peer, str], *, cold: bool) -> None:
-        """Start processes in the places of dead ones, those kept in reserve first.
-
-        Args:
-            dead: the dead, and why they died; not those in whose places nobody starts.
-            cold: whether to start further processes if those in reserve are not enough.
-        """
+        """Start processes in the places of dead ones, those kept in reserve first."""
         for peer, cause in dead.items():
             known = self.starting.instead.get(peer)
             if known is None:
@@ -273,12 +234,7 @@ class Observation:
                 )  # fmt: skip
 
     def start_missing(self) -> None:
-        """Start further workers and servers, and others for those on nodes that will go.
-
-        Raises:
-            ResourcesError: there is no room for what the user has asked for, or it does not come
-                up.
-        """
+        """Start further workers and servers, and others for those on nodes that will go."""
         starting = self.starting
         self._give_up_late_successors()
         for start in [*starting.workers, *starting.servers]:
@@ -315,9 +271,6 @@ class Observation:
 
         Each gets the number that it was made for where that can be; otherwise it builds its models
         once more, and joins when it has.
-
-        Raises:
-            ModelError, ModelRaisedError: the model that one has built is not the job's.
         """
         starting, now = self.starting, time.monotonic()
         up = [start for start in starting.workers if start.is_up]
@@ -349,14 +302,7 @@ class Observation:
         patient: bool,
         whole: bool = True,
     ) -> World:
-        """Return what is known of all processes.
-
-        Args:
-            dead: the dead, and why they died.
-            worn_out: those of them in whose places nobody starts.
-            patient: whether successors are never overdue.
-            whole: whether the living hold every chunk.
-        """
+        """Return what is known of all processes."""
         cluster = self._cluster
         counts = Counter(peer.role for peer in cluster.actors)
         stuck = not all(self.is_plain(peer) for peer in dead)
@@ -423,12 +369,7 @@ class Observation:
     def config_for(
         self, workers: int, servers: int, config: StrategyConfig | None = None
     ) -> StrategyConfig:
-        """Return a strategy, with fewer servers if there are no more.
-
-        Args:
-            workers, servers: how many processes of each kind there are.
-            config: the strategy; that which is wanted by default.
-        """
+        """Return a strategy, with fewer servers if there are no more."""
         config = config or self.wanted.config
         enough = servers == 0 or servers >= self._cluster.serving(config, workers)
         if enough or not isinstance(config, (ParameterServerStrategy, LocalStrategy)):
@@ -438,13 +379,6 @@ class Observation:
 
 def numbered(wished: Collection[int], have: int) -> dict[int, int]:
     """Return the numbers of further workers among those that there are, which keep their order.
-
-    Args:
-        wished: the number that each further worker would have.
-        have: how many workers there are.
-
-    Returns:
-        By position in `wished`, each worker's number.
 
     Example:
         >>> numbered([1], 2)

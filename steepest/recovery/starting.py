@@ -24,31 +24,19 @@ _STARTS = 5
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """A process that starts.
+    """A process that starts."""
 
-    Attributes:
-        peer: the role for which it starts; a worker's models are built for that number.
-        seat: in or beside which it runs; None for a server that is placed as the job's size says.
-        actor: Ray's handle.
-        watch: a call that ends when the process does.
-        building: calls that have ended when it is up; the last one returns its `Place`, the first
-            one of a worker the `Description` of its model.
-        began: when the first process was started for this, of `time.monotonic`.
-        cause: of the death of the process in whose place it starts; "" if none died.
-        spare: whether it was kept in reserve.
-        cut: how a worker's models are cut into chunks.
-        started: when this process was started, of `time.monotonic`.
-    """
-
-    peer: Peer
-    seat: int | None
+    peer: Peer  # the role for which it starts; a worker's models are built for that number
+    seat: int | None  # in or beside which it runs; None for a server placed as the job's size says
     actor: Any
-    watch: Any
+    watch: Any  # a call that ends when the process does
+    # calls that have ended when it is up; the first one of a worker returns its `Description`, the last one the `Place`
     building: list[Any]
-    began: float
-    cause: str = ""
-    spare: bool = False
-    cut: ChunkSpec | None = None
+    began: float  # when the first process was started for this
+    cause: str = ""  # of the death of its predecessor; "" if none died
+    spare: bool = False  # whether it was kept in reserve
+    cut: ChunkSpec | None = None  # of a worker's models
+    # when this process was started
     started: float = field(default_factory=lambda: time.monotonic())
 
     @property
@@ -81,21 +69,12 @@ class Start:
 
 
 class Starting:
-    """Starts a job's processes, while it trains.
-
-    Args:
-        cluster: the job's processes.
-
-    Attributes:
-        instead: processes that start in the places of others, by the role of these.
-        workers: processes that will be further workers.
-        servers: processes that will be further servers.
-    """
+    """Starts a job's processes, while it trains."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.instead: dict[Peer, Start] = {}
-        self.workers: list[Start] = []
-        self.servers: list[Start] = []
+        self.instead: dict[Peer, Start] = {}  # by the process in whose place it starts
+        self.workers: list[Start] = []  # further ones
+        self.servers: list[Start] = []  # likewise
         self._cluster = cluster
 
     def __iter__(self) -> Iterator[Start]:
@@ -103,14 +82,7 @@ class Starting:
         return iter([*self.instead.values(), *self.workers, *self.servers])
 
     def worker(self, index: int, seat: int, cause: str = "", actor: Any = None) -> Start:
-        """Start a worker's process, and have it build its models.
-
-        Args:
-            index: of the worker.
-            seat: in which it runs.
-            cause: see `Start`.
-            actor: a process kept in reserve that becomes the worker; None to start one.
-        """
+        """Start a worker's process, and have it build its models."""
         spare, cluster = actor is not None, self._cluster
         actor = actor or cluster.start_worker(index, seat)
         building = self._building(actor, index)
@@ -127,15 +99,7 @@ class Starting:
         seat: int | None = None,
         spare: bool = False,
     ) -> Start:
-        """Start a server's process.
-
-        Args:
-            peer: the server.
-            cause: see `Start`.
-            actor: a process that becomes the server; None to start one.
-            seat: beside which it runs; None for where a job of this size has it.
-            spare: whether `actor` was kept in reserve.
-        """
+        """Start a server's process."""
         actor = actor or self._cluster.start_server(peer.index, seat)
         building = [actor.reserve.remote(self._cluster.job.description.layout.nbytes)]
         building.append(actor.place.remote())
@@ -167,11 +131,7 @@ class Starting:
         return time.monotonic() - start.began > self.patience and not start.is_up
 
     def check_time(self, start: Start) -> None:
-        """Refuse to wait any longer for a process that is late.
-
-        Raises:
-            ResourcesError: it is.
-        """
+        """Refuse to wait any longer for a process that is late."""
         if self.is_late(start):
             raise ResourcesError(
                 f"the process of another {start.peer.role} did not come up within "
@@ -204,11 +164,7 @@ class Starting:
         return replace(other, began=start.began)
 
     def joined(self, members: Collection[Any]) -> None:
-        """Forget the processes that are part of the job by now.
-
-        Args:
-            members: Ray's handles of the job's processes.
-        """
+        """Forget the processes that are part of the job by now."""
         self.instead = {p: s for p, s in self.instead.items() if s.actor not in members}
         self.workers = [start for start in self.workers if start.actor not in members]
         self.servers = [start for start in self.servers if start.actor not in members]
@@ -222,25 +178,15 @@ class Starting:
 
 
 class _Spare(NamedTuple):
-    """A spare process.
-
-    Attributes:
-        actor: Ray's handle.
-        placing: the call that says where it is.
-        seat: in which it runs.
-    """
+    """A spare process."""
 
     actor: Any
-    placing: Any
+    placing: Any  # the call that says where it is
     seat: int
 
 
 class Reserve:
-    """Spare processes, which have imported what a worker needs.
-
-    Args:
-        cluster: the job's processes.
-    """
+    """Spare processes, which have imported what a worker needs."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -25,17 +25,7 @@ _GRACE_SECONDS = 0.3  # for the answer of a process whose channel another proces
 
 
 class StockTaking:
-    """Asks the processes of a job what is left of it, once.
-
-    Args:
-        cluster: the job's processes.
-        state: of the job.
-        signs: of life, of all processes.
-        snapshots: copies of the job's state.
-
-    Attributes:
-        has_begun: whether the survivors were told to stop, so that no step is taken any more.
-    """
+    """Asks the processes of a job what is left of it, once."""
 
     def __init__(
         self, cluster: Cluster, state: JobState, signs: SignsOfLife, snapshots: Snapshots
@@ -44,7 +34,7 @@ class StockTaking:
         self._state = state
         self._signs = signs
         self._snapshots = snapshots
-        self.has_begun = False
+        self.has_begun = False  # whether the survivors were told to stop, and take no step any more
         self._stopped: RecoveredState | None = None  # where all stood when no holder was dead
 
     def find_dead(self, suspect: Peer | None, why: str) -> dict[Peer, str]:
@@ -53,10 +43,6 @@ class StockTaking:
         A process is dead when Ray says so, when it does not answer and another process has seen
         its channel closing, and when it has given no sign of life for `heartbeat` seconds. One that
         computes with Python's lock held has `DeadlineConfig.step` seconds to answer.
-
-        Args:
-            suspect: a process whose channel has closed, if any.
-            why: it is said to be dead.
         """
         cluster, began = self._cluster, time.monotonic()
         asked = {peer: actor.lost_peers.remote() for peer, actor in cluster.actors.items()}
@@ -101,12 +87,7 @@ class StockTaking:
         return {self._cluster.process_of(peer) for peer in peers if peer.role in roles}
 
     def standing(self, dead: Collection[Peer], config: StrategyConfig) -> RecoveredState | None:
-        """Stop the survivors; return where the state of all chunks is, or None if a copy has to serve.
-
-        Args:
-            dead: the processes that are gone.
-            config: the strategy with which the job continues.
-        """
+        """Stop the survivors; return where the state of all chunks is, or None if a copy has to serve."""
         cluster, job = self._cluster, self._cluster.job
         role = "worker" if job.servers_in_workers else "server"
         cluster.extend_deadline()
@@ -124,12 +105,7 @@ class StockTaking:
         return self._stopped or self._salvage(holding)
 
     def take(self, dead: Mapping[Peer, str], standing: RecoveredState | None) -> Stock:
-        """Return everything with which the job continues.
-
-        Raises:
-            PeerLostError: a chunk has no holder and no copy.
-            ModelRaisedError: the optimizer raised in the middle of an update, and there is no copy.
-        """
+        """Return everything with which the job continues."""
         cluster, torn = self._cluster, self._cluster.client.torn
         copy = self._snapshots.taken if standing is None else self._state.copy(standing)
         if copy is None and torn is not None:

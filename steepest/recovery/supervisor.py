@@ -55,22 +55,6 @@ class Supervisor:
     Everything here runs on the owner's thread. It looks at the processes between requests, and
     while it waits in one; it starts what is missing, has successors join, and makes changes
     between steps.
-
-    Args:
-        cluster: the job's processes.
-        state: of the job.
-        bounds: least and most number of workers.
-
-    Attributes:
-        owner: of the job.
-        replaced: how many dead processes were replaced, or done without.
-        snapshots: copies of the job's state.
-        promised: the number of steps that calls have returned, or told of; what a death undoes of
-            them is made again.
-        make_up: makes again the steps that are undone; set by `Training`.
-        changes: how many changes were made.
-        in_call: whether steps are being taken that a call is told of: it hears of those that are
-            taken again.
     """
 
     def __init__(self, cluster: Cluster, state: JobState, bounds: tuple[int, int]) -> None:
@@ -79,10 +63,12 @@ class Supervisor:
         exactly = Wanted.exactly(config, most)
         wanted = exactly if least == most else Wanted(config, least, most, exact=False)
         self.owner: Owner = cluster.owner
-        self.replaced = 0
+        self.replaced = 0  # how many dead processes were replaced, or done without
+        # the steps that calls have returned, or told of; what a death undoes of them is made again
         self.promised = 0
         self.changes = 0
-        self.in_call = False
+        self.in_call = False  # whether a call is told of the steps that are being taken
+        # makes again the steps that are undone; set by `Training`
         self.make_up: Callable[[], None] = lambda: None
         self.snapshots = Snapshots(cluster, state)
         self.observation = Observation(cluster, self.snapshots, wanted)
@@ -132,14 +118,7 @@ class Supervisor:
         self._wishes.want(config, workers)
 
     def _look_meanwhile(self) -> None:
-        """Look whether any process has turned silent, while calls of some of them are waited for.
-
-        What is missing is started meanwhile, unless a change is being made.
-
-        Raises:
-            PeerLostError: one has, and is ended; or no server sends weights, because the optimizer
-                raised.
-        """
+        """Look whether any process has turned silent, while calls of some of them are waited for."""
         if self._cluster.client.torn is not None and not self._doing:
             raise PeerLostError("servers send no weights: the optimizer raised")
         changing = self.is_changing
@@ -157,16 +136,7 @@ class Supervisor:
     # -- looking ---------------------------------------------------------------------------------
 
     def look(self, trained: float = 0.0) -> Due | None:
-        """Return what is due, see `_look`; to be called often.
-
-        Args:
-            trained: seconds of training so far.
-
-        Raises:
-            PeerLostError: the job cannot continue.
-            ModelError, ModelRaisedError: a dead worker's successor could not build the job's model;
-                or the optimizer raised, and the job was set back.
-        """
+        """Return what is due, see `_look`; to be called often."""
         self._trained = trained
         self.snapshots.remember()
         self.raise_mistake()
@@ -174,13 +144,7 @@ class Supervisor:
         return self._look(patient=False)
 
     def _look(self, *, patient: bool) -> Due | None:
-        """Start the processes that are missing, have those join that can; return what is due besides.
-
-        Where that was done a moment ago nothing is done.
-
-        Args:
-            patient: whether dead workers' successors are awaited, however long that takes.
-        """
+        """Start the processes that are missing, have those join that can; return what is due besides."""
         torn = self._cluster.client.torn is not None
         if torn or self._suspect is not None or self._change is not None:
             return "now"
@@ -253,11 +217,7 @@ class Supervisor:
             self._wishes.refuse(error)
 
     def _decided(self, world: World, dead: Mapping[Peer, str]) -> Transition | None:
-        """Return what is decided.
-
-        Raises:
-            PeerLostError: the job cannot continue.
-        """
+        """Return what is decided."""
         decided = decide(world, self.observation.target(world))
         if isinstance(decided, Impossible):
             if decided.peer is None:
@@ -279,11 +239,6 @@ class Supervisor:
         """Note that a role's channel has closed; return False if its process cannot be replaced.
 
         Nothing is noted where the job was put together meanwhile: other processes have the roles.
-
-        Args:
-            peer: the role.
-            why: what is said of it.
-            client: which has seen it.
         """
         if self._cluster.client is not client:
             return True
@@ -296,16 +251,7 @@ class Supervisor:
     # -- changing --------------------------------------------------------------------------------
 
     def change(self, *, patient: bool = False) -> None:
-        """Put the job together as it is decided; once more whenever a process dies meanwhile.
-
-        Args:
-            patient: whether dead workers' successors are awaited, however long that takes.
-
-        Raises:
-            PeerLostError: the job cannot continue.
-            DeadlineError: successors that are needed did not come up.
-            ModelRaisedError: the optimizer raised, and there is no copy of the state from before.
-        """
+        """Put the job together as it is decided; once more whenever a process dies meanwhile."""
         cluster = self._cluster
         change = self._change = self._change or self._begun()
         cluster.stand(change.step)
@@ -433,14 +379,7 @@ class Supervisor:
         return taking.take(dead, taking.standing(dead, config))
 
     def _struck(self, said: Collection[Any], error: Exception) -> tuple[Peer | None, str]:
-        """Return the process whose channel has closed, if that ended a change, and what is said of it.
-
-        Otherwise Ray has some seconds to notice a death.
-
-        Args:
-            said: the calls that watched the processes that are known to be dead.
-            error: that ended the change.
-        """
+        """Return the process whose channel has closed, if that ended a change, and what is said of it."""
         cluster = self._cluster
         lost = cluster.client.lost_peer
         if lost is not None and self._state.pending is None:
@@ -459,14 +398,6 @@ class Supervisor:
         """Return when no process is dead, and what the user has asked for is there, or was refused.
 
         Steps that a death has undone are made again before.
-
-        Args:
-            asked: whether the caller has asked for something just now.
-
-        Raises:
-            PeerLostError, DeadlineError: the job cannot continue.
-            ResourcesError: what the caller has asked for cannot be had.
-            ModelRaisedError: the optimizer raised, and the job was set back.
         """
         changes = self.changes
         with self.owner.for_caller():
@@ -536,12 +467,7 @@ class Supervisor:
 
     @owned(Moment.ANY)
     def is_struck(self, before: Processes) -> bool:
-        """Return whether a process is dead, or a channel has closed; the next change handles it.
-
-        Args:
-            before: the processes when what failed began; if others are there now, one has died, and
-                was handled.
-        """
+        """Return whether a process is dead, or a channel has closed; the next change handles it."""
         torn = before[0].torn is not None
         known = torn or self._change is not None or self._suspect is not None
         self._looked = 0.0

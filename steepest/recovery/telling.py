@@ -14,14 +14,7 @@ from steepest.runtime.launch import Cluster
 
 
 def tell(cluster: Cluster, change: Change, number: int, lost: int) -> None:
-    """Note what was done; the user is warned unless as many processes as before are there, and none has died.
-
-    Args:
-        cluster: the job's processes.
-        change: of which it was the end.
-        number: of the change.
-        lost: updates that are lost.
-    """
+    """Note what was done; the user is warned unless as many processes as before are there, and none has died."""
     applied, before, said = change.applied[-1], change.job, list(change.said.values())
     job, transition, record = cluster.job, applied.transition, record_of(cluster, change, number)
     sizes = f"{job.global_batch} samples a step, from step {cluster.step + 1} on"
@@ -53,13 +46,7 @@ def tell(cluster: Cluster, change: Change, number: int, lost: int) -> None:
 
 
 def record_of(cluster: Cluster, change: Change, number: int) -> str:
-    """Return the record of a change that was applied, in one line.
-
-    Args:
-        cluster: the job's processes.
-        change: the change.
-        number: of the change.
-    """
+    """Return the record of a change that was applied, in one line."""
     steps = max(change.step - cluster.step, 0)
     return record_line(
         f"change {number} at step {change.step}",
@@ -81,15 +68,7 @@ def record_line(
     seconds: Mapping[str, float],
     repeated: tuple[int, int],
 ) -> str:
-    """Return the line of a record.
-
-    Args:
-        what: which change, and when.
-        cause, seen, decision: in words.
-        job: as it is then.
-        seconds: by part of the work.
-        repeated: steps and samples that are taken again.
-    """
+    """Return the line of a record."""
     took = ", ".join(f"{name} {passed:.2f}" for name, passed in seconds.items())
     return (
         f"{what} | cause: {cause} | seen: {seen} | decision: {decision} | processes: "
@@ -138,12 +117,7 @@ def _decision(change: Change) -> str:
 
 
 def nothing_lost(job: Job, dead: Collection[Peer]) -> str:
-    """Return in words that deaths have cost no update, with what they have cost all the same.
-
-    Args:
-        job: as it was.
-        dead: its dead processes.
-    """
+    """Return in words that deaths have cost no update, with what they have cost all the same."""
     workers = [str(peer) for peer in sorted(dead) if peer.role == "worker"]
     if not workers or not job.delays_rows:
         return "no update and no sample is lost"

@@ -14,12 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Wishes:
-    """Changes what is wanted of a job's processes.
-
-    Args:
-        cluster: the job's processes.
-        observation: has what is wanted.
-    """
+    """Changes what is wanted of a job's processes."""
 
     def __init__(self, cluster: Cluster, observation: Observation) -> None:
         self._cluster = cluster
@@ -30,18 +25,7 @@ class Wishes:
         self._refused: SteepestError | None = None
 
     def want(self, config: StrategyConfig, workers: int | None) -> None:
-        """Ask for another strategy, or number of servers or workers.
-
-        Args:
-            config: the strategy.
-            workers: exactly so many from now on; None to leave that as it is.
-
-        Raises:
-            ConfigurationError: processes could not talk as the strategy has it, or it has no
-                embedding tables, and the model has.
-            ResourcesError: the cluster can never have room for these processes. Nothing has changed
-                then.
-        """
+        """Ask for another strategy, or number of servers or workers."""
         self._cluster.check_ways(config)
         replace(self._cluster.job, config=config)  # raises where there can be no such job
         observation, before = self._observation, self._observation.wanted
@@ -108,16 +92,7 @@ class Wishes:
             self._observation.growth.asked = False
 
     def are_granted(self, *, asked: bool) -> bool:
-        """Return whether nothing is outstanding that the user has asked for.
-
-        Args:
-            asked: whether the caller has asked for something just now; it is told of a refusal. Of
-                others' the log had a warning.
-
-        Raises:
-            SteepestError: what the caller asked for was refused for this reason; what was wanted
-                before is wanted again.
-        """
+        """Return whether nothing is outstanding that the user has asked for."""
         self.end_if_granted()
         refused, self._refused = self._refused, None
         if refused is not None and asked:
