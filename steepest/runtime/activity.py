@@ -38,27 +38,16 @@ _BUSY_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process is doing.
-
-    Attributes:
-        name: of the process.
-        host, pid: where it runs.
-        roles: each role's name, and what it does or waits for, in words.
-        busy: seconds since the router's thread last took a message or looked at the time.
-        computing: number of the share that its worker computes; None for none.
-        stack: of the router's thread, outermost frame first.
-        calls: stacks of Ray's threads that are in a call of this process, such as one that waits for
-            the router's thread.
-    """
+    """What a process is doing."""
 
     name: str
     host: str
     pid: int
-    roles: Sequence[tuple[str, str]]
-    busy: float
-    computing: int | None
-    stack: str
-    calls: Sequence[str] = ()
+    roles: Sequence[tuple[str, str]]  # names, and what each does or waits for
+    busy: float  # seconds since the router's thread last took a message or looked at the time
+    computing: int | None  # number of the share that its worker computes
+    stack: str  # of the router's thread, outermost frame first
+    calls: Sequence[str] = ()  # stacks of Ray's threads in a call of this process
 
 
 def activity_of(name: str, place: Place, router: Router, computing: int | None) -> Activity:
@@ -73,18 +62,10 @@ def activity_of(name: str, place: Place, router: Router, computing: int | None) 
 
 
 def _stacks_of_threads(
-    without: Set[int | None], main: int | None = None
+    without: Set[int | None],
+    main: int | None = None,  # comes first, whatever code it is in
 ) -> tuple[dict[str, list[int]], int]:
-    """Return the stacks of this process' threads that are in code of steepest.
-
-    Args:
-        without: threads that are left out.
-        main: a thread that comes first, whatever code it is in.
-
-    Returns:
-        The threads in each stack, and how many others there are. A thread that makes a report is
-        where it was asked for it.
-    """
+    """Return which threads are in each stack that is in code of steepest, and how many others there are."""
     frames = {each: at for each, at in sys._current_frames().items() if each not in without}
     stacks: dict[str, list[int]] = {}
     for ident in sorted(frames, key=lambda ident: ident != main):
@@ -119,14 +100,9 @@ class Watched(Protocol):
 
 
 def log_report(context: Watched, what: str) -> None:
-    """Log what each process is doing, at level WARNING of the logger `steepest.deadlines`.
+    """Log what each process is doing, as a warning of `steepest.deadlines`: `what` has passed its deadline.
 
-    To be called where a deadline has passed, before its error is raised. It raises nothing, and
-    takes 4 seconds at most.
-
-    Args:
-        context: the job.
-        what: has passed its deadline.
+    To be called before the error is raised. It raises nothing, and takes 4 seconds at most.
     """
     if log.isEnabledFor(logging.WARNING):
         log.warning("a deadline has passed: %s\n%s", what, report(context))
@@ -135,10 +111,9 @@ def log_report(context: Watched, what: str) -> None:
 def report(context: Watched) -> str:
     """Return what each process of a job is doing, and the driver, as text of bounded length.
 
-    Each process says what its roles wait for, and its router's thread's stack; processes whose
-    stacks are equal are listed together. Of one that does not answer within 2 seconds, the text has
-    the seconds since its last sign of life and, if it runs on the driver's node, what the kernel
-    says of it. May be called on any thread. Raises nothing, and takes 4 seconds at most.
+    Processes whose stacks are equal are listed together. Of one that does not answer within 2 seconds
+    the text has the last sign of life and, on the driver's node, what the kernel says of it. May be
+    called on any thread. Raises nothing, and takes 4 seconds at most.
     """
     try:
         return _Report(context).text()
@@ -147,11 +122,7 @@ def report(context: Watched) -> str:
 
 
 class _Report:
-    """One report, which is being made.
-
-    Args:
-        context: the job.
-    """
+    """One report, which is being made."""
 
     def __init__(self, context: Watched) -> None:
         self._context = context
@@ -227,12 +198,7 @@ class _Report:
         return name if place is None else f"{name} on {place.host} (pid {place.pid})"
 
     def _about(self, actor: Any, before: tuple[float, bool] | None) -> str:
-        """Return what is known of a process that does not answer.
-
-        Args:
-            actor: the process.
-            before: what it did with processors when it was asked, if that is known.
-        """
+        """Return what is known of a process that does not answer; `before`: its use of processors when it was asked."""
         waited = time.monotonic() - self._began
         words = [f"{self._name(actor)} does not answer within {_ANSWER_SECONDS:g} s"]
         with contextlib.suppress(Exception):  # another thread looks for signs of life meanwhile

@@ -15,12 +15,7 @@ Holdings = Mapping[int, Sequence[Any]]
 
 
 def holdings(job: Job, process_of: Callable[[Peer], Any]) -> Holdings:
-    """Return the processes that hold each chunk in a job.
-
-    Args:
-        job: with its chunks and servers.
-        process_of: returns Ray's handle of the process of a server.
-    """
+    """Return the processes that hold each chunk in a job; `process_of` returns Ray's handle of a server's process."""
     processes = [process_of(server_peer(index)) for index in range(job.num_servers)]
     return {
         chunk: [processes[server] for server in servers]
@@ -28,16 +23,15 @@ def holdings(job: Job, process_of: Callable[[Peer], Any]) -> Holdings:
     }
 
 
-def carry(before: Holdings, after: Holdings, get: Callable[..., list[Any]]) -> None:
+def carry(
+    before: Holdings,
+    after: Holdings,
+    get: Callable[..., list[Any]],  # as `Cluster._results_of`
+) -> None:
     """Give servers that were just made their chunks, see `RetainedChunks`.
 
     Ray carries all chunks that one process has for another as one object, which neither the
     driver nor a third process touches. Afterwards processes keep only what their servers hold.
-
-    Args:
-        before: the processes that held each chunk, as Ray's handles.
-        after: the processes of the servers that hold it now.
-        get: waits for calls: called with them, what they do, and as `of` the process of each.
 
     Raises:
         PeerLostError: nobody holds a chunk any more.

@@ -41,60 +41,35 @@ _MOST_SAMPLES = 64  # of a share, in an error
 
 
 class JobContext:
-    """What is known of a job and its processes; it is changed by its own methods and `Cluster`'s alone.
+    """What is known of a job and its processes; it is changed by its own methods and `Cluster`'s alone."""
 
-    Args:
-        run_config: as of `DistributedSGD`.
-        seed: of the order of samples.
-
-    Attributes:
-        client: the driver's end of the job; use it through `Cluster.on_router`.
-        job: its facts as it is now; `stored_job` is the same, in Ray's store.
-        actors, watches, places: by role, Ray's handle of the process, a call that ends when the
-            process does, and where it runs.
-        lives: by worker, its incarnation.
-        placement: the seats reserved for workers.
-        plan: which samples belong to which worker, and the seed, for workers that join later.
-        events: what happened to processes, oldest first.
-        awaited: dead processes whose deaths are being handled.
-        signs: of life, of all processes.
-        unfrozen: names of frozen parameters that are to be trained, see `Job.unfrozen`.
-        roles_due: whether processes know less of the job than is known here.
-        owner: of all that is here: one thread changes it.
-        meanwhile: called again and again while calls of processes are waited for; what it raises
-            ends the waiting.
-        router: of the driver.
-        token: the job's secret.
-        program: the driver's, whose arguments its processes have too.
-        identity: the certificate of the job's processes; None without TLS.
-        ends, listening: see `connect_processes`.
-    """
-
-    client: Client
-    job: Job
-    stored_job: Any
-    ends: list[Address | Callee]
+    client: Client  # the driver's end of the job; used through `Cluster.on_router`
+    job: Job  # its facts as it is now
+    stored_job: Any  # the same, in Ray's store
+    ends: list[Address | Callee]  # see `connect_processes`
     listening: list[Address]
 
     def __init__(self, run_config: RunConfig, seed: int) -> None:
         self.run_config = run_config
-        self.owner = Owner()
-        self._standing: int | None = None
-        self.roles_due = False
+        self.owner = Owner()  # of all that is here: one thread changes it
+        self._standing: int | None = None  # the step, while processes change their roles
+        self.roles_due = False  # whether processes know less of the job than is known here
         self.actors: dict[Peer, Any] = {}
-        self.watches: dict[Peer, Any] = {}
+        self.watches: dict[Peer, Any] = {}  # calls that end when the processes do
         self.places: dict[Peer, Place] = {}
-        self.lives: Counter[int] = Counter()
+        self.lives: Counter[int] = Counter()  # incarnations, by worker
         self.placement = Placement()
+        # which samples belong to which worker, and the seed, for workers that join later
         self.plan: tuple[SamplePlan | None, int] = (None, seed)
-        self.events: list[Event] = []
-        self.awaited: Set[Peer] = frozenset()
+        self.events: list[Event] = []  # oldest first
+        self.awaited: Set[Peer] = frozenset()  # the dead that are being handled
         self.signs = SignsOfLife(run_config.failure.heartbeat)
-        self.unfrozen: frozenset[str] = frozenset()
+        self.unfrozen: frozenset[str] = frozenset()  # names that are to be trained, see `Job`
         self.router = Router()
         self.token = secrets.token_bytes(32)
         self.identity = identity_of(run_config.tls)
         self.program = Program.of_this_process()
+        # called again and again while calls are waited for; what it raises ends the waiting
         self.meanwhile: Callable[[], None] = lambda: None
         self.extend_deadline()
 
@@ -164,11 +139,7 @@ class JobContext:
         return set(self.router.lost_peers)
 
     def note(self, kind: str, line: str, record: str = "") -> None:
-        """Log what happened to processes in one line, and add it to `events`.
-
-        Args:
-            kind, line, record: see `Event`; the user is not warned of what has a record alone.
-        """
+        """Log what happened to processes in one line, and add it to `events`; see `Event`."""
         self.events.append(Event(time.time(), kind, self.step, line or record, record))
         if line:
             log.warning("%s", line)
@@ -203,16 +174,11 @@ class JobContext:
         what: str,
         names: Iterable[Peer | str],
         *,
-        after_step: bool = False,
+        after_step: bool = False,  # processes may have to end a step before
     ) -> list[Any]:
         """Return what calls return that end before the starting deadline, see `results_of`.
 
         The deadline is counted from the job's start, or from the last `extend_deadline`.
-
-        Args:
-            refs, what, names: as of `results_of`.
-            after_step: whether processes may have to end a step before; then they have the time of
-                one more.
         """
         more = self.run_config.deadlines.step if after_step else 0.0
         limit = self.run_config.deadlines.start * (1 + _UP_FACTOR) + more
@@ -224,14 +190,7 @@ class JobContext:
             raise
 
     def substitute(self, peer: Peer, actor: Any, place: Place, listening: Address) -> None:
-        """Note that another process is a worker now.
-
-        Args:
-            peer: the worker.
-            actor: Ray's handle.
-            place: where the process runs.
-            listening: where it listens for other workers.
-        """
+        """Note that another process is a worker now."""
         self.lives[peer.index] += 1
         self.actors[peer], self.watches[peer] = actor, actor.watch.remote()
         self.places[peer], self.listening[peer.index] = place, listening
@@ -240,22 +199,13 @@ class JobContext:
 def results_of(
     refs: list[Any],
     what: str,
-    names: Sequence[str],
-    deadline: float,
-    limit: float,
+    names: Sequence[str],  # of the process of each call
+    deadline: float,  # of `time.monotonic`
+    limit: float,  # the seconds that the deadline allowed, for errors
     meanwhile: Callable[[], None],
     owner: Owner,
 ) -> list[Any]:
     """Return what calls of a job's processes return, while it starts or is put together anew.
-
-    Args:
-        refs: the calls.
-        what: the processes are asked to do, for errors.
-        names: of the process of each call.
-        deadline: until when to wait, of `time.monotonic`.
-        limit: the seconds that the deadline allowed, for errors.
-        meanwhile: called now and then; what it raises ends the waiting.
-        owner: on whose thread this runs.
 
     Raises:
         ModelRaisedError: the user's code raised; its traceback is the cause. Our own errors are

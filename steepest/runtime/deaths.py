@@ -26,41 +26,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Death:
-    """How a process ended.
-
-    Attributes:
-        cause: in words.
-        traceback: of the Python error that ended its router, while the process itself lives on;
-            empty otherwise.
-        believed: whether Ray has not said so: its node may be gone too.
-    """
+    """How a process ended."""
 
     cause: str
-    traceback: str = ""
-    believed: bool = False
+    traceback: str = ""  # of the Python error that ended its router, while the process lives on
+    believed: bool = False  # Ray has not said so: its node may be gone too
 
 
 @dataclass(frozen=True)
 class _Defect:
-    """A process that ended by an error of its own.
+    """A process that ended by an error of its own."""
 
-    Attributes:
-        watch: the call that watched it.
-        version: committed by then.
-        repeated: whether the one before it in the same seat ended so too, at the same version.
-    """
-
-    watch: Any
-    version: int
-    repeated: bool
+    watch: Any  # the call that watched it
+    version: int  # committed by then
+    repeated: bool  # the one before it in the same seat ended so too, at the same version
 
 
 class Deaths:
-    """The dead of a job. Each is killed, so that its CPUs and memory are free for its successor.
-
-    Args:
-        context: what is known of the job's processes.
-    """
+    """The dead of a job. Each is killed, so that its CPUs and memory are free for its successor."""
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
@@ -68,10 +51,7 @@ class Deaths:
         self._defects: dict[int, _Defect] = {}  # the last one, by seat
 
     def cause(self, peer: Peer) -> str | None:
-        """Return why a process is dead; None while it serves.
-
-        A process whose router ended by an error is killed.
-        """
+        """Return why a process is dead; None while it serves. One whose router ended by an error is killed."""
         death = self._death(peer)
         return None if death is None else death.cause
 
@@ -96,10 +76,6 @@ class Deaths:
 
     def declare(self, peer: Peer, why: str) -> str:
         """Declare a process dead and kill it, although it may live out of reach.
-
-        Args:
-            peer: the process.
-            why: it is believed to be dead.
 
         Returns:
             The cause of its death: Ray's explanation, if there is any, or `why`.
@@ -127,17 +103,12 @@ class Deaths:
 
     def raise_if_dead(
         self,
-        suspect: Peer | None = None,
-        wait: float = 0.0,
+        suspect: Peer | None = None,  # looked at first: its death may be the cause of the others'
+        wait: float = 0.0,  # seconds that Ray has to notice a death
         *,
-        replaced: Callable[[Peer], bool] = lambda peer: False,
+        replaced: Callable[[Peer], bool] = lambda peer: False,  # is its death handled elsewhere?
     ) -> None:
         """Raise PeerLostError if a process is dead that is not being replaced.
-
-        Args:
-            suspect: looked at first, since its death may be the cause of the others'.
-            wait: seconds that Ray has to notice a death.
-            replaced: says of a process whether its death is handled elsewhere.
 
         Raises:
             PeerLostError: a process is dead; the message has its host and last lines of output.
@@ -186,15 +157,7 @@ class Deaths:
 
 
 def persistently(start: Callable[[], T], allowed: int) -> T:
-    """Return what a function returns that starts a job; call it again if a process dies meanwhile.
-
-    Args:
-        start: the function. It ends what it has started when it fails.
-        allowed: how often it is called again.
-
-    Raises:
-        PeerLostError: a process died each time.
-    """
+    """Return what a function returns that starts a job; call it again if a process dies meanwhile."""
     for left in range(allowed, 0, -1):
         try:
             return start()
@@ -204,12 +167,7 @@ def persistently(start: Callable[[], T], allowed: int) -> T:
 
 
 def kill(place: Place, actor: Any) -> None:
-    """Kill a process, also one that is stopped or out of reach.
-
-    Args:
-        place: where it runs.
-        actor: Ray's handle.
-    """
+    """Kill a process, also one that is stopped or out of reach."""
     if place.node == ray.get_runtime_context().get_node_id():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(place.pid, signal.SIGKILL)  # Ray's word reaches no stopped process
@@ -217,11 +175,7 @@ def kill(place: Place, actor: Any) -> None:
 
 
 def death_of(watch: Any) -> Death | None:
-    """Return how an actor ended; None while it serves.
-
-    Args:
-        watch: a call of its `Process.watch`.
-    """
+    """Return how an actor ended, by a call of its `Process.watch`; None while it serves."""
     ready, _ = ray.wait([watch], timeout=0)
     if not ready:
         return None

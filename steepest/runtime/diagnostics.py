@@ -37,16 +37,11 @@ _ALIKE_SECONDS = 0.3  # in which the others, which began at the same time, come 
 
 
 def raise_step_error(
-    failure: Failure, places: Mapping[Peer, Place], late: Sequence[tuple[str, str, str]] = ()
+    failure: Failure,
+    places: Mapping[Peer, Place],
+    late: Sequence[tuple[str, str, str]] = (),  # name, samples in words, frames of users' code
 ) -> NoReturn:
     """Raise the error that a failed step stands for.
-
-    Args:
-        failure: of any reason but "lost", for which see `raise_lost`, and "optimizer", for which see
-            `update_error`.
-        places: where each process runs; a worker that raised is named with its host.
-        late: of workers that are waited for: the name, its samples in words, and its frames of
-            users' code.
 
     Raises:
         ModelError: the model was used in a way that steepest refuses.
@@ -83,15 +78,11 @@ def raise_step_error(
 
 
 def update_error(
-    failure: Failure, places: Mapping[Peer, Place], now: int | None
+    failure: Failure,
+    places: Mapping[Peer, Place],
+    now: int | None,  # steps committed in the state with which the job continues, if it can
 ) -> ModelRaisedError:
-    """Return the error for a server's optimizer that raised in the middle of an update.
-
-    Args:
-        failure: of reason "optimizer".
-        places: where each process ran; the server is named with its host.
-        now: steps committed in the state with which the job continues; None if it cannot.
-    """
+    """Return the error for a server's optimizer that raised in the middle of an update."""
     step, where = failure.step + 1, ""
     assert failure.peer is not None
     if (
@@ -140,10 +131,7 @@ def last_lines(paths: tuple[str, ...], count: int = _LINES) -> list[str]:
 
 
 def fetch_last_lines(place: Place, timeout: float = 5.0) -> list[str]:
-    """Return the last lines of output of a process, read on its own node.
-
-    Within `timeout` seconds; otherwise the only line says why they cannot be read.
-    """
+    """Return the last lines of output of a process, read on its own node, or why they cannot be read."""
     if ray.get_runtime_context().get_node_id() == place.node:
         return last_lines(place.logs)
     affinity = NodeAffinitySchedulingStrategy(node_id=place.node, soft=False)
@@ -156,14 +144,7 @@ def fetch_last_lines(place: Place, timeout: float = 5.0) -> list[str]:
 
 
 def raise_lost(peer: Peer, place: Place | None, why: str, traceback: str = "") -> NoReturn:
-    """Raise PeerLostError for a process, with its place and its last lines of output.
-
-    Args:
-        peer: the process.
-        place: where it ran, if that is known.
-        why: it died.
-        traceback: of the error that ended it, if one of its own did; it becomes the cause.
-    """
+    """Raise PeerLostError for a process, with its place and its last lines of output."""
     where, lines = "", ["(nothing)"]
     if place is not None:
         where = f" on {place.host} (node {place.node[:12]}, pid {place.pid})"
@@ -200,15 +181,7 @@ def never_ran(call: Any) -> bool:
 
 
 def who_raised(error: ray.exceptions.RayTaskError, calls: Mapping[Any, str]) -> str:
-    """Return the names of the processes that raised the same error, as the subject of a sentence.
-
-    Args:
-        error: of one of the calls, as Ray raised it.
-        calls: the name of the process of each call, without those that have returned.
-
-    Returns:
-        Such as "worker 0, worker 2"; "a process" if none of the calls has raised it.
-    """
+    """Return the names of the processes that raised the same error, such as "worker 0, worker 2"."""
     if calls:
         ray.wait(list(calls), num_returns=len(calls), timeout=_ALIKE_SECONDS)
     words = _words_of(error)
@@ -238,21 +211,13 @@ def _words_of(error: ray.exceptions.RayTaskError | None) -> str:
 
 
 def drop_calls(calls: Iterable[Any]) -> None:
-    """Let nobody wait for calls any more: Ray logs no error of theirs.
-
-    It does for an error that nobody has asked for.
-    """
+    """Let nobody wait for calls any more: Ray logs an error that nobody has asked for."""
     for call in calls:
         call.future()
 
 
 def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoReturn:
     """Raise for the user what a remote call raised, without Ray's traceback.
-
-    Args:
-        error: as Ray raised it.
-        who: names of the processes.
-        what: they were asked to do.
 
     Raises:
         SteepestError: an error of ours, of its own class, with the processes' names.
@@ -283,14 +248,7 @@ def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoR
 
 
 def unimportable(words: str) -> str:
-    """Return a sentence about a module that workers cannot import although the driver can.
-
-    Args:
-        words: class and message of the error that they met.
-
-    Returns:
-        The sentence, with what to do; "" for another error, or a module that nobody has.
-    """
+    """Return what to do when workers lack a module that the driver has; "" for another error, or no such module."""
     found = re.search(r"^ModuleNotFoundError: No module named '((\w+)[\w.]*)'$", words)
     if found is None:
         return ""
@@ -309,13 +267,7 @@ def unimportable(words: str) -> str:
 
 
 def _raise_described(described: Mapping[str, str], who: str, what: str) -> NoReturn:
-    """Raise an error that travelled as text, see `raise_remote`.
-
-    Args:
-        described: by `steepest.errors.describe_error`.
-        who: name of the process that raised it.
-        what: the process was asked to do.
-    """
+    """Raise an error that travelled as text (`describe_error`), see `raise_remote`."""
     if (own := described_error(described, f"{who}: ")) is not None:
         raise own
     hint = unimportable(described["error"])
@@ -332,10 +284,6 @@ def last_line(error: BaseException) -> str:
 def travelling(what: str, value: Any) -> Any:
     """Put an object of the user's into Ray's store; return its reference.
 
-    Args:
-        what: the object is, for the error.
-        value: the object.
-
     Raises:
         ConfigurationError: it cannot be pickled.
     """
@@ -348,12 +296,6 @@ def travelling(what: str, value: Any) -> Any:
 
 
 def raise_unsendable(what: str, value: Any, error: Exception) -> NoReturn:
-    """Raise ConfigurationError for an object of the user's that cannot be pickled.
-
-    Args:
-        what: the object is.
-        value: the object.
-        error: that pickling it raised.
-    """
+    """Raise ConfigurationError for an object of the user's that cannot be pickled."""
     why = why_unpicklable(value, error)
     raise ConfigurationError(f"{what} cannot be sent to the workers: {why}") from None

@@ -18,19 +18,12 @@ _began: str | None = None
 
 @dataclass(eq=False)
 class Holder:
-    """A trainer or parameter server that is not shut down.
-
-    Attributes:
-        what: it is, in words.
-        workers: how many bundles it has reserved.
-        bundle: resources of each.
-        job: Ray's id of this process' job.
-    """
+    """A trainer or parameter server that is not shut down."""
 
     what: str
-    workers: int = 0
-    bundle: dict[str, float] = field(default_factory=dict)
-    job: str = ""
+    workers: int = 0  # how many bundles it has reserved
+    bundle: dict[str, float] = field(default_factory=dict)  # resources of each
+    job: str = ""  # Ray's id of this process' job
 
     def __str__(self) -> str:
         held = ", ".join(
@@ -50,15 +43,12 @@ def hold(what: str, *, verbose: bool = False) -> Holder:
         return holder
 
 
-def let_go(holder: Holder, *, dropped: bool = False) -> None:
-    """Remove a holder; a second call does nothing.
-
-    Ray ends with the last holder, if `hold` started it.
-
-    Args:
-        dropped: whether the trainer was never shut down; then Ray goes on, which other code may
-            use by now.
-    """
+def let_go(
+    holder: Holder,
+    *,
+    dropped: bool = False,  # never shut down: Ray goes on, which other code may use by now
+) -> None:
+    """Remove a holder; a second call does nothing. Ray ends with the last one, if `hold` started it."""
     global _began
     if holder not in _holders:
         return

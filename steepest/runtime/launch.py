@@ -78,19 +78,6 @@ class Cluster(JobContext):
     The constructor reserves resources, starts the processes, connects them and returns when every
     worker has joined; if it raises, all of them have ended.
 
-    Args:
-        model_creator, strategy, run_config: as of `DistributedSGD`.
-        bounds: least and most number of workers; between them the cluster's free room decides.
-        chosen: what is computed, whatever the size.
-
-    Attributes:
-        chosen: as given.
-        lease: of all processes, which end when they hear nothing from the driver for long.
-        deaths: which processes are dead, and why.
-        ending: called when the job ends, before its processes do.
-        workers: runs functions on workers.
-        holder: what this job holds of the Ray cluster.
-
     Raises:
         ResourcesError: the cluster has no room for the workers.
         ModelRaisedError: `model_creator` raised; its traceback is the cause.
@@ -101,8 +88,8 @@ class Cluster(JobContext):
     def __init__(
         self,
         model_creator: ModelCreator,
-        bounds: tuple[int, int],
-        chosen: JobConfig,
+        bounds: tuple[int, int],  # least and most workers; between them the free room decides
+        chosen: JobConfig,  # what is computed, whatever the size
         strategy: StrategyConfig,
         run_config: RunConfig,
     ) -> None:
@@ -118,7 +105,7 @@ class Cluster(JobContext):
         self.rates = LearningRates(self)
         self.deaths = Deaths(self)
         self.workers = WorkerCalls(self, self.deaths)
-        self.ending: list[Callable[[], None]] = []
+        self.ending: list[Callable[[], None]] = []  # called before the processes end
         try:
             end_on_sigterm()
             report_on_sigusr1(self)
@@ -186,15 +173,7 @@ class Cluster(JobContext):
         self._take_up(config, described[0], None, fresh=True)
 
     def check_ways(self, config: StrategyConfig, seats: Sequence[int] | None = None) -> None:
-        """Check that processes can talk as a strategy has it.
-
-        Args:
-            config: the strategy.
-            seats: of the workers; all seats by default.
-
-        Raises:
-            ConfigurationError: they cannot.
-        """
+        """Raise ConfigurationError if processes in some seats (by default all) cannot talk as a strategy has it."""
         check_tls(self.run_config.tls, ways_of(config))
         driver, placement = ray.get_runtime_context().get_node_id(), self.placement
         serving = [] if make_strategy(config).in_workers else placement.nodes(placement.serving)
@@ -228,13 +207,7 @@ class Cluster(JobContext):
     def start_servers(
         self, config: StrategyConfig, num_workers: int, first: int = 0
     ) -> dict[Peer, Any]:
-        """Start the processes that host servers only; return their handles without waiting.
-
-        Args:
-            config: the strategy, which says how many there are.
-            num_workers: how many workers there are.
-            first: index of the first server to start; those below it run already.
-        """
+        """Start the processes that host servers only, from index `first`; return their handles without waiting."""
         served = self.serving(config, num_workers)
         callers = num_workers + served if by_calls(config) else 0
         running = [
@@ -250,13 +223,7 @@ class Cluster(JobContext):
         }
 
     def start_server(self, index: int, seat: int | None = None) -> Any:
-        """Start the process of one server; return its handle without waiting.
-
-        Args:
-            index: of the server.
-            seat: beside which it is placed; by default where a job of this size places it, if it
-                were made of nodes that have a living process.
-        """
+        """Start the process of one server, beside a seat's; return its handle without waiting."""
         if seat is None:
             placement, servers = self.placement, self.job.num_servers
             here = {self.places[p].node for p in self.actors if self.deaths.cause(p) is None}
@@ -273,21 +240,12 @@ class Cluster(JobContext):
         self,
         config: StrategyConfig,
         description: Description,
-        held: Holdings | None,
+        held: Holdings | None,  # None if chunks get other state
         *,
-        fresh: bool,
+        fresh: bool,  # begin with worker 0's weights and buffers; else the caller installs state
         unfrozen: frozenset[str] = frozenset(),
     ) -> None:
-        """Give all processes in `actors` their roles; return when workers have joined.
-
-        Args:
-            config: the strategy.
-            description: of the model, as it is cut for this strategy.
-            held: the processes that hold each chunk already; None if chunks get other state.
-            fresh: whether all begin with worker 0's weights and buffers, as they were made;
-                otherwise the caller installs state afterwards.
-            unfrozen: see `Job.unfrozen`.
-        """
+        """Give all processes in `actors` their roles; return when workers have joined."""
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
         chosen, num_servers = self.chosen, self._num_servers(config, len(workers))
         if fresh:
@@ -333,10 +291,8 @@ class Cluster(JobContext):
             wanted: the processes, and the strategy.
             step: committed steps so far.
             updates: of each weight in these steps, which the schedule counts.
-            held: the processes that hold each chunk, if chunks keep their state; None if they get
-                other state.
-            change: a number. Processes that were told to keep their chunks for a change of that
-                number keep the same chunks again when it is tried once more.
+            held: the processes that hold each chunk; None if chunks get other state.
+            change: a number; processes keep the same chunks again when a change of it is tried once more.
 
         Raises:
             ConfigurationError: processes cannot talk in that way; nothing has changed.
@@ -440,10 +396,7 @@ class Cluster(JobContext):
             actor.forget.remote(change)
 
     def living(self) -> dict[Any, Place]:
-        """Return where each process is that is not known to be dead, by Ray's handles.
-
-        Processes that have no role any more, but hold chunks, are among them.
-        """
+        """Return where each process is that is not known to be dead, those among them that only hold chunks yet."""
         dead = self.deaths.causes()
         members = {
             actor: self.places[peer]
@@ -460,14 +413,9 @@ class Cluster(JobContext):
     def unused(
         self, seats: Collection[int], coming: Collection[Any], spare: Collection[Any]
     ) -> set[int]:
-        """Return those of some seats that no process has, but for spare ones.
+        """Return those of some seats that no process has, but for spare ones, which can be ended.
 
         Servers run in workers' seats too, and a spare process that has become a worker stays where it is.
-
-        Args:
-            seats: that no worker is to get.
-            coming: processes that will be part of the job.
-            spare: processes that can be ended.
         """
         here = {*self.actors.values(), *self._leaving, *coming}
         known = here.union(spare)
@@ -483,12 +431,7 @@ class Cluster(JobContext):
         return holdings(self.job, lambda server: self.actors[self.process_of(server)])
 
     def start_worker(self, index: int, seat: int | None = None) -> Any:
-        """Start the process of a worker; return its handle without waiting.
-
-        Args:
-            index: of the worker.
-            seat: in which it runs; by default the worker's own.
-        """
+        """Start the process of a worker, by default in its own seat; return its handle without waiting."""
         cpus = self.run_config.resources.cpus_per_worker
         gpus = self.chosen.devices_per_worker if self.chosen.gpu else 0
         seat = self.placement.order[index] if seat is None else seat
@@ -497,15 +440,7 @@ class Cluster(JobContext):
     def start_process(
         self, name: str, seat: int, cpus: int, gpus: int, callers: int, threads: int = 1
     ) -> Any:
-        """Start a process; return its handle without waiting.
-
-        Args:
-            name: by which `ps` and logs show it, after "steepest".
-            seat: in which, or beside whose process, it is placed.
-            cpus, gpus: that it takes of the seat.
-            callers: processes that call it at once, where processes talk by actor calls.
-            threads: of torch.
-        """
+        """Start a process beside a seat's, which `callers` processes call at once; return its handle without waiting."""
         made = _actor_class().options(
             num_cpus=cpus,
             num_gpus=gpus,
@@ -523,12 +458,7 @@ class Cluster(JobContext):
         return actor
 
     def _connect_driver(self, initial: Any, held: Holdings | None) -> None:
-        """Connect the driver's end of the job to its processes; return when workers have joined.
-
-        Args:
-            initial: a call that returns what to begin with, see `Process.initial`; None for none.
-            held: see `_take_up`.
-        """
+        """Connect the driver's end of the job to its processes; return when workers have joined."""
         index = secrets.randbelow(1 << 31)
         peers: tuple[Peer, ...] = (Peer("client", index),)
         if self.job.strategy.in_driver:
@@ -570,8 +500,7 @@ class Cluster(JobContext):
 
         Raises:
             DeadlineError: the thread was busy for `DeadlineConfig.step` seconds.
-            PeerLostError: the router has ended because a process died.
-            ShutdownError: the router has ended.
+            PeerLostError, ShutdownError: the router has ended, perhaps because a process died.
         """
         try:
             return self.router.call(function).result(self.run_config.deadlines.step)
@@ -613,9 +542,6 @@ class Cluster(JobContext):
         """End every process, and give resources back; may be called twice and at any time.
 
         A thread of its own does so: an exception in the caller's wait for it changes nothing.
-
-        Args:
-            dropped: whether it is called because the trainer was garbage-collected.
         """
         errors: list[BaseException] = []
 

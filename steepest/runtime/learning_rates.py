@@ -22,9 +22,6 @@ class LearningRates:
     """Knows the learning rate of each step on the driver, and takes those that the user sets.
 
     The coordinator, or each worker under local SGD, has the same schedule and is sent the changes.
-
-    Args:
-        context: of the job.
     """
 
     def __init__(self, context: JobContext) -> None:
@@ -39,14 +36,7 @@ class LearningRates:
         return self._context.job.description.optimizer_spec
 
     def at(self, step: int) -> tuple[float, ...]:
-        """Return the learning rate of each parameter group in a step.
-
-        Args:
-            step: counted from 0; under local SGD its first update counts.
-
-        Returns:
-            NaN for a group that has none.
-        """
+        """Return each parameter group's learning rate in a step, of its first update under local SGD; NaN for none."""
         rates = rates_at(self._changes, step)
         return self._scheduled(step) if rates is None else tuple(rates)
 
@@ -62,11 +52,7 @@ class LearningRates:
         return found
 
     def want(self, rate: float | Sequence[float] | None) -> None:
-        """Take the rates of the steps to come, see `DistributedSGD.set_learning_rate`; `settle` follows.
-
-        Raises:
-            ConfigurationError: they are no learning rates of this job's optimizer.
-        """
+        """Take the rates of the steps to come, see `DistributedSGD.set_learning_rate`; `settle` follows."""
         self._wanted = (self._checked(rate),)
 
     def _checked(self, rate: Any) -> Rates:
@@ -94,11 +80,7 @@ class LearningRates:
         return self._wanted is not None
 
     def settle(self, step: int) -> None:
-        """Put the rates in force that the user has set, while no step is being computed.
-
-        Args:
-            step: that comes next, counted from 0; where steps are taken again, the next new one.
-        """
+        """Put the rates in force that the user has set, from the next new step on; no step is being computed."""
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             earlier = begun_by(self._changes, step - 1)
@@ -121,13 +103,7 @@ class LearningRates:
         return None if rates is None else list(rates)
 
     def restore(self, step: int, rates: Rates, schedule: ScheduleState | None) -> None:
-        """Continue from a checkpoint.
-
-        Args:
-            step: the next one, counted from 0.
-            rates: as `state` returned them.
-            schedule: its state.
-        """
+        """Continue from a checkpoint at a step, with rates as `state` returned them."""
         self._changes = [] if rates is None else [(step, rates)]
         self._wanted = None
         self._schedule = Schedule(self._spec)

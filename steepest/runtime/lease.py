@@ -20,9 +20,6 @@ class DriverLease:
 
     It is renewed between calls of the trainer too, as long as the driver's process runs. Processes
     may be added from any thread.
-
-    Args:
-        seconds: length of the lease.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -77,10 +74,6 @@ def wait_for_silence(word: Word, seconds: float) -> None:
 
     That are several waits in a row, each in vain. So a process that was stopped itself, or whose
     code held Python's lock, counts one of them, and does not take its own absence for the driver's.
-
-    Args:
-        word: what is heard.
-        seconds: length of the lease.
     """
     in_vain = 0
     while in_vain < _RENEWALS:
@@ -92,12 +85,7 @@ def wait_for_silence(word: Word, seconds: float) -> None:
 
 
 class ProcessLease:
-    """A process' end of the lease: a thread ends the process when the lease has run out.
-
-    Args:
-        name: of the process, for the log.
-        seconds: length of the lease, which begins now.
-    """
+    """A process' end of the lease: a thread ends the process when the lease has run out."""
 
     def __init__(self, name: str, seconds: float) -> None:
         self._word = threading.Event()

@@ -19,19 +19,12 @@ from steepest.transport.tls import Identity
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs.
+    """Where a process runs."""
 
-    Attributes:
-        node: Ray's id of the node.
-        host: the node's IP address.
-        pid: of the process, on its node.
-        logs: paths, on its node, of the files that hold what it printed.
-    """
-
-    node: str
-    host: str
+    node: str  # Ray's id
+    host: str  # IP address
     pid: int
-    logs: tuple[str, ...]
+    logs: tuple[str, ...]  # paths, on its node, of the files that hold what it printed
 
 
 def ways_of(config: StrategyConfig) -> str:
@@ -45,15 +38,7 @@ def by_calls(config: StrategyConfig) -> bool:
 
 
 def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyConfig) -> HostMap:
-    """Return which processes share a node.
-
-    Over TCP alone no two processes share one, since they share no memory.
-
-    Args:
-        places: where each process runs, by role.
-        num_servers: how many servers there are.
-        config: the strategy.
-    """
+    """Return which processes share a node. Over TCP alone no two do, since they share no memory."""
     strategy, nodes = make_strategy(config), dict[str, int]()
 
     def number(peer: Peer) -> int:
@@ -80,18 +65,7 @@ def make_transport(
     sink: ChannelSink,
     identity: Identity | None = None,
 ) -> WireTransport | CallTransport:
-    """Return a transport for one of a job's processes.
-
-    Args:
-        token: the job's secret.
-        peers: the roles of the process.
-        node: Ray's id of its node.
-        sink: called for the memory that takes an arriving payload.
-        identity: the certificate of the process; None without TLS.
-
-    Raises:
-        ConfigurationError: the certificate cannot be read on this node.
-    """
+    """Return a transport for one of a job's processes; ConfigurationError if its certificate cannot be read."""
     ways = ways_of(job.config)
     return (
         CallTransport(sink, peers)

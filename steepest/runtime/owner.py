@@ -39,18 +39,13 @@ class GivenUp(BaseException):
 
 @dataclass
 class Request:
-    """What the owner is asked to run.
-
-    Attributes:
-        when: runs it not before this returns True.
-        given_up: whether the caller has stopped waiting.
-    """
+    """What the owner is asked to run."""
 
     function: Callable[[], Any]
     moment: Moment
-    when: Callable[[], bool] | None = None
+    when: Callable[[], bool] | None = None  # runs it not before this returns True
     future: Future[Any] = field(default_factory=lambda: Future())
-    given_up: bool = False
+    given_up: bool = False  # the caller has stopped waiting
 
     def run(self) -> None:
         """Run the function, unless the caller waits no more, and set the future."""
@@ -122,10 +117,7 @@ class Owner:
     ) -> Request:
         """Have a function run by the owner; return the request, which has a future, without waiting.
 
-        Args:
-            function: what to run; on the owner's own thread it runs at once.
-            moment: when it may run.
-            when: runs it not before this returns True, which is asked at each of the owner's waits.
+        On the owner's own thread it runs at once.
         """
         request = Request(function, moment, when)
         if self.is_mine:
@@ -146,9 +138,6 @@ class Owner:
 
         An exception in the wait, such as Ctrl-C's, ends the wait. What has begun goes on, but for
         blocks of `for_caller`.
-
-        Args:
-            function, moment, when: as of `submit`.
 
         Raises:
             ShutdownError: nobody owns the job any more.
@@ -222,13 +211,7 @@ class Owner:
                 return True
 
     def await_calls(self, calls: list[Any], seconds: float, number: int | None = None) -> list[Any]:
-        """Wait for calls of Ray, and run what may be run meanwhile; return those that have ended.
-
-        Args:
-            calls: the calls.
-            seconds: for which it waits at most.
-            number: of calls that it waits for; all by default.
-        """
+        """Wait for a number of calls of Ray, by default all, and run what may be run; return those that ended."""
         number, deadline = len(calls) if number is None else number, time.monotonic() + seconds
         while calls:
             left = max(deadline - time.monotonic(), 0.0)
@@ -370,11 +353,7 @@ S = TypeVar("S", bound=Owned)
 def owned(
     moment: Moment,
 ) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
-    """Have a method run on the owner's thread, whoever calls it; the caller waits for it.
-
-    Args:
-        moment: when it may run.
-    """
+    """Have a method run on the owner's thread, whoever calls it; the caller waits for it."""
 
     def decorate(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         @functools.wraps(method)

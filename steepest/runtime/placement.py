@@ -26,16 +26,9 @@ _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 def ensure_ray(num_cpus: int | None = None, *, verbose: bool = False) -> bool:
-    """Connect to Ray unless this process is connected.
+    """Connect to Ray unless this process is connected; return whether this call did.
 
     RAY_ADDRESS names a running cluster; without it a new one is started on this machine.
-
-    Args:
-        num_cpus: CPUs that a new cluster has at least, whatever the machine has.
-        verbose: see `RunConfig`.
-
-    Returns:
-        Whether this call connected, so that its caller has to disconnect.
     """
     if ray.is_initialized():
         return False
@@ -51,9 +44,6 @@ def connect(address: str) -> None:
 
     Ray sends no token unless RAY_AUTH_MODE says so; a token in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH
     is to be sent, so RAY_AUTH_MODE is set to "token" then, if it is not set.
-
-    Args:
-        address: of the cluster's control store, as `RAY_ADDRESS` has it.
 
     Raises:
         ConfigurationError: the cluster does not let this process in.
@@ -81,14 +71,10 @@ def connect(address: str) -> None:
 
 
 def start_ray(num_cpus: int | None = None, *, verbose: bool = False) -> None:
-    """Start a cluster on this machine, and connect to it.
+    """Start a cluster on this machine, with `num_cpus` at least, and connect to it.
 
     Ray asks for a token from then on: one of the environment, or of the user's home, or a new one
     that Ray keeps there.
-
-    Args:
-        num_cpus: CPUs that the cluster has at least, whatever the machine has.
-        verbose: see `RunConfig`.
     """
     cpus = num_cpus if num_cpus is not None and (os.cpu_count() or 1) < num_cpus else None
     # "local": not what an earlier `ray start` on this machine left, which may be dead and is
@@ -135,17 +121,7 @@ def worker_bundle(devices: int, gpu: bool, cpus: int) -> dict[str, float]:
 def check_possible(
     workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], grows: bool
 ) -> None:
-    """Check that workers would fit if all nodes were free.
-
-    Args:
-        workers: how many.
-        bundle: resources of each.
-        nodes: as `ray.nodes` returns them.
-        grows: whether nodes may still join, in which case anything fits.
-
-    Raises:
-        ResourcesError: they would not.
-    """
+    """Raise ResourcesError unless workers would fit if all nodes were free, or nodes may join."""
     totals = [node["Resources"] for node in nodes if node["Alive"]]
     fit = sum(
         int(min(total.get(name, 0.0) // amount for name, amount in bundle.items()))
@@ -201,13 +177,7 @@ def fitting(bundle: Mapping[str, float], without: Collection[str] = ()) -> int:
 def packed(
     workers: int, bundle: Mapping[str, float], without: Collection[str] = ()
 ) -> list[str] | None:
-    """Return a node for each worker, on few nodes; None if they do not all fit now.
-
-    Args:
-        workers: how many.
-        bundle: resources of each.
-        without: ids of nodes that are not to be used.
-    """
+    """Return a node for each worker, on few nodes; None if they do not all fit now."""
     fits, found = _fits(bundle, without), list[str]()
     for node in sorted(fits, key=fits.__getitem__, reverse=True):
         found += [node] * min(fits[node], workers - len(found))

@@ -83,13 +83,9 @@ _NO_COLLECTIVE = (
 
 @dataclass(frozen=True)
 class WorkerView:
-    """What a function given to `foreach_worker` is called with.
+    """What a function given to `foreach_worker` is called with: index, host and pid of a worker, and its replicas.
 
-    Attributes:
-        index: of the worker.
-        host: IP address of its node.
-        pid: of its process.
-        models: its replicas; their weights are those of the last commit.
+    The weights of `models` are those of the last commit.
     """
 
     index: int
@@ -116,30 +112,17 @@ def on_router(
 
 
 class Process:
-    """The body of a Ray actor.
-
-    Its methods are called on Ray's threads; all state lives on the router's thread.
-
-    Args:
-        name: of the process, in `ps` and logs, until `open` gives it a role; and of the router's
-            thread.
-        token: the job's secret.
-        threads: torch threads.
-        keep_memory: whether to keep memory that is freed, see `steepest.tensors.allocator`.
-        lease: seconds without a word from the driver after which the process ends; None for ever.
-        identity: the certificate of the process; None without TLS.
-        program: of the driver, which users' code finds here; None to leave the process as it is.
-    """
+    """The body of a Ray actor: its methods are called on Ray's threads; all state lives on the router's thread."""
 
     def __init__(
         self,
         name: str,
         token: bytes,
         threads: int,
-        keep_memory: bool = False,
-        lease: float | None = None,
+        keep_memory: bool = False,  # that is freed, see `steepest.tensors.allocator`
+        lease: float | None = None,  # seconds without a word from the driver; None for ever
         identity: Identity | None = None,
-        program: Program | None = None,
+        program: Program | None = None,  # of the driver, which users' code finds here
     ) -> None:
         self._name = ""
         self._take_name(name)
@@ -275,16 +258,10 @@ class Process:
     def release(
         self, cut: ChunkSpec, index: int, change: int
     ) -> tuple[ParameterLayout, OptimizerSpec] | None:
-        """Drop all roles and connections; keep the models, if any, cut into other chunks.
+        """Drop all roles and connections; keep the models, if any, cut into other chunks; return layout and optimizer.
 
-        Args:
-            cut: how the models are cut from now on.
-            index: of the worker that the process will host, if any.
-            change: the number of the change for which the servers' state is kept until `forget`; 0
-                to drop it. For a change that is tried once more it is the state kept the first time.
-
-        Returns:
-            The layout of the models as they are cut now, and their optimizer; None without models.
+        The servers' state is kept until `forget`, if `change` is not 0. For a change that is tried once
+        more it is the state kept the first time.
         """
         self._index = index
         self.router.clear()
@@ -320,17 +297,9 @@ class Process:
         initial: Initial | None,
         incarnation: int = 0,
     ) -> Address:
-        """Host servers (the coordinator beside the first) and this process' worker.
+        """Host servers (the coordinator beside the first) and this process' worker; return where it listens.
 
-        Args:
-            job: the facts of the job.
-            servers: their indices.
-            initial: what to begin with; None to keep what is there.
-            incarnation: which life of the worker this is.
-
-        Returns:
-            Where the process listens; without host and port where it is reached by calls of
-            `exchange`.
+        That is without host and port where it is reached by calls of `exchange`.
         """
         role = server_peer(servers[0]) if self._replicas is None else worker_peer(self._index)
         self._take_name(f"steepest {role}")
@@ -397,12 +366,7 @@ class Process:
 
     @on_router
     def take_over(self, *given: Mapping[int, ChunkState]) -> None:
-        """Give this process' servers the state of their chunks.
-
-        Args:
-            given: state of chunks, by index, that other processes held; this process' servers held
-                the state of the other chunks before `release`.
-        """
+        """Give this process' servers chunks that others held; they keep those that they held before `release`."""
         parts = {chunk: state for part in given for chunk, state in part.items()}
         self._retained.hand_over(self._servers, parts)
 
@@ -426,13 +390,7 @@ class Process:
         state: Tensors | None,
         place: StreamPlace | None,
     ) -> None:
-        """Continue with the other workers' place in the data, and their buffers.
-
-        Args:
-            plan, seed: see `Cluster.plan`.
-            state: buffers of every replica; None to keep its own.
-            place: in their pass over a stream.
-        """
+        """Continue with the other workers' place in the data, and their buffers, if any are given."""
         assert self._replicas is not None
         self._replicas.use_plan(plan, seed)
         self._replicas.continue_streams(place)
@@ -441,12 +399,7 @@ class Process:
 
     @on_router
     def join(self, job: Job, workers: Sequence[Address]) -> None:
-        """Tell the coordinator that this process' worker is ready.
-
-        Args:
-            job: the facts of the job.
-            workers: where each worker listens, for collective operations among them.
-        """
+        """Tell the coordinator that this process' worker is ready; install collectives among workers."""
         assert self._worker is not None
         if isinstance(self._transport, WireTransport):
             self._member = self._member_of(job, workers, self._worker, self._transport)
@@ -481,11 +434,7 @@ class Process:
 
     @on_router
     def state_of(self, heard: Sequence[Sequence[Decision]]) -> ServerState:
-        """Return what this process' servers hold when they have caught up with the others.
-
-        Args:
-            heard: the results of `heard`, of all processes.
-        """
+        """Return what this process' servers hold when they have caught up with what any has `heard`."""
         for server in self._servers:
             catch_up(server, heard)
         return state_of(self._servers)
@@ -496,29 +445,14 @@ class Process:
         return self._transport.answer(call, payloads).result()
 
     def watch(self) -> None:
-        """Return when the process is stopped.
-
-        Raises:
-            RemoteError: its router has ended by an error.
-        """
+        """Return when the process is stopped; raise RemoteError if its router has ended by an error."""
         if (error := self.router.finished.exception()) is not None:
             raise RemoteError(describe_error(error))
 
     def call(
         self, position: tuple[int, int], number: int, function: Callable[..., Any], *arguments: Any
     ) -> Any:
-        """Run a function on the replicas and return its result.
-
-        It runs once they hold the weights of `position`, between two steps.
-
-        Args:
-            position: generation and version.
-            number: of the call, higher than of any before, for the collective operations in it.
-            function: called with the `Replicas`, then the arguments.
-
-        Raises:
-            RemoteError: the function raised.
-        """
+        """Run a function on the replicas once they hold the weights of a generation and version; return its result."""
         assert self._worker is not None
         run = functools.partial(_run, function, arguments, self._member, number)
         at_version = functools.partial(self._worker.at_version, *position, run)
@@ -528,17 +462,9 @@ class Process:
     def own_state(self, generation: int, version: int | None, step: int) -> WorkerState | None:
         """Return copies of the worker's own state, see `Worker.exactly_at`.
 
-        Args:
-            generation: begun by then.
-            version: of which it is; None for that between the worker's present step and its next.
-            step: committed steps by then.
-
-        Returns:
-            None if the worker has begun a step from the version already, or has another role by
-            then. Nobody may be there to read the answer, and Ray would print an error.
-
-        Raises:
-            RemoteError: a model raised.
+        `version` None stands for that between the worker's present step and its next. None is returned if
+        the worker has begun a step from the version already, or has another role by then: nobody may be
+        there to read the answer, and Ray would print an error.
         """
         worker, take = self._worker, functools.partial(worker_state, step=step)
         if worker is None:
@@ -566,12 +492,7 @@ class Process:
         return sent(function, result)
 
     def abandon(self, number: int, reason: str) -> None:
-        """End what a call awaits of other workers, because one of them failed.
-
-        Args:
-            number: of the call.
-            reason: in words, for the error that the call raises.
-        """
+        """End what a call awaits of other workers, because one of them failed."""
         if (member := self._member) is not None:
             self.router.call(functools.partial(member.abandon, number, reason))
 
@@ -604,10 +525,7 @@ def _run(
 
 @contextlib.contextmanager
 def _as_text() -> Iterator[None]:
-    """Raise errors of a block as RemoteError.
-
-    Users' exceptions may not be pickled, and a SystemExit would end the actor.
-    """
+    """Raise errors of a block as RemoteError: users' may not be pickled, and a SystemExit would end the actor."""
     try:
         yield
     except RemoteError:

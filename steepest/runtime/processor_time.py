@@ -19,14 +19,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def processor_use(pid: int) -> tuple[float, bool] | None:
-    """Return what a process of this node does with processors; None if it is stopped or gone.
-
-    May be called on any thread.
+    """Return what a process of this node does with processors; None if it is stopped or gone. Any thread may ask.
 
     Returns:
-        The processor time that it has used, in seconds, and whether one of its threads computes or
-        waits for a processor now. Where many processes share a processor a computing one may be
-        given little time.
+        The seconds of processor time that it has used, and whether one of its threads computes or waits
+        for a processor now. Where many processes share one, a computing process may be given little.
     """
     try:
         state, *fields = _fields(Path(f"/proc/{pid}/stat"))

@@ -10,15 +10,10 @@ import torch
 
 @dataclass(frozen=True)
 class Program:
-    """What is a program's own in its process, and Ray's, or torch's default, in other processes.
+    """What is a program's own in its process, and Ray's, or torch's default, in other processes."""
 
-    Attributes:
-        arguments: `sys.argv`.
-        dtype: torch's default floating-point dtype.
-    """
-
-    arguments: tuple[str, ...]
-    dtype: torch.dtype
+    arguments: tuple[str, ...]  # `sys.argv`
+    dtype: torch.dtype  # torch's default
 
     @classmethod
     def of_this_process(cls) -> Program:

@@ -23,11 +23,7 @@ _WISH = "_soft_target_node_id"
 
 
 def _look_up(module: str, name: str) -> Any:
-    """Return what a dotted name stands for in one of Ray's private modules.
-
-    Raises:
-        ConfigurationError: this version of Ray has no such module or name.
-    """
+    """Return what a dotted name stands for in one of Ray's private modules; ConfigurationError if it lacks that."""
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
@@ -38,21 +34,14 @@ def _look_up(module: str, name: str) -> Any:
 
 
 def check() -> None:
-    """Check that this version of Ray has the private API without which training cannot go on.
-
-    Raises:
-        ConfigurationError: it has not; the message names the version.
-    """
+    """Raise ConfigurationError unless this Ray has the private API without which training cannot go on."""
     _look_up("ray._private.state", "state.get_draining_nodes")  # as Ray Train and Serve ask
     _look_up("ray._private.state", "state.available_resources_per_node")
     _look_up("ray._private.worker", "_global_node")
 
 
 def draining_nodes() -> dict[str, float]:
-    """Return the ids of nodes that will leave the cluster, each with its deadline.
-
-    Deadlines are on the clock of `time.time`; 0 stands for one that is not known.
-    """
+    """Return the nodes that will leave the cluster, with deadlines of `time.time`; 0 for one that is not known."""
     stamps: dict[str, int] = _look_up("ray._private.state", "state.get_draining_nodes")()
     return {node: stamp / 1000.0 for node, stamp in stamps.items()}
 
@@ -70,9 +59,6 @@ def wished_node(node: str) -> dict[str, str]:
 
     Ray places it elsewhere where that node has no room, or dies. Without the private API nothing is
     returned: Ray spreads such groups over nodes then.
-
-    Args:
-        node: the node's id.
     """
     return {_WISH: node} if _has_wishes() else {}
 
@@ -84,10 +70,7 @@ def _has_wishes() -> bool:
 
 
 def started_here() -> bool:
-    """Return whether this process has started, for itself, the Ray that it uses.
-
-    No node will join such a Ray.
-    """
+    """Return whether this process has started, for itself, the Ray that it uses: no node will join such a one."""
     node = _look_up("ray._private.worker", "_global_node")
     return node is not None and bool(node.is_head())
 
@@ -98,9 +81,6 @@ def name_process(name: str) -> None:
     The title keeps its prefix "ray::", by which `ray stop` and the dashboard know Ray's processes.
     `top` shows 15 characters, in which "steepest" is left out. Without the private API a warning is
     logged and nothing is renamed.
-
-    Args:
-        name: such as "steepest worker 0".
     """
     try:
         show = _title_setter()
@@ -132,9 +112,6 @@ def keep_exit_status(status: int) -> None:
     While the main thread waits in a call of Ray, Ray runs the handlers of signals, and for the
     `SystemExit` of one it raises another, whose status is 1. From now on it has this status if the
     handler's has. Without the private API a warning is logged and the status stays 1.
-
-    Args:
-        status: with which a handler of this process calls `sys.exit`.
     """
     name = "raise_sys_exit_with_custom_error_message"
     try:
@@ -151,41 +128,26 @@ def keep_exit_status(status: int) -> None:
 
 
 def hush_unreadable() -> None:
-    """Let Ray print no traceback when this process cannot unpickle what it is sent.
-
-    The caller is answered with the error.
-    """
+    """Let Ray print no traceback when this process cannot unpickle what it is sent: the caller gets the error."""
     logging.getLogger("ray._private.serialization").setLevel(logging.CRITICAL)
 
 
 @functools.cache
 def _title_setter() -> Callable[[str], None]:
-    """Return the function that sets this process' title, of which Ray has no more use.
-
-    Ray would set the title to the actor's class and method at the begin of each call, and to the
-    class at its end.
-    """
+    """Return the function that sets this process' title; Ray would set it at each call, and no more does."""
     show: Callable[[str], None] = _look_up("ray._raylet", "setproctitle")
     importlib.import_module("ray._raylet").setproctitle = lambda title: None  # type: ignore[attr-defined]
     return show
 
 
 def reload_token() -> None:
-    """Let this process read RAY_AUTH_MODE and Ray's token anew; Ray reads them once, when it is imported.
-
-    Raises:
-        ConfigurationError: this version of Ray cannot.
-    """
+    """Let this process read RAY_AUTH_MODE and Ray's token anew; Ray reads them once, when it is imported."""
     _look_up("ray._raylet", "Config.initialize")("")
     _look_up("ray._raylet", "AuthenticationTokenLoader.instance")().reset_cache()
 
 
 def active_ray_on_spark() -> Any:
-    """Return the cluster that `ray.util.spark.setup_ray_cluster` has started here, or None.
-
-    Raises:
-        ConfigurationError: this version of Ray does not tell.
-    """
+    """Return the cluster that `ray.util.spark.setup_ray_cluster` has started here, or None."""
     return _look_up("ray.util.spark.cluster_init", "_active_ray_cluster")
 
 

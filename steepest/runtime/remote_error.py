@@ -4,11 +4,7 @@ from __future__ import annotations
 
 
 class RemoteError(Exception):
-    """An exception of another process as text, which travels although the exception may not.
-
-    Attributes:
-        told: the exception's description, as `describe_error` returns it.
-    """
+    """An exception of another process as text (`describe_error`), which travels although it itself may not."""
 
     def __init__(self, told: dict[str, str]) -> None:
         super().__init__(told)

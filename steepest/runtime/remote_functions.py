@@ -26,11 +26,7 @@ def load_buffers(replicas: Replicas, state: Tensors) -> None:
 
 
 def take_installed(replicas: Replicas, names: Sequence[str]) -> None:
-    """Set frozen parameters of every replica to the installed weights; other buffers stay.
-
-    Args:
-        names: of the frozen parameters.
-    """
+    """Set frozen parameters of every replica, by names, to the installed weights; other buffers stay."""
     for model in replicas.models:
         model.load_state(
             {name: value for name, value in model.state().items() if name not in names}
@@ -86,15 +82,7 @@ def unfrozen(replicas: Replicas) -> frozenset[str]:
 def evaluate(
     replicas: Replicas, data: Any, batch_size: int | None, parts: int, state: Tensors
 ) -> WorkerResult:
-    """Return a worker's part of an evaluation.
-
-    The first replica computes it, with buffers averaged over all replicas in place of its own.
-
-    Args:
-        data, batch_size: as of `DistributedSGD.evaluate`.
-        parts: number of workers that share the data.
-        state: the averaged buffers.
-    """
+    """Return a worker's part of an evaluation, by its first replica with buffers averaged over all replicas."""
     own = replicas.models[0].state()
     replicas.models[0].load_state(state)
     try:
@@ -125,14 +113,7 @@ def load_inner_state(
     plain: list[str],
     schedule: ScheduleState | None,
 ) -> None:
-    """Set what a worker's own optimizer remembers.
-
-    Args:
-        own: state by worker.
-        mean: for a worker that has none in `own`.
-        plain: names of plain values in either.
-        schedule: where the learning-rate schedule stands.
-    """
+    """Set what a worker's own optimizer remembers: of `own`, by worker, or `mean` for one that has none there."""
     assert isinstance(replicas, LocalReplicas)
     replicas.load_inner_state(own.get(replicas.worker, mean), plain, schedule)
 
@@ -145,13 +126,7 @@ def left_out(replicas: Replicas) -> dict[str, torch.Tensor]:
 def load_left_out(
     replicas: Replicas, own: dict[int, dict[str, torch.Tensor]], mean: dict[str, torch.Tensor]
 ) -> None:
-    """Set what compression has left out of a worker's gradients, if it compresses them.
-
-    Args:
-        replicas: of the worker.
-        own: by worker.
-        mean: over workers, for a worker that `own` lacks.
-    """
+    """Set what compression has left out of a worker's gradients, if it compresses: its `own`, or the `mean`."""
     if replicas.compressor is not None:
         replicas.compressor.load_state(own.get(replicas.worker, mean))
 
@@ -162,12 +137,7 @@ def unpushed_rows(replicas: Replicas, step: int) -> Tensors:
 
 
 def push_rows_later(replicas: Replicas, own: Mapping[int, Tensors]) -> None:
-    """Have a worker push gradients of rows with its next step, see `RowCollector.push_later`.
-
-    Args:
-        replicas: of the worker.
-        own: by worker; nothing for a worker that is lacking.
-    """
+    """Have a worker push gradients of rows, given by worker, with its next step (`RowCollector.push_later`)."""
     if replicas.rows is not None:
         replicas.rows.push_later(own.get(replicas.worker, Tensors()))
 
@@ -193,16 +163,9 @@ def continue_from(
     seed: int,
     states: dict[int, Tensors],
     averaged: Tensors,
-    total: int,
+    total: int,  # replicas of the job; `averaged` is taken if the checkpoint has another number
 ) -> None:
-    """Continue at a checkpoint's place in the data, with its buffers.
-
-    Args:
-        plan, seed: see `Cluster.plan`.
-        states: buffers by replica.
-        averaged: their mean, taken where the checkpoint has another number of replicas.
-        total: number of replicas of the job.
-    """
+    """Continue at a checkpoint's place in the data, with its buffers."""
     replicas.use_plan(plan, seed)
     for index, model in enumerate(replicas.models, start=replicas.first_index):
         model.load_state(states[index] if len(states) == total else averaged)

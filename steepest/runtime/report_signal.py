@@ -24,9 +24,6 @@ def report_on_sigusr1(context: Watched) -> None:
     A thread of its own does so; nothing else of this process changes. A user's own handler stays:
     one of `signal.signal`, and one in C, such as that of `faulthandler.register`. On other threads
     than the main one no handler is installed; neither is one where the system has no such signal.
-
-    Args:
-        context: the job.
     """
     global _installed_in
     _watched.add(context)

@@ -30,17 +30,11 @@ _APART_SECONDS = 3.0  # for Ray to place what fits; then another has taken the r
 
 @dataclass(frozen=True)
 class Seat:
-    """Room for one worker: a bundle of a placement group.
-
-    Attributes:
-        group: the placement group.
-        bundle: the index of the bundle there.
-        owned: whether the group was made for the job, and may be given back.
-    """
+    """Room for one worker: a bundle of a placement group."""
 
     group: PlacementGroup
-    bundle: int
-    owned: bool = True
+    bundle: int  # its index there
+    owned: bool = True  # the group was made for the job, and may be given back
 
     @property
     def strategy(self) -> PlacementGroupSchedulingStrategy:
@@ -56,10 +50,7 @@ class Seat:
         return placed.get(self.bundle, "")
 
     def give_back(self) -> None:
-        """Give the room back, with that of all seats of the same group, if it is owned.
-
-        Processes that run there end.
-        """
+        """Give the room back, if owned, with that of all seats of the same group; processes there end."""
         if self.owned:
             remove_placement_group(self.group)
 
@@ -72,14 +63,6 @@ class Room:
     for at once, each with the node on which it is to be. Where there is none, one group of all of
     them waits for it: two jobs that wait do not hold parts of each other's room. When that group is
     placed, it is given back for seats of their own.
-
-    Args:
-        count: how many workers.
-        bundle: resources of each.
-        without: ids of nodes that are not to be used.
-
-    Attributes:
-        began: when it was asked for, of `time.monotonic`.
 
     Raises:
         ResourcesError: this process runs in a placement group, which cannot grow.
@@ -155,12 +138,6 @@ def reserve(
     Inside a placement group that takes in what its processes start (a Ray Tune trial) its bundles
     are used; where it has more than there are workers, the first ones are left to the trial.
 
-    Args:
-        workers: how many.
-        bundle: resources of each, see `worker_bundle`.
-        timeout: seconds.
-        who_else: returns a sentence about what else this process holds, or "".
-
     Raises:
         ResourcesError: there was no room in time, or can never be.
     """
@@ -188,12 +165,7 @@ def reserve(
 def reserve_for_servers(
     hosts: int, working: Collection[str], timeout: float, who_else: Callable[[], str] = str
 ) -> list[Seat]:
-    """Reserve a CPU on each of some nodes without workers, and wait for them.
-
-    Args:
-        hosts: how many nodes.
-        working: ids of those that have workers.
-        timeout, who_else: as for `reserve`.
+    """Reserve a CPU on each of some nodes that have no workers, and wait for them.
 
     Raises:
         ResourcesError: there were no such nodes in time, or can never be.
@@ -231,18 +203,7 @@ def _await(
     timeout: float,
     who_else: Callable[[], str],
 ) -> None:
-    """Return when room is there; give it back when anything raises.
-
-    Args:
-        is_there: whether it is.
-        groups: returns the names of the placement groups that are asked for.
-        release: gives the room back.
-        what, asked_for: for the error.
-        timeout, who_else: as for `reserve`.
-
-    Raises:
-        ResourcesError: it is not there in time.
-    """
+    """Return when room is there; give it back when anything raises, such as ResourcesError after `timeout`."""
     deadline = time.monotonic() + timeout
     try:
         while not is_there():
@@ -285,15 +246,7 @@ def _ask(
     how: str,
     node: str | None = None,
 ) -> PlacementGroup:
-    """Ask for a placement group of equal bundles, without waiting for it.
-
-    Args:
-        count: how many bundles.
-        bundle: resources of each.
-        without: ids of nodes that are not to be used.
-        how: Ray's name of the strategy.
-        node: the id of the node on which it is to be while that has room; None for any.
-    """
+    """Ask for a placement group of equal bundles, without waiting for it, if possible on `node`."""
     selector = {_NODE_LABEL: f"!in({','.join(sorted(without))})"}
     chosen: dict[str, Any] = {"bundle_label_selector": [selector] * count} if without else {}
     chosen |= {} if node is None else wished_node(node)

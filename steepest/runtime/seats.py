@@ -65,12 +65,7 @@ class Placement:
         return self._seats[seat].strategy
 
     def arranged(self, workers: int, placement: Mapping[int, int]) -> list[int]:
-        """Return another order of the seats.
-
-        Args:
-            workers: how many there will be.
-            placement: seats of some workers, by index; the others get the first that are free.
-        """
+        """Return another order of the seats: some workers' as given, the others get the first that are free."""
         free = [seat for seat in self.order if seat not in placement.values()]
         return [placement[i] if i in placement else free.pop(0) for i in range(workers)] + free
 
@@ -91,10 +86,7 @@ class Placement:
 
     @property
     def failing(self) -> set[str]:
-        """Ids of nodes on which two seats or more were left out, where no process is placed.
-
-        Empty if no other node would remain.
-        """
+        """Ids of nodes with two seats or more left out, where no process is placed; empty if no other would remain."""
         found = {node for node, count in self._failed.items() if count >= _FAILED_SEATS}
         return (
             found
@@ -106,9 +98,6 @@ class Placement:
         """Return the seats that are not needed: those that were left, and free ones.
 
         Retired seats are among them when Ray moves them elsewhere, since their nodes are gone.
-
-        Args:
-            workers: for so many a seat is kept; more of them may be needed for other processes.
         """
         gone = [seat for seat, node in self.retired.items() if self._seats[seat].node != node]
         free = [seat for seat in self.order[workers:] if self._seats[seat].owned]
@@ -152,12 +141,7 @@ class Placement:
 
 
 def spread(nodes: Sequence[str], servers: int, running: Sequence[str] = ()) -> list[int]:
-    """Return, for each server, the seat beside which it is placed: nodes take turns.
-
-    Args:
-        nodes: of the seats.
-        servers: how many there will be.
-        running: nodes of the servers that run already, for which nothing is returned.
+    """Return, for each server that does not run yet, the seat beside which it is placed: nodes take turns.
 
     Example:
         >>> spread(["a", "a", "b"], 3)

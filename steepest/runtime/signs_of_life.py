@@ -22,12 +22,8 @@ class SignsOfLife:
 
     An answer is one. Where Python's lock is held for long (by a large computation in one call of C
     code) no answer comes, but the processor time of the process grows, which the driver or another
-    process of its node sees: that is one too. A process that is stopped gives none.
-
-    Processes are known by Ray's handles, because one that has no role yet is asked too.
-
-    Args:
-        heartbeat: seconds without a sign of life after which a process is silent.
+    process of its node sees: that is one too. A process that is stopped gives none. Processes are
+    known by Ray's handles, because one that has no role yet is asked too.
     """
 
     def __init__(self, heartbeat: float) -> None:
@@ -49,9 +45,6 @@ class SignsOfLife:
         """Take answers, and ask those of the living that owe none; return whether it was time to.
 
         Time in which nobody has looked, because the driver was paused or busy, counts as no silence.
-
-        Args:
-            places: of all living processes, by Ray's handles.
         """
         limit, now = self._limit, time.monotonic()
         if not self.is_time:

@@ -14,22 +14,13 @@ _DEEPEST = 20  # parts within parts that are looked at
 
 
 class _Part(NamedTuple):
-    """An object that is pickled together with another one.
-
-    Attributes:
-        value: the object.
-        name: its place, such as ``data.loader`` or ``shards[3]``; "" for the whole.
-        function: the name of the function that takes it from outside, by itself or as a part of
-            a variable; "" for none.
-        variable: that variable's name.
-        kind: the class of the variable's value.
-    """
+    """An object that is pickled together with another one."""
 
     value: Any
-    name: str = ""
-    function: str = ""
-    variable: str = ""
-    kind: str = ""
+    name: str = ""  # its place, such as ``data.loader`` or ``shards[3]``
+    function: str = ""  # that takes it from outside, by itself or as a part of a variable
+    variable: str = ""  # that variable's name
+    kind: str = ""  # the class of the variable's value
 
     def inner(self, suffix: str, value: Any) -> _Part:
         """Return a part of this part, at its name with a suffix."""
@@ -41,12 +32,7 @@ class _Part(NamedTuple):
 
 
 def why_unpicklable(value: Any, error: BaseException) -> str:
-    """Return in words why an object cannot be pickled, and what to do.
-
-    Args:
-        value: the object.
-        error: that pickling it raised.
-    """
+    """Return in words why an object cannot be pickled, and what to do, by what pickling it has raised."""
     part, above = _Part(value), [value]
     while len(above) < _DEEPEST:
         for inner in _parts(part):

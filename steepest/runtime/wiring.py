@@ -21,11 +21,6 @@ def connect_processes(
     the earlier one; unless servers send each other chunks, all but the first one connect to that
     one only, beside which the coordinator lives.
 
-    Args:
-        context: the job, with its processes, their models bound.
-        initial: a call that returns what to begin with, see `Process.initial`; None to keep what
-            processes have.
-
     Returns:
         Where the driver, and a worker that joins later, connect to; and, by worker, where it
         listens for other workers.
@@ -62,12 +57,7 @@ def connect_processes(
 def _open(
     context: JobContext, hosting: list[Any], others: list[Any], initial: Any
 ) -> list[Address]:
-    """Have processes open their roles; return where each listens.
-
-    Args:
-        hosting: the processes of servers, which take turns; one alone hosts all servers.
-        others: those of workers without servers.
-    """
+    """Have processes open their roles; return where each listens. Processes of servers take turns."""
     job, count = context.stored_job, context.job.num_servers
     dealt = [list(range(count))] if len(hosting) == 1 else [[i] for i in range(count)]
     opened: list[Address] = context.get(

@@ -30,12 +30,7 @@ _NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
 
 
 class WorkerCalls:
-    """Runs functions on the replicas of a job's workers.
-
-    Args:
-        context: what is known of the job's processes.
-        deaths: the dead.
-    """
+    """Runs functions on the replicas of a job's workers."""
 
     def __init__(self, context: JobContext, deaths: Deaths) -> None:
         self._context = context
@@ -46,23 +41,12 @@ class WorkerCalls:
         self,
         function: Callable[..., Any],
         *arguments: Any,
-        workers: list[int] | None = None,
-        view: bool = False,
-        waits: bool = True,
-        what: str = "do its part",
+        workers: list[int] | None = None,  # that run it; all by default
+        view: bool = False,  # give it a `WorkerView` instead of the replicas
+        waits: bool = True,  # for the last committed weights
+        what: str = "do its part",  # for errors
     ) -> list[Any]:
-        """Run a function on workers as soon as they hold the last committed weights.
-
-        Args:
-            function: called with a worker's `Replicas`, then the arguments.
-            arguments: the same for all workers; each is put into Ray's store once.
-            workers: indices of the workers that run it; all by default.
-            view: give the function a `WorkerView` instead of the replicas.
-            waits: for the last committed weights.
-            what: a worker is asked to do, for errors.
-
-        Returns:
-            What the function returned on each worker, in the order of `workers`.
+        """Return what a function returned on workers, run as soon as they hold the last committed weights.
 
         Raises:
             ModelRaisedError: the function raised; its traceback is the cause. Our own errors are
@@ -111,13 +95,7 @@ class WorkerCalls:
         return [results[index] for index in chosen]
 
     def _result(self, ref: Any, calls: Mapping[Any, int], what: str) -> Any:
-        """Return what a call of a worker returned, or put into Ray's store.
-
-        Args:
-            ref: the call.
-            calls: the worker of each call that may have raised the same.
-            what: the worker was asked to do.
-        """
+        """Return what a call of a worker returned, or put into Ray's store."""
         name = self._name(calls[ref])
         try:
             result = ray.get(ref)
@@ -149,8 +127,7 @@ class WorkerCalls:
         """Run a function on all workers between two of their steps, while they train or not.
 
         Returns:
-            What the function returned, in the order of workers, without the workers that are dead
-            or have not answered within `DeadlineConfig.call` seconds.
+            What it returned, without workers that are dead or silent for `DeadlineConfig.call` seconds.
         """
         context = self._context
         workers = [actor for peer, actor in sorted(context.actors.items()) if peer.role == "worker"]

@@ -39,14 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class JobState:
-    """The state of one job between two steps.
-
-    Args:
-        cluster: its processes.
-
-    Attributes:
-        owner: of the job.
-    """
+    """The state of one job between two steps."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.owner = cluster.owner
@@ -163,11 +156,7 @@ class JobState:
         return commits
 
     def part(self, commits: Sequence[Commit] = ()) -> CommitLog:
-        """Return the log of the job as it is now, without the jobs that it was before.
-
-        Args:
-            commits: of this job.
-        """
+        """Return the log of the job as it is now, without the jobs that it was before."""
         job, (plan, seed) = self._cluster.job, self._cluster.plan
         where = (
             job.config,
@@ -197,13 +186,9 @@ class JobState:
         )
 
     def _close_log(self, copy: Copy, version: int) -> None:
-        """Keep the log of a job whose processes have got other roles, and begin another one.
+        """Keep the log of a job whose processes have got other roles, and begin another one at `version`.
 
         Where a part of the log is lost, what came before does not explain the weights.
-
-        Args:
-            copy: with which the job continues, perhaps that of an earlier form of the job.
-            version: with which the next log begins.
         """
         last = copy.found.version
         commits: Sequence[Commit] | None
@@ -221,22 +206,14 @@ class JobState:
     def install(
         self,
         version: int,
-        weights: torch.Tensor | None,
-        records: list[files.Record] | None,
-        state: dict[str, Any] | None = None,
-        schedule: ScheduleState | None = None,
+        weights: torch.Tensor | None,  # None to keep those that servers hold
+        records: list[files.Record]
+        | None,  # None to keep the optimizer's state, and samples' order
+        state: dict[str, Any] | None = None,  # None if the weights do not follow from the log
+        schedule: ScheduleState | None = None,  # if `state` does not hold it
         unpushed: UnpushedRows = MappingProxyType({}),
     ) -> None:
-        """Set the servers' weights and the coordinator's state, see `Client.install`.
-
-        Args:
-            version: of the weights.
-            weights: flat; None to keep those that servers hold.
-            records: optimizer state; None to keep it, and the order of samples.
-            state: of the coordinator; None if the weights do not follow from the log so far.
-            schedule: where the schedule stands, if `state` does not hold it.
-            unpushed: the gradients of rows that workers were given to push, if `state` is None.
-        """
+        """Set the servers' weights and the coordinator's state, see `Client.install`."""
         if state is None:  # what came before does not explain it
             self._logs, self._start, self._unpushed = [], version, unpushed
         everything = dict(state or {})
@@ -291,23 +268,16 @@ class JobState:
 
     @owned(Moment.WHOLE)
     def ends(self) -> list[int]:
-        """Return the first step after epoch 0, 1, ..., for the epochs that have ended.
-
-        It is the list itself, which grows: callers do not change or keep it.
-        """
+        """Return the first step after each epoch that has ended: the list itself, not to be changed."""
         plan = self._cluster.plan[0]
         if plan is not None:
             epoch_ends(plan, self._ends, self._cluster.step)
         return self._ends
 
     def collect(self, since: Bases = ()) -> tuple[files.Checkpoint, RowRead]:
-        """Return everything that a checkpoint holds, at one version; no step may be going on.
+        """Return everything that a checkpoint holds, at one version, but rows of tables; these are yet to come.
 
-        Args:
-            since: see `read_apart`.
-
-        Returns:
-            All but the rows of tables; the rows of that version, which are yet to come.
+        No step may be going on. For `since` see `read_apart`.
         """
         snapshot, rows_to_come = read_apart(self._cluster, since)
         with rows_to_come.given_up_on_error():
@@ -344,12 +314,7 @@ class JobState:
         return self._owner({})
 
     def place(self, saved: files.Checkpoint, where: object, data: str = "continue") -> None:
-        """Continue from a checkpoint.
-
-        Args:
-            saved: the checkpoint.
-            where: it was read, for the error.
-            data: "new" to begin with epoch 0, whatever samples were left over.
+        """Continue from a checkpoint; with `data="new"` at epoch 0, whatever samples were left over.
 
         Raises:
             CheckpointError: it is of another model, optimizer or data set, or holds what no job
@@ -418,13 +383,10 @@ class JobState:
             self.give_roles_anew()
 
     def _move_schedule(self, about: Mapping[str, Any]) -> bool:
-        """Move the learning-rate schedule to where it stood in a checkpoint.
+        """Move the schedule to where it stood in a checkpoint; return whether processes got their roles anew.
 
-        It stands elsewhere where steps were several updates each. Processes get their roles anew
-        for that. Checkpoints without a number of updates leave it where it is.
-
-        Returns:
-            Whether processes got their roles anew.
+        It stands elsewhere where steps were several updates each. Checkpoints without a number of
+        updates leave it where it is.
         """
         cluster, step = self._cluster, about["step"]
         ahead = about.get("updates", cluster.job.updates_before(step)) - cluster.job.updates_before(
@@ -439,15 +401,9 @@ class JobState:
         self,
         found: RecoveredState | Snapshot,
         workers: Sequence[WorkerState] = (),
-        commits: list[Commit] | None = None,
+        commits: list[Commit] | None = None,  # of a `Snapshot`, and perhaps later ones
     ) -> Copy:
-        """Return a state of the job as it is, with what is needed to continue from it as another job.
-
-        Args:
-            found: of servers and coordinator.
-            workers: what each worker alone has at that version, if anything.
-            commits: of a `Snapshot`: those until then, and perhaps later ones; None if not known.
-        """
+        """Return a state of the job as it is, with what is needed to continue from it as another job."""
         plan, seed = self._cluster.plan
         if isinstance(found, Snapshot):
             found = RecoveredState(
@@ -461,12 +417,7 @@ class JobState:
 
     @contextlib.contextmanager
     def _changing(self, stock: Stock, keep: Mapping[int, int]) -> Iterator[int]:
-        """Keep `pending` while the job is put together of other processes; yield the number of this change.
-
-        Args:
-            stock: with which it continues.
-            keep: maps each surviving worker's new index to its old one.
-        """
+        """Keep `pending` while the job is put together of other processes; yield the number of this change."""
         before, self._change = self._cluster.actors, self._change + (self.pending is None)
         try:
             yield self._change
@@ -479,10 +430,6 @@ class JobState:
 
     def put_together(self, stock: Stock, wanted: Membership) -> None:
         """Make another job of some processes, which continues with what there is.
-
-        Args:
-            stock: the state; of the optimizer's, workers' shares are by their old numbers.
-            wanted: the processes, and the strategy.
 
         Raises:
             PeerLostError, DeadlineError: a process died, or did not answer. If the old job is no
@@ -540,16 +487,9 @@ class JobState:
         call(remote_functions.load_buffers, mean_states(states, [1.0] * len(states)), workers=new)
 
     def put_back(self, stock: Stock, wanted: Membership) -> None:
-        """Put the same job together again, with new processes in the places of dead ones.
+        """Put the same job together again, with new processes in the places of dead ones, see `put_together`.
 
         Version, plan and the place of each share in it stay as they were.
-
-        Args:
-            stock: the state.
-            wanted: as many processes as there were; those that survived have their numbers.
-
-        Raises:
-            PeerLostError, DeadlineError: see `put_together`.
         """
         with self._changing(stock, wanted.keep) as change:
             self._put_back(stock, wanted, change)
@@ -570,13 +510,9 @@ class JobState:
         self._unpushed = stock.optimizer.rows_for(cluster.job)
 
     def stopped(self, config: StrategyConfig) -> RecoveredState:
-        """Stop the workers, and return the job's state.
+        """Stop the workers, and return the job's state; the coordinator and all servers must live.
 
-        The coordinator and all servers must live.
-
-        Args:
-            config: the strategy with which the job continues; where its servers can keep their
-                chunks, the state names the processes that hold these.
+        Where servers can keep their chunks under another strategy, it names the processes that hold them.
         """
         cluster, client = self._cluster, self._cluster.client
         cluster.wait(cluster.on_router(client.revoke), "the coordinator to stop the workers")
@@ -591,10 +527,7 @@ class JobState:
         )
 
     def _stays(self, config: StrategyConfig) -> bool:
-        """Return whether servers keep their chunks under another strategy.
-
-        They do where the model is cut alike and both strategies have servers of the same kind.
-        """
+        """Return whether servers keep their chunks: the model is cut alike, the kind of servers is the same."""
         before, after = self._cluster.job.strategy, make_strategy(config)
         return (
             before.cut == after.cut
@@ -620,11 +553,7 @@ def _remaining(about: Mapping[str, Any]) -> Remaining:
 
 
 def _tensors(what: str, given: Any) -> dict[str, torch.Tensor]:
-    """Return what a user gave as tensors by plain names.
-
-    Raises:
-        ConfigurationError: it is no mapping, a name is no string, or a value cannot be a tensor.
-    """
+    """Return what a user gave as tensors by plain names; ConfigurationError if it is none such."""
     if not isinstance(given, Mapping):
         raise ConfigurationError(
             f"{what} is a {type(given).__name__}: give tensors by name, as weights() and "
@@ -649,10 +578,6 @@ def _newest(commits: Sequence[Commit], start: int, last: int) -> tuple[Commit, .
 
     A server remembers commits of before weights were set or restored too, perhaps of the same
     versions: of each version the newest commit counts.
-
-    Args:
-        commits: oldest first.
-        start, last: versions.
     """
     newest = {commit.version: commit for commit in commits}
     return tuple(newest[version] for version in range(start + 1, last + 1) if version in newest)

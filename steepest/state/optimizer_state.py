@@ -64,12 +64,9 @@ class OptimizerState:
         """Return the optimizer's state of a job.
 
         Args:
-            cluster: the job.
             held: what servers and the coordinator hold.
             numbers: the workers' indices, in the order in which `call` asks them.
-            step: committed steps.
-            call: runs a function on the workers' replicas; returns a result for each worker. It is
-                used with local SGD, with compression, and with embedding tables.
+            call: runs a function on workers' replicas: with local SGD, compression, embedding tables.
         """
         left_out: Own = {}
         inner: Mapping[int, InnerOptimizerState] = {}
@@ -92,15 +89,7 @@ class OptimizerState:
         inner: Mapping[int, InnerOptimizerState],
         rows: Own,
     ) -> OptimizerState:
-        """Return the optimizer's state of a job of which all parts are known.
-
-        Args:
-            job: its facts.
-            held: what servers and the coordinator hold.
-            left_out: by worker, what compression has left out of its gradients.
-            inner: by worker, with local SGD, the state of its own optimizer.
-            rows: by worker, the gradients of rows that it has not pushed.
-        """
+        """Return the optimizer's state of a job of which all parts are known, those of workers by index."""
         parts = ((_LEFT_OUT, left_out), (_ROWS, rows))
         apart = {
             f"{prefix}{worker}/{name}": value
@@ -118,12 +107,9 @@ class OptimizerState:
         return cls(mean, plain, apart, schedule)
 
     def renumbered(self, numbers: Mapping[int, int]) -> OptimizerState:
-        """Return the same state with other numbers of workers, without those that have none.
+        """Return the same state with other numbers of workers, by old ones, without those that have none.
 
         The gradients of rows that these have not pushed are left to be pushed by any worker.
-
-        Args:
-            numbers: maps each worker's number to its new one.
         """
         apart = {key: value for key, value in self.apart.items() if key.startswith(_OUTER)}
         for prefix in (_OWN, _LEFT_OUT):
@@ -216,14 +202,7 @@ class OptimizerState:
 
 
 def mean_inner(found: Sequence[InnerOptimizerState]) -> InnerOptimizerState:
-    """Return the mean of workers' own optimizer states, for a worker that has none.
-
-    Args:
-        found: of each worker; the state is empty of one that has had no samples yet.
-
-    Returns:
-        The mean of what all have, the names of plain values, and the furthest schedule.
-    """
+    """Return the mean of workers' own optimizer states, with the furthest schedule, for a worker that has none."""
     begun = [state for state, _, _ in found if state]  # not by those that have had no samples yet
     names = set.intersection(*map(set, begun)) if begun else set()
     one = {name for name in names if not _can_be_averaged([state[name] for state in begun])}

@@ -24,19 +24,12 @@ _PART_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RowRead:
-    """The rows of one instant, as servers send them: 40 MB of each server in a second, or faster.
-
-    Attributes:
-        layout: of the job.
-        snapshot: what the servers send; None without tables.
-        take: has servers send further rows, and returns those that have come, as `Client.take`.
-        give_up: fails `snapshot`, unless it is done.
-    """
+    """The rows of one instant, as servers send them: 40 MB of each server in a second, or faster."""
 
     layout: ParameterLayout
-    snapshot: Future[Snapshot] | None
-    take: Callable[[], list[files.Record]] = list
-    give_up: Callable[[], object] = lambda: None
+    snapshot: Future[Snapshot] | None  # what the servers send; None without tables
+    take: Callable[[], list[files.Record]] = list  # what has come; has servers send further rows
+    give_up: Callable[[], object] = lambda: None  # fails `snapshot`, unless it is done
 
     @contextlib.contextmanager
     def given_up_on_error(self) -> Iterator[None]:
@@ -51,22 +44,15 @@ class RowRead:
 class RowsAsTheyCome(files.RowParts):
     """The rows of a read as parts of a checkpoint: no more than one part lies in memory.
 
-    Args:
-        read: of the rows.
-        hurried: returns whether they are to come as fast as can be; called with each look at what
-            has come, at least five times a second.
-        base: what the checkpoint continues, if the read is of changes.
-
-    Attributes:
-        place: the instant, for a later read of what has changed; known when all parts have come.
-        changes: whether of any shard there is only what has changed; known then, too.
+    When all parts have come, `place` is the instant, for a later read of what has changed, and
+    `changes` whether of any shard there is only that.
     """
 
     def __init__(
         self,
         read: RowRead,
-        hurried: Callable[[], bool] = lambda: True,
-        base: files.Link | None = None,
+        hurried: Callable[[], bool] = lambda: True,  # asked at least five times a second
+        base: files.Link | None = None,  # what the checkpoint continues, if there are changes alone
     ) -> None:
         self.place: Bases = ()
         self.changes = False
@@ -137,11 +123,8 @@ def _taken_out(records: list[files.Record]) -> Iterator[files.Record]:
 def read_apart(cluster: Cluster, since: Bases) -> tuple[Snapshot, RowRead]:
     """Return the state without rows, and the rows of the same instant, which are yet to come.
 
-    No step may be going on. Training may go on when this returns: the rows are as they are now.
-
-    Args:
-        cluster: the job.
-        since: rows that there are; of these shards only what has changed is read, if that is known.
+    No step may be going on. Training may go on when this returns: the rows are as they are now. Of
+    shards in `since` only what has changed is read, if that is known.
     """
     client, layout = cluster.client, cluster.job.description.layout
     if not layout.table_shards:

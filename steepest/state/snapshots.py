@@ -43,27 +43,16 @@ _HEARTBEATS = 5  # within which a copy of a state that was set is awaited
 
 @dataclass
 class _Request:
-    """A copy that was asked for.
-
-    Attributes:
-        job: of which it is.
-        servers: what servers and coordinator hold.
-        workers: a call of each worker that returns its own state; None from one that is past
-            `version`.
-        version: at which all of it is to be; None where workers have no version in common.
-        read_log: asks for the commits since the copy before; None if no log is kept.
-        log: them, asked for when servers have answered; later ones may be among them.
-        asked, answered: when it was asked for, and when the servers' part had come.
-    """
+    """A copy that was asked for."""
 
     job: Job
     servers: Future[Snapshot]
-    workers: Sequence[Any]
-    version: int | None
-    read_log: Callable[[], Future[list[Commit]]] | None = None
-    log: Future[list[Commit]] | None = None
+    workers: Sequence[Any]  # calls that return each one's own state; None if past `version`
+    version: int | None  # of all of it; None where workers have no version in common
+    read_log: Callable[[], Future[list[Commit]]] | None = None  # since the copy before
+    log: Future[list[Commit]] | None = None  # asked for when servers have answered
     asked: float = field(default_factory=lambda: time.monotonic())
-    answered: float = 0.0
+    answered: float = 0.0  # when the servers' part had come
 
     def __post_init__(self) -> None:
         self.servers.add_done_callback(self._note)
@@ -104,10 +93,6 @@ class Snapshots:
     the coordinator orders the servers' part between the same two commits. Under other rules workers
     have no version in common, and each copies its own between two of its steps at about that time.
     Workers that have nothing of their own are not asked. Workers train meanwhile.
-
-    Args:
-        cluster: the job's processes.
-        state: of the job.
     """
 
     def __init__(self, cluster: Cluster, state: JobState) -> None:
@@ -183,9 +168,6 @@ class Snapshots:
 
     def renew(self, meanwhile: Callable[[], None]) -> bool:
         """Take a copy of the state that was set instead of the last one; no worker may be training.
-
-        Args:
-            meanwhile: called now and then; what it raises ends the waiting.
 
         Returns:
             Whether it has come within five times `heartbeat` seconds. If not, the last one is still

@@ -102,9 +102,6 @@ class Stock:
 
         The driver's copy stays whole: of it, as of a checkpoint, each worker gets its own share
         where as many workers continue as there were, and otherwise the mean.
-
-        Args:
-            numbers: maps each worker's number to its new one.
         """
         if self.copied:
             return self

@@ -45,13 +45,7 @@ def export_table(cluster: Cluster, name: str, since: ExportedTable | None) -> Ex
 def joined_rows(
     name: str, records: Sequence[Record], base: list[list[int]] | None
 ) -> ExportedTable:
-    """Return the rows of all shards as one table, in order of ids.
-
-    Args:
-        name: of the table.
-        records: of its shards, in any order, see `TableChunk.pieces`.
-        base: see `ExportedTable.base`.
-    """
+    """Return the rows of all shards as one table, in order of ids; for `base` see `ExportedTable.base`."""
     parts: dict[str, list[torch.Tensor]] = {"ids": [], "values": [], "removed_ids": []}
     known: dict[int, dict[str, int]] = {}
     in_order = sorted(records, key=lambda record: (record[0], record[1]["start"]))
