@@ -440,7 +440,7 @@ class Cluster(JobContext):
     def start_process(
         self, name: str, seat: int, cpus: int, gpus: int, callers: int, threads: int = 1
     ) -> Any:
-        """Start a process beside a seat's, which `callers` processes call at once; return its handle without waiting."""
+        """Start a process in a seat or beside it, which `callers` processes call at once; return its handle."""
         made = _actor_class().options(
             num_cpus=cpus,
             num_gpus=gpus,
