@@ -36,7 +36,7 @@ from steepest import (
 )
 from steepest.config.strategies import StrategyConfig
 from steepest.messages.message import server_peer
-from steepest.runtime.diagnostics import has_answered
+from steepest.runtime.calls import has_answered
 
 JOIN_STEP = 60
 LARGE = Workload("mlp", MLP, (1024,), 64, 1024, 20)

@@ -46,7 +46,7 @@ from steepest import (
     TorchModel,
 )
 from steepest.models.embedding import Embedding
-from steepest.runtime.processor_time import processor_use
+from steepest.runtime.places import processor_use
 from steepest.tables.initial import Uniform
 from steepest.tables.row_optimizers import Adagrad
 from steepest.tables.table import Table

@@ -39,9 +39,9 @@ from steepest.recovery.supervisor import Supervisor
 from steepest.runtime import remote_functions
 from steepest.runtime.deaths import persistently
 from steepest.runtime.launch import Cluster
-from steepest.runtime.placement import worker_bundle
 from steepest.runtime.process import WorkerView
 from steepest.runtime.remote_functions import name_of
+from steepest.runtime.room import worker_bundle
 from steepest.state.job_state import JobState
 from steepest.state.table_export import export_table
 from steepest.validation import (

@@ -29,10 +29,10 @@ from steepest.config.strategies import StrategyConfig
 from steepest.engine.in_words import chunks_in_words
 from steepest.engine.topology import HostMap
 from steepest.errors import DeadlineError
-from steepest.runtime import report_signal
+from steepest.runtime import signals
 from steepest.runtime.activity import activity_of, report
 from steepest.runtime.deaths import persistently
-from steepest.runtime.locations import Place
+from steepest.runtime.places import Place
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.testing.simulation import Simulation, pause, run_config
 from steepest.transport.router import Router
@@ -225,12 +225,12 @@ def test_a_users_handler_stays(handler: None) -> None:
         """A user's."""
 
     signal.signal(signal.SIGUSR1, own)
-    report_signal.report_on_sigusr1(Nothing())
+    signals.report_on_sigusr1(Nothing())
     assert signal.getsignal(signal.SIGUSR1) is own
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     faulthandler.register(signal.SIGUSR1)
     try:
-        report_signal.report_on_sigusr1(Nothing())
+        signals.report_on_sigusr1(Nothing())
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     finally:
         faulthandler.unregister(signal.SIGUSR1)
@@ -254,7 +254,7 @@ def test_a_signal_prints_also_what_cannot_be_asked_and_changes_nothing(
     handler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Nothing()
-    report_signal.report_on_sigusr1(job)
+    signals.report_on_sigusr1(job)
     monkeypatch.setattr(sys, "stderr", printed := Printed())
     signal.raise_signal(signal.SIGUSR1)
     assert printed.ended.wait(60)
@@ -307,7 +307,7 @@ def test_a_server_of_arrays_that_is_stopped_is_shown_as_mute(
                 server.pull()
         finally:
             os.kill(places[1].pid, signal.SIGCONT)
-        assert signal.getsignal(signal.SIGUSR1) is report_signal._begin
+        assert signal.getsignal(signal.SIGUSR1) is signals._begin_report
     (found,) = reports(caplog)
     assert found.splitlines()[1].startswith("server 1 does not answer within 2 s; ")
     assert re.search(r"(?m)^steepest server 0 on [\d.]+ \(pid \d+\):$", found)

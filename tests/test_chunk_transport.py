@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from steepest.messages.message import server_peer
-from steepest.runtime.chunk_transport import carry, holdings
+from steepest.runtime.wiring import carry, holdings
 
 CHUNKS = range(6)
 

@@ -138,7 +138,7 @@ def test_a_token_that_is_given_is_sent_and_the_error_names_it_and_the_mode(
         monkeypatch.setenv(name, value)
     read: list[str | None] = []
     monkeypatch.setattr(
-        "steepest.runtime.placement.reload_token",
+        "steepest.runtime.connection.reload_token",
         lambda: read.append(os.environ.get("RAY_AUTH_MODE")),
     )
     calls.raises = ConnectionError(f"Failed to connect to Ray cluster at {listening}")

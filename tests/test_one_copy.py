@@ -15,7 +15,7 @@ from steepest.config.strategies import ParameterServerStrategy
 from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.models.prefetch import AwaitedParameter
-from steepest.runtime.program import Program
+from steepest.runtime.process import Program
 from steepest.tensors import shared_memory
 from steepest.tensors.shared_memory import allocate, forget_writes, make_writable
 from steepest.testing import InProcessCluster

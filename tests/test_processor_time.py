@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from steepest.runtime.processor_time import processor_use
+from steepest.runtime.places import processor_use
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 

@@ -314,7 +314,7 @@ def test_sigterm_ends_a_program_that_waits_for_a_ray_that_is_gone(place: Place) 
         """
         import re, signal
         from pathlib import Path
-        from steepest.runtime.termination import end_on_sigterm
+        from steepest.runtime.signals import end_on_sigterm
 
         ray.init(num_cpus=1, include_dashboard=False)
         end_on_sigterm()

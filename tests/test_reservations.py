@@ -21,7 +21,7 @@ from steepest import (
 )
 from steepest.driver.fit_loop import check_callbacks
 from steepest.errors import ConfigurationError, ResourcesError
-from steepest.runtime.placement import check_possible
+from steepest.runtime.room import check_possible
 from steepest.testing import linear_model_creator
 
 CPU = {"CPU": 1.0}

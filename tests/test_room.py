@@ -11,8 +11,7 @@ from steepest import DeadlineConfig, DistributedSGD, FailureConfig, ParameterSer
 from steepest.errors import ResourcesError
 from steepest.messages.message import worker_peer
 from steepest.recovery import leaving
-from steepest.runtime.placement import packed
-from steepest.runtime.room import Room
+from steepest.runtime.room import Room, packed
 from steepest.testing import linear_model_creator
 from steepest.testing.simulation import Simulation, pause, run_config
 

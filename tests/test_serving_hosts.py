@@ -19,7 +19,7 @@ from steepest import (
 )
 from steepest.config.run import DeadlineConfig
 from steepest.errors import ConfigurationError, ResourcesError
-from steepest.runtime.placement import fitting
+from steepest.runtime.room import fitting
 from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, difference, samples, sgd
 from tests.simulated_programs import quiet

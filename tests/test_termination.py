@@ -11,17 +11,17 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from steepest.runtime import termination
+from steepest.runtime import signals
 
 
 @pytest.fixture(autouse=True)
 def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Puts the handler back, and forgets that this process began to end, which goes on."""
-    monkeypatch.setattr(termination, "_end_without_ray", lambda: None)
+    monkeypatch.setattr(signals, "_end_without_ray", lambda: None)
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
-    termination._began = -float("inf")
+    signals._began = -float("inf")
 
 
 def rays(number: int, frame: object) -> None:
@@ -37,7 +37,7 @@ def own(number: int, frame: object) -> None:
 
 def test_a_users_handler_stays() -> None:
     signal.signal(signal.SIGTERM, own)
-    termination.end_on_sigterm()
+    signals.end_on_sigterm()
     assert signal.getsignal(signal.SIGTERM) is own
 
 
@@ -47,7 +47,7 @@ def test_a_signal_ends_the_process_and_its_repetition_does_not_cut_that_short(
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     signal.signal(signal.SIGTERM, rays)
-    termination.end_on_sigterm()
+    signals.end_on_sigterm()
     for passed in (0.0, 31.0):  # a notebook goes on, and gets another one later
         now[0] += passed
         with pytest.raises(SystemExit) as ended:
@@ -61,7 +61,7 @@ def test_a_signal_ends_the_process_and_its_repetition_does_not_cut_that_short(
 def test_a_signal_while_the_driver_waits_in_ray_keeps_the_exit_status(ray_cluster: None) -> None:
     """Ray runs the handler there, and raises another SystemExit than the handler did."""
     signal.signal(signal.SIGTERM, rays)
-    termination.end_on_sigterm()
+    signals.end_on_sigterm()
 
     @ray.remote(num_cpus=0, max_retries=0)
     def end(driver: int) -> None:

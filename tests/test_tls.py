@@ -31,7 +31,7 @@ from steepest.errors import (
     ProtocolError,
 )
 from steepest.messages.message import COORDINATOR, worker_peer
-from steepest.runtime.held_resources import who_else
+from steepest.runtime.connection import who_else
 from steepest.testing import linear_model_creator
 from steepest.testing.simulation import Simulation, run_config
 from steepest.transport import certificates, handshake

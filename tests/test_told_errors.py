@@ -19,10 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from steepest import DistributedSGD, TorchModel
 from steepest.errors import ConfigurationError, ModelError, ModelRaisedError, describe_error
-from steepest.runtime.diagnostics import unimportable, who_raised
-from steepest.runtime.program import Program
-from steepest.runtime.remote_error import RemoteError
-from steepest.runtime.unpicklable import why_unpicklable
+from steepest.runtime.calls import RemoteError, unimportable, who_raised, why_unpicklable
+from steepest.runtime.process import Program
 from steepest.testing import InProcessCluster
 from steepest.testing.simulation import Simulation, run_config
 from tests.reference import same_bits, samples, sgd

@@ -32,8 +32,8 @@ from steepest.errors import (
 )
 from steepest.messages.driver import Failure, Result
 from steepest.models.protocol import Computed
+from steepest.runtime.calls import RemoteError
 from steepest.runtime.diagnostics import raise_step_error
-from steepest.runtime.remote_error import RemoteError
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits, samples
 

@@ -155,7 +155,7 @@ def run(epochs: int = 8, *, progress: bool = True) -> list[Row]:
     Raises:
         ConfigurationError: scikit-learn is not installed.
     """
-    from steepest.runtime.placement import ray_session
+    from steepest.runtime.connection import ray_session
 
     train, test = load_digits()
     steps = epochs * SamplePlan(len(train[0]), WORKERS * BATCH, SEED).steps_per_epoch

@@ -87,7 +87,7 @@ class _Checkup:
         say("importing torch and Ray")
         import torch
 
-        from steepest.runtime.placement import describe_cluster, free_cpus, ray_session
+        from steepest.runtime.connection import describe_cluster, free_cpus, ray_session
 
         machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
         say(f"steepest {__version__}, Python {platform.python_version()} on {machine}")

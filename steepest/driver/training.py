@@ -25,7 +25,8 @@ from steepest.messages.message import Peer
 from steepest.observe.history import Figures, History
 from steepest.observe.results import StepResult
 from steepest.recovery.supervisor import Supervisor
-from steepest.runtime.diagnostics import has_answered, raise_step_error
+from steepest.runtime.calls import has_answered
+from steepest.runtime.diagnostics import raise_step_error
 from steepest.runtime.launch import Cluster
 from steepest.runtime.owner import Moment, Request, owned
 

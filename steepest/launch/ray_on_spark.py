@@ -19,7 +19,7 @@ from typing import Any
 
 from steepest.errors import ConfigurationError, ResourcesError
 from steepest.runtime.ray_private import active_ray_on_spark, forget_ray_on_spark
-from steepest.runtime.termination import EXIT_STATUS
+from steepest.runtime.signals import EXIT_STATUS
 
 log = logging.getLogger(__name__)
 HOOK = f"{__name__}.Hook"

@@ -48,7 +48,7 @@ def local(
     require_count("cpus_per_worker", cpus_per_worker)
     require_choice("verbose", verbose, (False, True))
     cpus = None if workers is None else workers * cpus_per_worker
-    from steepest.runtime.placement import start_ray
+    from steepest.runtime.connection import start_ray
 
     with _session("start a Ray", lambda: start_ray(cpus, verbose=verbose)) as address:
         yield address
@@ -83,7 +83,7 @@ def existing(address: str | None = None, *, timeout: float = 10.0) -> Iterator[s
             "`ray start --head` printed, such as existing('10.0.0.1:6379'), or use local()"
         )
     host, port = _host_and_port(found)
-    from steepest.runtime.placement import connect
+    from steepest.runtime.connection import connect
 
     def begin() -> None:
         _knock(host, port, timeout)
@@ -99,7 +99,7 @@ def _session(what: str, begin: Callable[[], None]) -> Iterator[str]:
     # `what`: is done, for errors.
     import ray
 
-    from steepest.runtime.termination import end_on_sigterm
+    from steepest.runtime.signals import end_on_sigterm
 
     if ray.is_initialized():
         raise ConfigurationError(

@@ -76,7 +76,7 @@ def cluster(
     """
     import ray
 
-    from steepest.runtime.termination import end_on_sigterm
+    from steepest.runtime.signals import end_on_sigterm
 
     with _unconnected(
         session, workers, cpus_per_worker, memory_per_worker, object_store_memory, directory

@@ -34,9 +34,9 @@ from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.keeper import Keeper
 from steepest.parameter_server.watched import WatchedServers
 from steepest.runtime.activity import log_report
-from steepest.runtime.held_resources import Holder, hold, let_go
-from steepest.runtime.remote_error import RemoteError
-from steepest.runtime.report_signal import report_on_sigusr1
+from steepest.runtime.calls import RemoteError
+from steepest.runtime.connection import Holder, hold, let_go
+from steepest.runtime.signals import report_on_sigusr1
 from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import segment_of
 from steepest.transport.ray_calls import threads_for

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from steepest.messages.message import Peer, server_peer
 from steepest.parameter_server.access import Access, is_forked
 from steepest.parameter_server.connection import Connection
-
-if TYPE_CHECKING:
-    from steepest.runtime.locations import Place
+from steepest.runtime.places import Place
 
 
 class WatchedServers:

@@ -13,8 +13,8 @@ from steepest.recovery.decision import Transition, World
 from steepest.recovery.growth import Absent
 from steepest.recovery.observation import Observation
 from steepest.recovery.starting import Start
+from steepest.runtime.context import Membership
 from steepest.runtime.launch import Cluster
-from steepest.runtime.membership import Membership
 from steepest.state.job_state import JobState
 from steepest.state.stock import Stock
 

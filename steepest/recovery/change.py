@@ -14,7 +14,7 @@ from steepest.messages.message import Peer
 from steepest.recovery.applying import Applied
 from steepest.recovery.stocktaking import StockTaking
 from steepest.runtime.launch import Cluster
-from steepest.runtime.locations import Place
+from steepest.runtime.places import Place
 from steepest.state.stock import Stock
 
 

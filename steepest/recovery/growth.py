@@ -12,10 +12,9 @@ from steepest.config.strategies import StrategyConfig
 from steepest.errors import ResourcesError
 from steepest.recovery.starting import Starting
 from steepest.runtime.launch import Cluster
-from steepest.runtime.locations import by_calls
-from steepest.runtime.placement import check_possible, fitting, may_grow
 from steepest.runtime.ray_private import draining_nodes
-from steepest.runtime.room import Room
+from steepest.runtime.room import Room, check_possible, fitting, may_grow
+from steepest.runtime.ways import by_calls
 
 _LOOK_SECONDS = 1.0
 _LONGEST_PAUSE = 60.0

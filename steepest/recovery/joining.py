@@ -17,7 +17,7 @@ from steepest.recovery.starting import Start
 from steepest.recovery.telling import nothing_lost, record_line
 from steepest.runtime import remote_functions
 from steepest.runtime.launch import Cluster
-from steepest.runtime.locations import Place
+from steepest.runtime.places import Place
 from steepest.tensors.dtypes import Tensors
 
 _LOOK_SECONDS = 0.1

@@ -22,9 +22,9 @@ from steepest.recovery.decision import Target, World
 from steepest.recovery.growth import Growth
 from steepest.recovery.leaving import Leaving
 from steepest.recovery.starting import Reserve, Start, Starting
-from steepest.runtime.deaths import kill
 from steepest.runtime.launch import Cluster
-from steepest.runtime.locations import by_calls
+from steepest.runtime.places import kill
+from steepest.runtime.ways import by_calls
 from steepest.state.snapshots import Snapshots
 
 log = logging.getLogger(__name__)

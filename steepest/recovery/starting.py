@@ -11,10 +11,9 @@ import ray
 
 from steepest.errors import ResourcesError
 from steepest.messages.message import Peer, worker_peer
-from steepest.runtime.deaths import kill
-from steepest.runtime.diagnostics import has_answered, never_ran
+from steepest.runtime.calls import has_answered, never_ran
 from steepest.runtime.launch import Cluster
-from steepest.runtime.locations import Place
+from steepest.runtime.places import Place, kill
 from steepest.tensors.layout import ChunkSpec
 
 _ANSWER_SECONDS = 5.0

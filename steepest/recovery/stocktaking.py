@@ -11,7 +11,8 @@ import ray
 from steepest.config.strategies import StrategyConfig
 from steepest.engine.survivors import RecoveredState, ServerState, assemble
 from steepest.messages.message import Peer, worker_peer
-from steepest.runtime.diagnostics import has_answered, update_error
+from steepest.runtime.calls import has_answered
+from steepest.runtime.diagnostics import update_error
 from steepest.runtime.launch import Cluster
 from steepest.runtime.signs_of_life import SignsOfLife
 from steepest.state.job_state import JobState

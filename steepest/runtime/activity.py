@@ -11,23 +11,20 @@ import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import ray
 
 from steepest.errors import describe_stack, listed
 from steepest.messages.message import Peer
-from steepest.runtime.diagnostics import drop_calls, last_line
-from steepest.runtime.processor_time import processor_state, processor_use
+from steepest.runtime.calls import drop_calls, last_line
+from steepest.runtime.places import Place, processor_state, processor_use
 from steepest.transport.router import Router
-
-if TYPE_CHECKING:  # users of a parameter server do without torch
-    from steepest.runtime.locations import Place
 
 log = logging.getLogger("steepest.deadlines")
 _ANSWER_SECONDS = 2.0  # that a process has to answer
 _REPORT_SECONDS = 4.0  # that a report takes, at most
-_OWN_MODULES = (__name__, "steepest.runtime.report_signal")
+_OWN_MODULES = (__name__, "steepest.runtime.signals")
 _MOST_LINES = 40  # of one stack
 _MOST_STACKS = 24  # of processes, and of the driver's threads
 _MOST_CALLS = 4  # of one process

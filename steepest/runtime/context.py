@@ -6,13 +6,14 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
 from steepest.config.run import RunConfig
+from steepest.config.strategies import StrategyConfig
 from steepest.data.sampler import SamplePlan
 from steepest.engine.client import Client
 from steepest.engine.job import Job
@@ -20,10 +21,9 @@ from steepest.errors import DeadlineError, PeerLostError, ShutdownError, listed
 from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.observe.results import Event
 from steepest.runtime.activity import log_report
-from steepest.runtime.diagnostics import drop_calls, raise_remote, who_raised
-from steepest.runtime.locations import Place
+from steepest.runtime.calls import drop_calls, raise_remote, who_raised
 from steepest.runtime.owner import Owner
-from steepest.runtime.program import Program
+from steepest.runtime.places import Place
 from steepest.runtime.seats import Placement
 from steepest.runtime.signs_of_life import SignsOfLife
 from steepest.transport.channel import Address
@@ -38,6 +38,22 @@ _UP_FACTOR = 4.0
 LOOK_SECONDS = 0.3
 _SLICE_SECONDS = 0.1  # between two looks at what the owner is asked
 _MOST_SAMPLES = 64  # of a share, in an error
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The processes of which a job is put together."""
+
+    config: StrategyConfig
+    num_workers: int
+    keep: Mapping[int, int]  # maps each surviving worker's new index to its old one
+    #: New processes: of workers, with their models built, or in place of dead servers.
+    added: Mapping[Peer, Any] = field(default_factory=dict)
+    #: Seats of new workers, by index; the others get the first that are free.
+    placement: Mapping[int, int] = field(default_factory=dict)
+    #: Dead processes, and servers with successors in `added`; other servers take the free numbers.
+    gone: Collection[Peer] = ()
+    unfrozen: frozenset[str] = frozenset()
 
 
 class JobContext:
@@ -68,7 +84,6 @@ class JobContext:
         self.router = Router()
         self.token = secrets.token_bytes(32)
         self.identity = identity_of(run_config.tls)
-        self.program = Program.of_this_process()
         # called again and again while calls are waited for; what it raises ends the waiting
         self.meanwhile: Callable[[], None] = lambda: None
         self.extend_deadline()

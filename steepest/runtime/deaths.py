@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -14,10 +11,10 @@ import ray
 
 from steepest.errors import PeerLostError, StepError
 from steepest.messages.message import Peer
+from steepest.runtime.calls import RemoteError
 from steepest.runtime.context import JobContext
 from steepest.runtime.diagnostics import raise_lost
-from steepest.runtime.locations import Place
-from steepest.runtime.remote_error import RemoteError
+from steepest.runtime.places import kill
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 5.0
@@ -164,14 +161,6 @@ def persistently(start: Callable[[], T], allowed: int) -> T:
         except PeerLostError as error:
             log.warning("%s; the job is started again, %d times at most", error, left)
     return start()
-
-
-def kill(place: Place, actor: Any) -> None:
-    """Kill a process, also one that is stopped or out of reach."""
-    if place.node == ray.get_runtime_context().get_node_id():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(place.pid, signal.SIGKILL)  # Ray's word reaches no stopped process
-    ray.kill(actor, no_restart=True)
 
 
 def death_of(watch: Any) -> Death | None:

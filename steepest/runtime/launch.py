@@ -32,25 +32,20 @@ from steepest.errors import (
 from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.models.step_size import StepSize
 from steepest.runtime.activity import log_report
-from steepest.runtime.chunk_transport import Holdings, carry, holdings
-from steepest.runtime.context import LOOK_SECONDS, JobContext
+from steepest.runtime.calls import travelling
+from steepest.runtime.connection import hold, let_go, who_else
+from steepest.runtime.context import LOOK_SECONDS, JobContext, Membership
 from steepest.runtime.deaths import Deaths
-from steepest.runtime.diagnostics import (
-    travelling,
-)
-from steepest.runtime.held_resources import hold, let_go, who_else
 from steepest.runtime.learning_rates import LearningRates
 from steepest.runtime.lease import DriverLease
-from steepest.runtime.locations import Place, by_calls, hosts_of, make_transport, ways_of
-from steepest.runtime.membership import Membership
-from steepest.runtime.placement import fitting, worker_bundle
-from steepest.runtime.process import Process
+from steepest.runtime.places import Place
+from steepest.runtime.process import Process, Program
 from steepest.runtime.ray_private import check as check_ray
-from steepest.runtime.report_signal import report_on_sigusr1
-from steepest.runtime.room import reserve, reserve_for_servers
+from steepest.runtime.room import fitting, reserve, reserve_for_servers, worker_bundle
 from steepest.runtime.seats import spread
-from steepest.runtime.termination import end_on_sigterm
-from steepest.runtime.wiring import connect_processes
+from steepest.runtime.signals import end_on_sigterm, report_on_sigusr1
+from steepest.runtime.ways import by_calls, hosts_of, make_transport, ways_of
+from steepest.runtime.wiring import Holdings, carry, connect_processes, holdings
 from steepest.runtime.worker_calls import WorkerCalls
 from steepest.transport.connect import connect
 from steepest.transport.ray_calls import threads_for
@@ -97,6 +92,7 @@ class Cluster(JobContext):
         super().__init__(run_config, chosen.seed)  # refuses a bad `tls` before Ray is begun
         self.holder = hold(f'a trainer with strategy="{strategy.name}"', verbose=run_config.verbose)
         self.chosen = chosen
+        self._program = Program.of_this_process()  # whose arguments its processes have too
         self.lease = DriverLease(run_config.deadlines.driver)
         # processes without a role, which hold chunks until `settle`, and the calls that watch them
         self._leaving: dict[Any, tuple[Place, Any]] = {}
@@ -451,7 +447,13 @@ class Cluster(JobContext):
         )
         keep_memory, lease = self.run_config.resources.keep_memory, self.lease.seconds
         actor = made.remote(
-            f"steepest {name}", self.token, threads, keep_memory, lease, self.identity, self.program
+            f"steepest {name}",
+            self.token,
+            threads,
+            keep_memory,
+            lease,
+            self.identity,
+            self._program,
         )
         self.lease.add(actor)
         self._seats[actor] = seat

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -50,13 +51,12 @@ from steepest.models.step_size import StepSize
 from steepest.optim.arriving import ArrivingState
 from steepest.optim.spec import OptimizerSpec
 from steepest.runtime.activity import Activity, activity_of
+from steepest.runtime.calls import RemoteError
 from steepest.runtime.lease import ProcessLease
-from steepest.runtime.locations import Place, make_transport
-from steepest.runtime.processor_time import processor_use
-from steepest.runtime.program import Program
+from steepest.runtime.places import Place, processor_use
 from steepest.runtime.ray_private import hush_unreadable, name_process
-from steepest.runtime.remote_error import RemoteError
 from steepest.runtime.remote_functions import name_of, sent
+from steepest.runtime.ways import make_transport
 from steepest.tensors.allocator import keep_freed_memory, start_thread
 from steepest.tensors.dtypes import Tensors
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
@@ -79,6 +79,24 @@ _NO_COLLECTIVE = (
     'the workers of this job talk by actor calls, which carry no collectives: give DistributedSGD strategy="ps" or '
     '"allreduce", with a transport other than "ray"'
 )
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is a program's own in its process, and Ray's, or torch's default, in other processes."""
+
+    arguments: tuple[str, ...]  # `sys.argv`
+    dtype: torch.dtype  # torch's default
+
+    @classmethod
+    def of_this_process(cls) -> Program:
+        """Return what this process has."""
+        return cls(tuple(sys.argv), torch.get_default_dtype())
+
+    def enter(self) -> None:
+        """Give this process the same, before any code of the user's is imported."""
+        sys.argv[:] = self.arguments
+        torch.set_default_dtype(self.dtype)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,101 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from steepest.errors import ResourcesError
-from steepest.runtime.placement import asked, check_possible, may_grow, packed, summary
-from steepest.runtime.ray_private import wished_node
+from steepest.runtime.ray_private import (
+    draining_nodes,
+    free_by_node,
+    started_here,
+    wished_node,
+)
 
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
 _SERVING = {"CPU": 1.0}  # what servers reserve on a node without workers
 _LOOK_SECONDS = 0.005
 _APART_SECONDS = 3.0  # for Ray to place what fits; then another has taken the room
+
+
+def worker_bundle(devices: int, gpu: bool, cpus: int) -> dict[str, float]:
+    """Return the resources that one worker reserves, by Ray's names."""
+    bundle = {"CPU": float(cpus)}
+    if gpu:
+        bundle["GPU"] = float(devices)
+    return bundle
+
+
+def check_possible(
+    workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], grows: bool
+) -> None:
+    """Raise ResourcesError unless workers would fit if all nodes were free, or nodes may join."""
+    totals = [node["Resources"] for node in nodes if node["Alive"]]
+    fit = sum(
+        int(min(total.get(name, 0.0) // amount for name, amount in bundle.items()))
+        for total in totals
+    )
+    if fit >= workers or grows:
+        return
+    total = summary(dict(sum((Counter(total) for total in totals), Counter[str]())))
+    gpu = (
+        " with gpu=False,"
+        if bundle.get("GPU") and not any(total.get("GPU") for total in totals)
+        else ""
+    )
+    share = (
+        f" let them share cores (ray.init(num_cpus={workers * bundle['CPU']:g}) before),"
+        if set(bundle) == {"CPU"}
+        else ""
+    )
+    never_fit = "worker never fits" if workers == 1 else "workers never fit"
+    raise ResourcesError(
+        f"{workers} {never_fit}: asked {asked(workers, bundle)}, each worker's on one node, "
+        f"and all that this Ray has is {total}, {fit} workers' worth, which no node will join; ask "
+        f"for fewer workers,{gpu}{share} or connect to "
+        "a larger cluster first: ray.init(address=...)"
+    )
+
+
+def may_grow() -> bool:
+    """Return whether nodes may join the cluster: not if this process has started Ray for itself."""
+    return not started_here()
+
+
+def asked(workers: int, bundle: Mapping[str, float]) -> str:
+    """Return the resources that so many workers reserve, in words."""
+    return "{" + ", ".join(f"{name}: {value * workers:g}" for name, value in bundle.items()) + "}"
+
+
+def _fits(bundle: Mapping[str, float], without: Collection[str]) -> dict[str, int]:
+    """Return how many bundles fit now on each node that is not left out and will not go."""
+    left_out = {*without, *draining_nodes()}
+    return {
+        node: int(min(free.get(name, 0.0) // amount for name, amount in bundle.items() if amount))
+        for node, free in free_by_node().items()
+        if node not in left_out
+    }
+
+
+def fitting(bundle: Mapping[str, float], without: Collection[str] = ()) -> int:
+    """Return how many workers the cluster could place now, none of them on some nodes."""
+    return sum(_fits(bundle, without).values())
+
+
+def packed(
+    workers: int, bundle: Mapping[str, float], without: Collection[str] = ()
+) -> list[str] | None:
+    """Return a node for each worker, on few nodes; None if they do not all fit now."""
+    fits, found = _fits(bundle, without), list[str]()
+    for node in sorted(fits, key=fits.__getitem__, reverse=True):
+        found += [node] * min(fits[node], workers - len(found))
+    return found if len(found) == workers else None
+
+
+def summary(resources: Mapping[str, float]) -> str:
+    """Return CPUs and GPUs of some resources, in words."""
+    shown = [
+        f"{name}: {resources.get(name, 0):g}"
+        for name in ("CPU", "GPU")
+        if name in resources or name == "CPU"
+    ]
+    return "{" + ", ".join(shown) + "}"
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from typing import Any
 
 import ray
 
-from steepest.runtime.diagnostics import has_answered
-from steepest.runtime.locations import Place
-from steepest.runtime.processor_time import processor_use
+from steepest.runtime.calls import has_answered
+from steepest.runtime.places import Place, processor_use
 
 #: A process that uses at least this share of a processor computes.
 _BUSY_SHARE = 0.05

@@ -12,9 +12,7 @@ import ray
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ShutdownError
 from steepest.messages.message import Peer, worker_peer
 from steepest.runtime.activity import log_report
-from steepest.runtime.context import JobContext
-from steepest.runtime.deaths import Deaths
-from steepest.runtime.diagnostics import (
+from steepest.runtime.calls import (
     drop_calls,
     has_answered,
     last_line,
@@ -23,6 +21,8 @@ from steepest.runtime.diagnostics import (
     travelling,
     who_raised,
 )
+from steepest.runtime.context import JobContext
+from steepest.runtime.deaths import Deaths
 from steepest.runtime.remote_functions import name_of
 
 _LOOK_SECONDS = 0.3

@@ -259,7 +259,7 @@ class World:
 
     def stand_ins(self) -> list[tuple[Any, Any]]:
         """Return each thing that concerns processes and channels, with its stand-in."""
-        from steepest.runtime.processor_time import processor_state, processor_use
+        from steepest.runtime.places import processor_state, processor_use
         from steepest.transport.sockets import WireTransport
 
         transport = type("Transport", (SimulatedTransport,), {"wires": self.wires})

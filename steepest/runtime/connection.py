@@ -1,28 +1,30 @@
-"""A connection to Ray, and the room that the cluster has for workers."""
+"""A connection to Ray, and what this process holds of it: trainers and servers that are not shut down."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import ray
 
 from steepest.config.run import cluster_address, environment_variable, set_environment
-from steepest.errors import ConfigurationError, ResourcesError
+from steepest.errors import ConfigurationError
 from steepest.runtime.ray_private import (
-    draining_nodes,
-    free_by_node,
     reload_token,
-    started_here,
 )
 
 #: Environment variables of Ray's: whether a token is sent, and which; the first one counts.
 _MODE = "RAY_AUTH_MODE"
 _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_lock = threading.RLock()
+_holders: list[Holder] = []
+#: Ray's id of the job with which steepest began Ray; Ray ends with the last holder that is let go.
+_began: str | None = None
 
 
 def ensure_ray(num_cpus: int | None = None, *, verbose: bool = False) -> bool:
@@ -110,85 +112,69 @@ def free_cpus() -> int:
     return int(ray.available_resources().get("CPU", 0))
 
 
-def worker_bundle(devices: int, gpu: bool, cpus: int) -> dict[str, float]:
-    """Return the resources that one worker reserves, by Ray's names."""
-    bundle = {"CPU": float(cpus)}
-    if gpu:
-        bundle["GPU"] = float(devices)
-    return bundle
+@dataclass(eq=False)
+class Holder:
+    """A trainer or parameter server that is not shut down."""
+
+    what: str
+    workers: int = 0  # how many bundles it has reserved
+    bundle: dict[str, float] = field(default_factory=dict)  # resources of each
+    job: str = ""  # Ray's id of this process' job
+
+    def __str__(self) -> str:
+        held = ", ".join(
+            f"{name}: {amount * self.workers:g}" for name, amount in self.bundle.items()
+        )
+        return f"{self.what} ({held})"
 
 
-def check_possible(
-    workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], grows: bool
+def hold(what: str, *, verbose: bool = False) -> Holder:
+    """Return a new holder; connect to Ray before, if need be, see `ensure_ray`."""
+    global _began
+    with _lock:
+        if ensure_ray(verbose=verbose):
+            _began = _job()
+        holder = Holder(what, job=_job())
+        _holders.append(holder)
+        return holder
+
+
+def let_go(
+    holder: Holder,
+    *,
+    dropped: bool = False,  # never shut down: Ray goes on, which other code may use by now
 ) -> None:
-    """Raise ResourcesError unless workers would fit if all nodes were free, or nodes may join."""
-    totals = [node["Resources"] for node in nodes if node["Alive"]]
-    fit = sum(
-        int(min(total.get(name, 0.0) // amount for name, amount in bundle.items()))
-        for total in totals
-    )
-    if fit >= workers or grows:
+    """Remove a holder; a second call does nothing. Ray ends with the last one, if `hold` started it."""
+    global _began
+    if holder not in _holders:
         return
-    total = summary(dict(sum((Counter(total) for total in totals), Counter[str]())))
-    gpu = (
-        " with gpu=False,"
-        if bundle.get("GPU") and not any(total.get("GPU") for total in totals)
-        else ""
+    _holders.remove(holder)
+    if dropped:  # perhaps within a garbage collection, which may come in the middle of anything
+        return
+    with _lock:
+        if ray.is_initialized() and _began == _job() and not _others(None):
+            _began = None
+            ray.shutdown()
+
+
+def who_else(holder: Holder) -> str:
+    """Return a sentence about what else this process holds and how to free it; "" for nothing."""
+    with _lock:
+        others = [other for other in _others(holder) if other.workers]
+    if not others:
+        return ""
+    held = "; sys.last_value may hold what no name does" if hasattr(sys, "last_value") else ""
+    return (
+        f"; this process holds {' and '.join(map(str, others))}: call shutdown() of what you no "
+        f"longer need, in a notebook before the name is bound to the next one{held}"
     )
-    share = (
-        f" let them share cores (ray.init(num_cpus={workers * bundle['CPU']:g}) before),"
-        if set(bundle) == {"CPU"}
-        else ""
-    )
-    never_fit = "worker never fits" if workers == 1 else "workers never fit"
-    raise ResourcesError(
-        f"{workers} {never_fit}: asked {asked(workers, bundle)}, each worker's on one node, "
-        f"and all that this Ray has is {total}, {fit} workers' worth, which no node will join; ask "
-        f"for fewer workers,{gpu}{share} or connect to "
-        "a larger cluster first: ray.init(address=...)"
-    )
 
 
-def may_grow() -> bool:
-    """Return whether nodes may join the cluster: not if this process has started Ray for itself."""
-    return not started_here()
+def _others(holder: Holder | None) -> list[Holder]:
+    """Return the other holders of the present connection to Ray."""
+    return [other for other in _holders if other is not holder and other.job == _job()]
 
 
-def asked(workers: int, bundle: Mapping[str, float]) -> str:
-    """Return the resources that so many workers reserve, in words."""
-    return "{" + ", ".join(f"{name}: {value * workers:g}" for name, value in bundle.items()) + "}"
-
-
-def _fits(bundle: Mapping[str, float], without: Collection[str]) -> dict[str, int]:
-    """Return how many bundles fit now on each node that is not left out and will not go."""
-    left_out = {*without, *draining_nodes()}
-    return {
-        node: int(min(free.get(name, 0.0) // amount for name, amount in bundle.items() if amount))
-        for node, free in free_by_node().items()
-        if node not in left_out
-    }
-
-
-def fitting(bundle: Mapping[str, float], without: Collection[str] = ()) -> int:
-    """Return how many workers the cluster could place now, none of them on some nodes."""
-    return sum(_fits(bundle, without).values())
-
-
-def packed(
-    workers: int, bundle: Mapping[str, float], without: Collection[str] = ()
-) -> list[str] | None:
-    """Return a node for each worker, on few nodes; None if they do not all fit now."""
-    fits, found = _fits(bundle, without), list[str]()
-    for node in sorted(fits, key=fits.__getitem__, reverse=True):
-        found += [node] * min(fits[node], workers - len(found))
-    return found if len(found) == workers else None
-
-
-def summary(resources: Mapping[str, float]) -> str:
-    """Return CPUs and GPUs of some resources, in words."""
-    shown = [
-        f"{name}: {resources.get(name, 0):g}"
-        for name in ("CPU", "GPU")
-        if name in resources or name == "CPU"
-    ]
-    return "{" + ", ".join(shown) + "}"
+def _job() -> str:
+    job: str = ray.get_runtime_context().get_job_id()
+    return job

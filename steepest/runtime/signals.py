@@ -1,7 +1,8 @@
-"""SIGTERM to the driver: schedulers, Kubernetes and spot machines send it before they kill."""
+"""Signals to the driver: SIGTERM ends it as Ctrl-C does, SIGUSR1 prints what each process is doing."""
 
 from __future__ import annotations
 
+import _thread
 import logging
 import math
 import os
@@ -10,10 +11,13 @@ import socket
 import sys
 import threading
 import time
+import weakref
+from pathlib import Path
 from types import FrameType
 
 import ray
 
+from steepest.runtime.activity import Watched, report
 from steepest.runtime.ray_private import is_drivers_sigterm_handler, keep_exit_status
 
 #: The exit status of a program that SIGTERM has ended, as shells and schedulers know it.
@@ -23,8 +27,10 @@ log = logging.getLogger(__name__)
 _ENDING_SECONDS = 30.0
 _GONE_SECONDS = 10.0  # without a control store, after which the process is ended
 _LOOK_SECONDS = 0.5
-
 _began = -math.inf  # when the process last began to end, of `time.monotonic`
+_watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+_printing = threading.Lock()
+_installed_in = 0  # the process; a forked child has its parent's handler too
 
 
 def end_on_sigterm() -> None:
@@ -75,3 +81,47 @@ def _end_without_ray() -> None:
             log.warning("Ray is gone: the program ends without waiting for its answers")
             os._exit(EXIT_STATUS)
         time.sleep(_LOOK_SECONDS)
+
+
+def report_on_sigusr1(context: Watched) -> None:
+    """Have SIGUSR1 print to stderr what the processes of a job are doing, as long as the job is there.
+
+    A thread of its own does so; nothing else of this process changes. A user's own handler stays:
+    one of `signal.signal`, and one in C, such as that of `faulthandler.register`. On other threads
+    than the main one no handler is installed; neither is one where the system has no such signal.
+    """
+    global _installed_in
+    _watched.add(context)
+    if threading.current_thread() is threading.main_thread() and _is_free():
+        _installed_in = os.getpid()
+        signal.signal(signal.SIGUSR1, _begin_report)
+
+
+def _is_free() -> bool:
+    """Return whether SIGUSR1 exists, and would end this process."""
+    if not hasattr(signal, "SIGUSR1") or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        return False
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return True
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return not caught >> (signal.SIGUSR1 - 1) & 1
+
+
+def _begin_report(number: int, frame: FrameType | None) -> None:
+    """Print the reports on a thread, which is started without a lock: the main thread may hold any."""
+    if os.getpid() == _installed_in:
+        _thread.start_new_thread(_print, ())
+
+
+def _print() -> None:
+    """Print the reports of all jobs, unless that is being done."""
+    if not _printing.acquire(blocking=False):
+        return
+    try:
+        texts = [report(context) for context in list(_watched)] or ["no trainer is there"]
+        sys.stderr.write("".join(f"steepest, on SIGUSR1:\n{text}\n" for text in texts))
+        sys.stderr.flush()
+    finally:
+        _printing.release()

@@ -1,30 +1,20 @@
-"""Where a job's processes run, and how they talk to each other."""
+"""The ways in which a job's processes talk: by memory or sockets, or by actor calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from steepest.config.strategies import SimpleStrategy, StrategyConfig
 from steepest.engine.job import Job
 from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import HostMap
 from steepest.messages.message import Peer, server_peer
+from steepest.runtime.places import Place
 from steepest.tensors.shared_memory import AVAILABLE
 from steepest.transport.channel import ChannelSink
 from steepest.transport.ray_calls import CallTransport
 from steepest.transport.sockets import WireTransport
 from steepest.transport.tls import Identity
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process runs."""
-
-    node: str  # Ray's id
-    host: str  # IP address
-    pid: int
-    logs: tuple[str, ...]  # paths, on its node, of the files that hold what it printed
 
 
 def ways_of(config: StrategyConfig) -> str:

@@ -1,0 +1,325 @@
+"""Calls of a job's processes: what can be sent with them, how they have ended, and what they raise for the user."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib.util
+import re
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import ray
+from ray import cloudpickle
+
+from steepest.errors import (
+    ConfigurationError,
+    ModelRaisedError,
+    PeerLostError,
+    RemoteTraceback,
+    described_error,
+)
+
+_NAMED = 4  # processes that raised the same
+_ALIKE_SECONDS = 0.3  # in which the others, which began at the same time, come as far
+_DEEPEST = 20  # parts within parts that are looked at
+
+
+class RemoteError(Exception):
+    """An exception of another process as text (`describe_error`), which travels although it itself may not."""
+
+    def __init__(self, told: dict[str, str]) -> None:
+        super().__init__(told)
+        self.told = told
+
+    def __str__(self) -> str:
+        return self.told["error"]
+
+
+def has_answered(call: Any) -> bool:
+    """Return whether a call of an actor has returned; False if it raised or has not ended."""
+    if not ray.wait([call], timeout=0)[0]:
+        return False
+    try:
+        ray.get(call)
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
+def never_ran(call: Any) -> bool:
+    """Return whether a call failed because Ray could not start the actor's process."""
+    if not ray.wait([call], timeout=0)[0]:
+        return False
+    try:
+        ray.get(call)
+    except ray.exceptions.RayActorError:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
+
+
+def who_raised(error: ray.exceptions.RayTaskError, calls: Mapping[Any, str]) -> str:
+    """Return the names of the processes that raised the same error, such as "worker 0, worker 2"."""
+    if calls:
+        ray.wait(list(calls), num_returns=len(calls), timeout=_ALIKE_SECONDS)
+    words = _words_of(error)
+    found = [name for call, name in calls.items() if _words_of(_error_of(call)) == words]
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return ", ".join(found[:_NAMED]) + more or "a process"
+
+
+def _error_of(call: Any) -> ray.exceptions.RayTaskError | None:
+    """Return what a call of an actor has raised; None if it has not."""
+    if not ray.wait([call], timeout=0)[0]:
+        return None
+    try:
+        ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        return error
+    except ray.exceptions.RayError:
+        return None
+    return None
+
+
+def _words_of(error: ray.exceptions.RayTaskError | None) -> str:
+    """Return the class and message of what a call raised; "" for None."""
+    if error is None:
+        return ""
+    return error.cause.told["error"] if isinstance(error.cause, RemoteError) else last_line(error)
+
+
+def drop_calls(calls: Iterable[Any]) -> None:
+    """Let nobody wait for calls any more: Ray logs an error that nobody has asked for."""
+    for call in calls:
+        call.future()
+
+
+def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoReturn:
+    """Raise for the user what a remote call raised, without Ray's traceback.
+
+    Raises:
+        SteepestError: an error of ours, of its own class, with the processes' names.
+        ModelRaisedError: the user's code raised; its own frames are the cause.
+        ConfigurationError: an argument could not be unpickled, or a result not pickled; or only
+            the driver can import a module.
+        PeerLostError: the process that was to send an argument died.
+    """
+    cause = error.cause
+    if isinstance(cause, ray.exceptions.RayActorError):
+        raise PeerLostError(
+            f"{who} was not sent what it needs to {what}, because a process died: {last_line(error)}"
+        ) from None
+    if isinstance(cause, RemoteError):
+        _raise_described(cause.told, who, what)
+    if isinstance(cause, ray.exceptions.RaySystemError):
+        words = last_line(error)
+        raise ConfigurationError(
+            unimportable(words)
+            or f"{who} cannot read what it was sent to {what}: {words}: send what can be pickled, "
+            "of modules that the workers have too"
+        ) from None
+    raise ConfigurationError(
+        f"{who} could not send what came of it when asked to {what}: {type(cause).__name__}: "
+        f"{cause}; return what can "
+        "be pickled: numbers, text, tensors, arrays, and containers of these"
+    ) from None
+
+
+def unimportable(words: str) -> str:
+    """Return what to do when workers lack a module that the driver has; "" for another error, or no such module."""
+    found = re.search(r"^ModuleNotFoundError: No module named '((\w+)[\w.]*)'$", words)
+    if found is None:
+        return ""
+    name, package = found.groups()
+    spec = importlib.util.find_spec(package)
+    places = [] if spec is None else [*(spec.submodule_search_locations or ())]
+    if spec is not None and spec.origin is not None and spec.has_location and not places:
+        places = [spec.origin]
+    if not places:
+        return ""
+    folder = Path(places[0]).resolve().parent
+    return (
+        f"workers cannot import {name!r}, which the driver finds in {folder}: put that folder on "
+        f'PYTHONPATH before Ray starts, or give ray.init(runtime_env={{"working_dir": "{folder}"}})'
+    )
+
+
+def _raise_described(described: Mapping[str, str], who: str, what: str) -> NoReturn:
+    """Raise an error that travelled as text (`describe_error`), see `raise_remote`."""
+    if (own := described_error(described, f"{who}: ")) is not None:
+        raise own
+    hint = unimportable(described["error"])
+    raise ModelRaisedError(
+        f"{who} could not {what}: {described['error']}{hint and f'; {hint}'}"
+    ) from RemoteTraceback(described["traceback"])
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an exception's message."""
+    return str(error).rstrip().splitlines()[-1]
+
+
+def travelling(what: str, value: Any) -> Any:
+    """Put an object of the user's into Ray's store; return its reference.
+
+    Raises:
+        ConfigurationError: it cannot be pickled.
+    """
+    try:
+        return ray.put(value)
+    except ray.exceptions.RayError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
+        raise_unsendable(what, value, error)
+
+
+def raise_unsendable(what: str, value: Any, error: Exception) -> NoReturn:
+    """Raise ConfigurationError for an object of the user's that cannot be pickled."""
+    why = why_unpicklable(value, error)
+    raise ConfigurationError(f"{what} cannot be sent to the workers: {why}") from None
+
+
+class _Part(NamedTuple):
+    """An object that is pickled together with another one."""
+
+    value: Any
+    name: str = ""  # its place, such as ``data.loader`` or ``shards[3]``
+    function: str = ""  # that takes it from outside, by itself or as a part of a variable
+    variable: str = ""  # that variable's name
+    kind: str = ""  # the class of the variable's value
+
+    def inner(self, suffix: str, value: Any) -> _Part:
+        """Return a part of this part, at its name with a suffix."""
+        return self._replace(value=value, name=(self.name + suffix).removeprefix("."))
+
+    def variable_of(self, function: str, name: str) -> _Part:
+        """Return the value of a variable that this part, a function, takes from outside."""
+        return _Part(self.value, name, function, name, type(self.value).__name__)
+
+
+def why_unpicklable(value: Any, error: BaseException) -> str:
+    """Return in words why an object cannot be pickled, and what to do, by what pickling it has raised."""
+    part, above = _Part(value), [value]
+    while len(above) < _DEEPEST:
+        for inner in _parts(part):
+            known = any(inner.value is each for each in above)
+            if not known and (failed := _failure_of(inner.value)) is not None:
+                part, error = inner, failed
+                above.append(inner.value)
+                break
+        else:
+            break
+    why = str(error.__cause__ or error).strip() or type(error).__name__
+    if not part.name:
+        return f"{why}; make on the workers what cannot be sent"
+    if part.name != part.variable:
+        why = f"{part.name} is of type {type(part.value).__name__}: {why}"
+    if not part.function:
+        return f"{why}; make on the workers what cannot be sent"
+    return (
+        f"the variable {part.variable!r} of the function {part.function!r}, of type {part.kind}, "
+        f"cannot be pickled ({why}); make it inside the function, so that each process has its own"
+    )
+
+
+def _failure_of(value: Any) -> BaseException | None:
+    """Return what pickling an object raises; None if it can be pickled."""
+    try:
+        cloudpickle.Pickler(_Nowhere(), protocol=5).dump(value)
+    except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
+        return error
+    return None
+
+
+class _Nowhere:
+    """A file that keeps nothing, since the pickle of a data set may be large."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _parts(part: _Part) -> Iterator[_Part]:
+    """Yield what is pickled with an object."""
+    value = part.value
+    if isinstance(value, types.FunctionType):
+        yield from _variables(value)
+    elif isinstance(value, types.MethodType):
+        yield part.inner("", value.__func__)
+        yield part.inner(".self", value.__self__)
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield part.inner("", value.__func__)
+    elif isinstance(value, functools.partial):
+        yield part.inner("", value.func)
+        yield from _items(part, value.args)
+        yield from _items(part, value.keywords)
+    elif isinstance(value, type):
+        yield from _attributes(part, vars(value))
+    elif isinstance(value, (tuple, list, set, frozenset, Mapping)):
+        yield from _items(part, value)
+    else:
+        yield from _reduced(part)
+
+
+def _variables(function: types.FunctionType) -> Iterator[_Part]:
+    """Yield the variables that a function takes from outside."""
+    name = function.__name__
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for free, cell in cells:
+        try:
+            yield _Part(cell.cell_contents).variable_of(name, free)
+        except ValueError:
+            continue  # it has no value yet
+    for used in _globals_in(function.__code__):
+        if used in function.__globals__:
+            yield _Part(function.__globals__[used]).variable_of(name, used)
+    code = function.__code__
+    named = code.co_varnames[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    pairs = [*zip(named[len(named) - len(defaults) :], defaults, strict=True)]
+    for argument, default in (*pairs, *(function.__kwdefaults__ or {}).items()):
+        yield _Part(default).variable_of(name, argument)
+
+
+def _globals_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of the globals that a function uses, and the functions that it defines."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _globals_in(constant)
+
+
+def _items(part: _Part, value: Any) -> Iterator[_Part]:
+    """Yield the items of a container."""
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, item in pairs:
+        yield part.inner(f"[{key!r:.40}]", item)
+
+
+def _attributes(part: _Part, values: Mapping[str, Any]) -> Iterator[_Part]:
+    for name, value in values.items():
+        yield part.inner(f".{name}", value)
+
+
+def _reduced(part: _Part) -> Iterator[_Part]:
+    """Yield the parts of which an object's own methods make its pickle: attributes, arguments."""
+    try:
+        reduced = part.value.__reduce_ex__(4)
+    except Exception:  # noqa: BLE001 - then the object itself cannot be pickled
+        return
+    if not isinstance(reduced, tuple):
+        return
+    _, arguments, *rest = reduced
+    states = rest[:1]
+    for state in states[0] if states and isinstance(states[0], tuple) else states:
+        if isinstance(state, Mapping):
+            yield from _attributes(part, state)
+        elif state is not None:
+            yield part.inner("", state)
+    for argument in arguments:
+        yield part.inner("", argument)

@@ -1,0 +1,106 @@
+"""Where a process runs, and what its node knows of it: its last lines of output, its use of processors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+_LINES = 12
+_STOPPED = "TtXZ"  # stopped, traced, dead, defunct
+_STATES = {
+    "R": "computes, or waits for a processor",
+    "S": "sleeps",
+    "D": "waits for a disk or a file system",
+    "T": "is stopped by a signal",
+    "t": "is stopped by a debugger",
+    "Z": "has ended",
+    "X": "has ended",
+}
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs."""
+
+    node: str  # Ray's id
+    host: str  # IP address
+    pid: int
+    logs: tuple[str, ...]  # paths, on its node, of the files that hold what it printed
+
+
+def kill(place: Place, actor: Any) -> None:
+    """Kill a process, also one that is stopped or out of reach."""
+    if place.node == ray.get_runtime_context().get_node_id():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(place.pid, signal.SIGKILL)  # Ray's word reaches no stopped process
+    ray.kill(actor, no_restart=True)
+
+
+def last_lines(paths: tuple[str, ...], count: int = _LINES) -> list[str]:
+    """Return the last lines of log files, without Ray's own marks; a missing file has none."""
+    lines: list[str] = []
+    for path in paths:
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            kept = deque((line.rstrip() for line in file if not line.startswith(":")), maxlen=count)
+            lines += [line for line in kept if line]
+    return lines[-count:]
+
+
+def fetch_last_lines(place: Place, timeout: float = 5.0) -> list[str]:
+    """Return the last lines of output of a process, read on its own node, or why they cannot be read."""
+    if ray.get_runtime_context().get_node_id() == place.node:
+        return last_lines(place.logs)
+    affinity = NodeAffinitySchedulingStrategy(node_id=place.node, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(last_lines).options(scheduling_strategy=affinity)
+    try:
+        lines: list[str] = ray.get(task.remote(place.logs), timeout=timeout)
+    except ray.exceptions.RayError as error:
+        return [f"(its log cannot be read: {str(error).splitlines()[0]})"]
+    return lines
+
+
+def processor_use(pid: int) -> tuple[float, bool] | None:
+    """Return what a process of this node does with processors; None if it is stopped or gone. Any thread may ask.
+
+    Returns:
+        The seconds of processor time that it has used, and whether one of its threads computes or waits
+        for a processor now. Where many processes share one, a computing process may be given little.
+    """
+    try:
+        state, *fields = _fields(Path(f"/proc/{pid}/stat"))
+    except OSError:
+        return None
+    if state in _STOPPED:
+        return None
+    seconds = (int(fields[10]) + int(fields[11])) / _TICKS
+    return seconds, any(map(_is_runnable, Path(f"/proc/{pid}/task").glob("*/stat")))
+
+
+def processor_state(pid: int) -> str:
+    """Return what the kernel says of a process of this node, in words; any thread may ask."""
+    try:
+        state = _fields(Path(f"/proc/{pid}/stat"))[0]
+    except OSError:
+        return "is gone" if Path("/proc/self/stat").exists() else ""
+    return _STATES.get(state, f"is in state {state}")
+
+
+def _is_runnable(stat: Path) -> bool:
+    try:
+        return _fields(stat)[0] == "R"
+    except OSError:  # the thread has ended
+        return False
+
+
+def _fields(stat: Path) -> list[str]:
+    """Return the fields after the name: the state first."""
+    return stat.read_text().rpartition(")")[2].split()
