@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 from steepest.config.strategies import StrategyConfig
-from steepest.engine.job import check_agreement
 from steepest.errors import DeadlineError, PeerLostError
 from steepest.messages.message import Peer, server_peer, worker_peer
+from steepest.recovery.change import Applied, Change
 from steepest.recovery.decision import Transition, World
 from steepest.recovery.growth import Absent
 from steepest.recovery.observation import Observation
@@ -16,28 +16,6 @@ from steepest.recovery.starting import Start
 from steepest.runtime.context import Membership
 from steepest.runtime.launch import Cluster
 from steepest.state.job_state import JobState
-from steepest.state.stock import Stock
-
-#: Of workers, by role.
-Seats = Mapping[Peer, int]
-
-
-@dataclass(frozen=True)
-class Applied:
-    """What was done, for the line that tells of it."""
-
-    transition: Transition
-    dead: Collection[Peer]
-    joined: Mapping[int, Start]  # further workers, by number
-    then: str  # what becomes of workers that were left out, in words
-
-    @property
-    def replaced(self) -> int:
-        """How many dead processes have successors now, or are done without for good."""
-        returned = sum(bool(start.cause) for start in self.joined.values())
-        if self.transition.replaced or self.transition.left:
-            return returned + len(self.transition.replaced & set(self.dead))
-        return returned + len(self.dead)
 
 
 class Applying:
@@ -49,66 +27,56 @@ class Applying:
         self._observation = observation
 
     def apply(
-        self,
-        transition: Transition,
-        world: World,
-        dead: Mapping[Peer, str],
-        stock: Stock,
-        applied: list[Applied],
+        self, change: Change, transition: Transition, world: World, dead: Mapping[Peer, str]
     ) -> None:
         """Put the job together of the processes that a transition names.
 
-        `applied` is appended to as soon as the old job is no more. Where this raises after that,
+        `change.applied` has it as soon as the old job is no more. Where this raises after that,
         `JobState.pending` is what to begin again with.
         """
-        cluster = self._cluster
-        staying = [
-            peer
-            for peer in sorted(cluster.actors)
-            if peer.role == "worker" and peer not in transition.left
-        ]
+        cluster, state, observation = self._cluster, self._state, self._observation
+        assert change.stock is not None
+        stock, replaced, left = change.stock, transition.replaced, transition.left
+        workers = [peer for peer in sorted(cluster.actors) if peer.role == "worker"]
+        staying = [peer for peer in workers if peer not in left]
         more = transition.workers > len(staying) and not dead
-        joined = self._observation.joining() if more else {}
+        joined = observation.joining() if more else {}
         free = [number for number in range(transition.workers) if number not in joined]
         numbers = dict(zip(staying, free, strict=False))
-        successors = self._successors(transition, dead, numbers)
+        successors = self._successors({p: dead.get(p, "") for p in replaced}, numbers)
         # after deaths the job goes on as it was: another strategy, if one is wanted, comes next
-        wished = not (dead or successors or transition.left or stock.copied or self._state.pending)
+        wished = not (dead or replaced or left or stock.copied or state.pending)
         before = cluster.job if stock.found.holders is None else stock.copy.job
-        config = self._observation.config_for(
+        config = observation.config_for(
             transition.workers, transition.servers, None if wished else before.config
         )
-        wanted = self._membership(transition, config, dead, numbers, successors, joined)
-        wanted = replace(wanted, unfrozen=cluster.unfrozen if wished else before.unfrozen)
-        changed = transition.replaced | transition.left
-        seats = {peer: cluster.seat_of(peer) for peer in changed if peer.role == "worker"}
-        stock = stock.only_in(cluster.living())
-        as_it_was = (
-            self._state.pending is None
-            and stock.copy.job is cluster.job
-            and not transition.left
-            and transition.workers == world.workers
+        wanted = replace(
+            self._membership(transition, config, dead, numbers, successors, joined),
+            unfrozen=cluster.unfrozen if wished else before.unfrozen,
         )
+        seats = {peer: cluster.seat_of(peer) for peer in workers if peer in replaced | left}
+        stock = stock.only_in(cluster.living())
+        same = state.pending is None and stock.copy.job is cluster.job and not left
+        same &= transition.workers == world.workers
         same_servers = transition.servers == world.servers and config == cluster.job.config
         same_servers &= wanted.unfrozen == cluster.job.unfrozen
         # then version and samples' places stay, in the middle of a step too
-        as_before = as_it_was and (bool(dead) or same_servers)
-        put = self._state.put_back if as_before else self._state.put_together
+        as_before = same and (bool(dead) or same_servers)
+        put = state.put_back if as_before else state.put_together
         actors = cluster.actors
         try:
             put(stock, wanted)
         finally:
             if cluster.actors is not actors:  # also where another death has ended it too early
-                self._observation.starting.joined(cluster.actors.values())
+                observation.starting.joined(cluster.actors.values())
                 then = self._follow(transition, world, dead, seats)
-                applied.append(Applied(transition, dead.keys(), joined, then))
+                change.applied.append(Applied(transition, dead.keys(), joined, then))
 
     def _successors(
-        self, transition: Transition, dead: Mapping[Peer, str], numbers: Mapping[Peer, int]
+        self, replaced: Mapping[Peer, str], numbers: Mapping[Peer, int]
     ) -> dict[Peer, Start]:
         """Return the processes that take the places of others, when all are up."""
         observation, starting = self._observation, self._observation.starting
-        replaced = {peer: dead.get(peer, "") for peer in transition.replaced}
         while True:
             observation.start_successors(replaced, cold=True)
             starts = {peer: starting.instead[peer] for peer in replaced}
@@ -128,12 +96,9 @@ class Applying:
             silent, _ = observation.ask_for_signs(changing=True)
             if silent:
                 raise PeerLostError(f"{', '.join(silent)} gave no sign of life")
-        workers = {peer: start for peer, start in starts.items() if peer.role == "worker"}
-        calls = [start.building[0] for start in workers.values()]
         self._cluster.extend_deadline()
-        found = self._cluster.get(calls, "build the model again", workers)
-        for described in found:
-            check_agreement(self._cluster.job.description, described, "the job", "a successor")
+        workers = {peer: start for peer, start in starts.items() if peer.role == "worker"}
+        starting.check_models(workers, "build the model again")
         return starts
 
     def _membership(
@@ -173,7 +138,11 @@ class Applying:
         )
 
     def _follow(
-        self, transition: Transition, world: World, dead: Mapping[Peer, str], seats: Seats
+        self,
+        transition: Transition,
+        world: World,
+        dead: Mapping[Peer, str],
+        seats: Mapping[Peer, int],
     ) -> str:
         """Note what follows from a transition that was applied; return it in words, if it is news."""
         cluster, starting = self._cluster, self._observation.starting

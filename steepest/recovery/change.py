@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from steepest.engine.client import Client
 from steepest.engine.job import Job
+from steepest.engine.survivors import RecoveredState
 from steepest.messages.message import Peer
-from steepest.recovery.applying import Applied
-from steepest.recovery.stocktaking import StockTaking
+from steepest.recovery.decision import Transition
+from steepest.recovery.starting import Start
 from steepest.runtime.launch import Cluster
 from steepest.runtime.places import Place
 from steepest.state.stock import Stock
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What one try has done."""
+
+    transition: Transition
+    dead: Collection[Peer]
+    joined: Mapping[int, Start]  # further workers, by number
+    then: str  # what becomes of workers that were left out, in words
+
+    @property
+    def replaced(self) -> int:
+        """How many dead processes have successors now, or are done without for good."""
+        returned = sum(bool(start.cause) for start in self.joined.values())
+        if self.transition.replaced or self.transition.left:
+            return returned + len(self.transition.replaced & set(self.dead))
+        return returned + len(self.dead)
 
 
 @dataclass
@@ -26,28 +45,31 @@ class Change:
     job: Job
     client: Client
     places: Mapping[Peer, Place]
+    names: Mapping[Any, Peer]  # of the processes, by the calls that watch them
     step: int
     version: int
     hosts: str  # nodes that are being left, and why, in words
-    taking: StockTaking  # asks the processes what is left of the job
+    suspect: tuple[Peer, str] | None = None  # a process whose channel has closed, and why
+    halted: bool = False  # whether the survivors were told to stop, and take no step any more
+    stopped: RecoveredState | None = None  # where all stood when nothing was lost
     stock: Stock | None = None  # with which the job continues; None until it is taken
     # what is said of each dead process, by the call that watched it
     said: dict[Any, str] = field(default_factory=dict)
-    # of the processes, by the calls that watch them
-    names: Mapping[Any, Peer] = field(default_factory=dict)
     applied: list[Applied] = field(default_factory=list)  # by each try that has got so far
     began: float = field(default_factory=lambda: time.monotonic())
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the work
 
     @classmethod
-    def of(cls, cluster: Cluster, hosts: str, taking: StockTaking) -> Change:
+    def of(cls, cluster: Cluster, hosts: str) -> Change:
         """Return the change that begins with a job as it is."""
-        version = cluster.client.position.version
-        places = dict(cluster.places)
         names = {watch: peer for peer, watch in cluster.watches.items()}
-        return cls(
-            cluster.job, cluster.client, places, cluster.step, version, hosts, taking, names=names
-        )
+        version, places = cluster.client.position.version, dict(cluster.places)
+        return cls(cluster.job, cluster.client, places, names, cluster.step, version, hosts)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the job is no more as it was, so that the change has to come to its end."""
+        return self.halted or self.stock is not None
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:

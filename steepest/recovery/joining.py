@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Set
 from functools import partial
+from typing import Any
 
 from steepest.data.streams import StreamPlace
-from steepest.engine.job import check_agreement
 from steepest.engine.replica_states import all_states, mean_states
 from steepest.errors import DeadlineError, PeerLostError
 from steepest.messages.message import Peer, worker_peer
@@ -102,25 +102,22 @@ class Joining:
 
     def _join(self, peer: Peer, start: Start, missing: Collection[Peer]) -> None:
         """Have a process that is up, on the node of its predecessor, take the place of a worker."""
-        cluster, actor, job = self._cluster, start.actor, self._cluster.job
+        cluster, actor = self._cluster, start.actor
         cluster.extend_deadline()
         life, timeout = cluster.lives[peer.index] + 1, cluster.run_config.deadlines.start
-        described, place = cluster.get(start.building, "build the model again", [peer, peer])
-        check_agreement(job.description, described, "the job", str(peer))
+        self._observation.starting.check_models({peer: start}, "build the model again")
+
+        def get(call: Any, what: str) -> Any:
+            return cluster.get([call], what, [peer])[0]
+
+        place = get(start.building[-1], "say where it is")
         states = self._states_of_the_others(missing)
         mean = mean_states(states, [1.0] * len(states)) if states else None
-        cluster.get(
-            [actor.bind.remote(cluster.stored_job, cluster.chosen.gpu)],
-            "bind the model again",
-            [peer],
-        )
-        opening = actor.open.remote(cluster.stored_job, [], None, life)
-        (address,) = cluster.get([opening], "open a worker again", [peer])
+        get(actor.bind.remote(cluster.stored_job, cluster.chosen.gpu), "bind the model again")
+        address = get(actor.open.remote(cluster.stored_job, [], None, life), "open a worker again")
         where = self._place_of_the_others(missing)
-        taking = actor.take_state.remote(*cluster.plan, mean, where)
-        cluster.get([taking], "take the others' state", [peer])
-        connecting = actor.connect.remote(cluster.ends, timeout)
-        cluster.get([connecting], "connect a worker again", [peer])
+        get(actor.take_state.remote(*cluster.plan, mean, where), "take the others' state")
+        get(actor.connect.remote(cluster.ends, timeout), "connect a worker again")
         cluster.substitute(peer, actor, place, address)
         self._joined[peer] = cluster.client.position.version
         self._tell([worker for worker in self._living() if worker not in missing or worker == peer])

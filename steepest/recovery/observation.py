@@ -14,7 +14,6 @@ from functools import partial
 import ray
 
 from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig
-from steepest.engine.job import check_agreement
 from steepest.errors import ShutdownError
 from steepest.messages.driver import WorkerLost
 from steepest.messages.message import Peer, server_peer, worker_peer
@@ -154,19 +153,19 @@ class Observation:
         cluster.await_successors(dead)
         return dead
 
-    def worn_out(self, dead: Mapping[Peer, str]) -> frozenset[Peer]:
+    def worn_out(self, dead: Collection[Peer]) -> frozenset[Peer]:
         """Return those of the dead in whose places processes have died too often."""
         allowed = self._cluster.run_config.failure.max_failures
-        return frozenset(peer for peer, why in dead.items() if self._failed(peer, why) > allowed)
+        return frozenset(peer for peer in dead if self._failed(peer) > allowed)
 
-    def _failed(self, peer: Peer, cause: str) -> int:
+    def _failed(self, peer: Peer) -> int:
         """Return how many processes have died in the place of a dead one, with that one."""
         cluster, seat = self._cluster, self._cluster.seat_of(peer)
         watch = cluster.watches[peer]
         if watch not in self._counted:
             if cluster.deaths.is_repeated(peer, seat):
                 again = "as the one before it, with no version committed in between"
-                cluster.deaths.raise_lost(peer, f"{cause} ({again})")
+                cluster.deaths.raise_lost(peer, f"{cluster.deaths.cause(peer)} ({again})")
             self._counted.add(watch)
             self._failures[seat] += 1
         return self._failures[seat]
@@ -176,6 +175,10 @@ class Observation:
         starting = self.starting
         waited = {peer: start for peer, start in starting.instead.items() if peer in dead}
         return frozenset(peer for peer, start in waited.items() if starting.is_late(start))
+
+    def in_vain(self, dead: Collection[Peer]) -> frozenset[Peer]:
+        """Return those of the dead whose successors are not awaited."""
+        return self.worn_out(dead) | self.late(dead)
 
     def failed_to_start(self, peer: Peer) -> None:
         """Count the death of a process that started in the place of a dead one."""
@@ -285,23 +288,13 @@ class Observation:
         starting.workers = [*joining.values(), *late]
         if not all(start.is_up for start in joining.values()):
             return {}
-        calls = [start.building[0] for start in joining.values()]
-        described = self._cluster.get(calls, "build the model", map(worker_peer, joining))
-        for number, found in zip(joining, described, strict=True):
-            job = self._cluster.job
-            check_agreement(job.description, found, "the job", str(worker_peer(number)))
+        models = {worker_peer(number): start for number, start in joining.items()}
+        starting.check_models(models, "build the model")
         return joining
 
     # -- what is known ---------------------------------------------------------------------------
 
-    def world(
-        self,
-        dead: Mapping[Peer, str],
-        worn_out: Collection[Peer],
-        *,
-        patient: bool,
-        whole: bool = True,
-    ) -> World:
+    def world(self, dead: Mapping[Peer, str], *, patient: bool) -> World:
         """Return what is known of all processes."""
         cluster = self._cluster
         counts = Counter(peer.role for peer in cluster.actors)
@@ -320,14 +313,13 @@ class Observation:
             dead=dead.keys(),
             leaving=leaving,
             ready=ready & (dead.keys() | leaving),
-            worn_out=frozenset(worn_out),
+            worn_out=self.worn_out(dead),
             late=self.late(dead),
             stuck=stuck,
             overdue=not patient and self._is_overdue(dead),
             full=self.leaving.full,
             joining=0 if dead or leaving else len(self.joining()),
             opening=wanted if by_calls(self.wanted.config) else len(servers),
-            whole=whole,
             snapshot=self._snapshots.taken is not None,
         )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import ray
 
+from steepest.engine.job import check_agreement
 from steepest.errors import ResourcesError
 from steepest.messages.message import Peer, worker_peer
 from steepest.runtime.calls import has_answered, never_ran
@@ -128,6 +129,12 @@ class Starting:
     def is_late(self, start: Start) -> bool:
         """Return whether a process has not come up for so long that nobody waits for it any more."""
         return time.monotonic() - start.began > self.patience and not start.is_up
+
+    def check_models(self, starts: Mapping[Peer, Start], what: str) -> None:
+        """Raise ModelError or ModelRaisedError unless workers that are up have built the job's model."""
+        calls, job = [start.building[0] for start in starts.values()], self._cluster.job
+        for peer, described in zip(starts, self._cluster.get(calls, what, starts), strict=True):
+            check_agreement(job.description, described, "the job", str(peer))
 
     def check_time(self, start: Start) -> None:
         """Refuse to wait any longer for a process that is late."""

@@ -26,7 +26,7 @@ from steepest.recovery.change import Change
 from steepest.recovery.decision import Impossible, Source, Transition, World, decide
 from steepest.recovery.joining import Joining
 from steepest.recovery.observation import Observation, Wanted
-from steepest.recovery.stocktaking import StockTaking
+from steepest.recovery.stocktaking import find_dead, take_stock
 from steepest.recovery.telling import tell
 from steepest.recovery.wishes import Wishes
 from steepest.runtime.context import change_log
@@ -77,7 +77,6 @@ class Supervisor:
         self._state = state
         self._joining = Joining(cluster, self.observation)
         self._applying = Applying(cluster, state, self.observation)
-        self._suspect: tuple[Peer, str] | None = None
         self._looked = 0.0
         self._due: Due | None = None  # as found by the last look
         self._trained = 0.0  # seconds
@@ -145,8 +144,7 @@ class Supervisor:
 
     def _look(self, *, patient: bool) -> Due | None:
         """Start the processes that are missing, have those join that can; return what is due besides."""
-        torn = self._cluster.client.torn is not None
-        if torn or self._suspect is not None or self._change is not None:
+        if self._cluster.client.torn is not None or self._change is not None:
             return "now"
         if self._is_time():
             self._due = self._find_due(patient=patient)
@@ -158,7 +156,7 @@ class Supervisor:
         observation.ask_for_signs()
         dead = observation.dead()
         observation.tell_job(dead)
-        world = self._look_at(dead, observation.worn_out(dead), patient=patient)
+        world = self._look_at(dead, patient=patient)
         if world.stuck:
             return "now"
         found = self._decided(world, dead)
@@ -192,19 +190,17 @@ class Supervisor:
         self._looked = time.monotonic()
         return True
 
-    def _look_at(
-        self, dead: Mapping[Peer, str], worn_out: frozenset[Peer], *, patient: bool
-    ) -> World:
+    def _look_at(self, dead: Mapping[Peer, str], *, patient: bool) -> World:
         """Start what is missing, and return what is known then."""
         observation = self.observation
         if dead:
-            plain = all(map(observation.is_plain, dead))
+            worn_out = observation.worn_out(dead)
             successors = {peer: why for peer, why in dead.items() if peer not in worn_out}
-            observation.start_successors(successors, cold=plain)
+            observation.start_successors(successors, cold=all(map(observation.is_plain, dead)))
             observation.tell_who_is_awaited()
-            return observation.world(dead, worn_out, patient=patient)
-        self._start_missing()
-        return observation.world(dead, worn_out, patient=patient)
+        else:
+            self._start_missing()
+        return observation.world(dead, patient=patient)
 
     def _start_missing(self) -> None:
         """Start further processes; what cannot be had is wanted no more."""
@@ -245,7 +241,8 @@ class Supervisor:
         process = self._cluster.process_of(peer)
         if not self.observation.can_replace(process):
             return False
-        self._suspect = process, why
+        self._change = self._change or self._begun()
+        self._change.suspect = process, why
         return True
 
     # -- changing --------------------------------------------------------------------------------
@@ -265,7 +262,7 @@ class Supervisor:
                 "change at step %d | not made in %.2f s: %s", change.step, passed, error
             )
             self.observation.starting.give_up(self.observation.starting.instead.values())
-            if not (change.taking.has_begun or change.stock):  # the job is as it was
+            if not change.has_begun:
                 self._change = None
                 cluster.stand(None)
             raise
@@ -277,10 +274,12 @@ class Supervisor:
             self._conclude(change)
 
     def _begun(self) -> Change:
-        """Return the change that begins now."""
-        observation = self.observation
-        taking = StockTaking(self._cluster, self._state, observation.signs, self.snapshots)
-        return Change.of(self._cluster, self._hosts_left(), taking)
+        """Return the change that begins now, with the nodes that are being left, and why, in words."""
+        leaving = self.observation.leaving
+        hosts = sorted({self._cluster.places[peer].host for peer in leaving.peers})
+        return Change.of(
+            self._cluster, f"{', '.join(hosts)} {next(iter(leaving.nodes.values()), '')}"
+        )
 
     def _conclude(self, change: Change) -> None:
         """Note what follows from a change that was applied, and tell of it."""
@@ -303,82 +302,72 @@ class Supervisor:
         if any(s.cause for applied in change.applied for s in applied.joined.values()):
             self.observation.refill_reserve()
 
-    def _hosts_left(self) -> str:
-        """Return which nodes are being left, and why, in words."""
-        leaving = self.observation.leaving
-        hosts = sorted({self._cluster.places[peer].host for peer in leaving.peers})
-        return f"{', '.join(hosts)} {next(iter(leaving.nodes.values()), '')}"
-
     def _apply(self, change: Change, *, patient: bool) -> bool:
         """Find the dead, take stock, decide and apply; return whether anything was to be done."""
-        cluster, observation, taking = self._cluster, self.observation, change.taking
-        suspect, self._suspect = self._suspect, None
-        with change.part("seeing"):
-            dead = taking.find_dead(*(suspect or (None, "")))
-        unexplained = 0
+        cluster, observation, unexplained = self._cluster, self.observation, 0
+        dead = self._see(change)
         while True:
-            worn_out = observation.worn_out(dead)
-            in_vain = worn_out | observation.late(dead)
-            change.said |= {
-                cluster.watches[p]: self._said(change, p, why, worn_out) for p, why in dead.items()
-            }
+            in_vain = observation.in_vain(dead)
+            change.said |= {cluster.watches[p]: self._said(change, p, dead[p]) for p in dead}
             cluster.await_successors(dead)
             try:
-                return self._try(change, dead, worn_out, patient=patient)
+                return self._try(change, dead, patient=patient)
             except (PeerLostError, DeadlineError) as error:
                 observation.starting.joined(cluster.actors.values())
-                with change.part("seeing"):
-                    dead = taking.find_dead(*self._struck(change.said, error))
+                change.suspect = self._struck(change.said, error)
+                dead = self._see(change)
                 known = {cluster.watches[peer] for peer in dead} <= change.said.keys()
-                if known and observation.worn_out(dead) | observation.late(dead) == in_vain:
+                if known and observation.in_vain(dead) == in_vain:
                     unexplained += 1  # perhaps of a process that had no role yet
                     if isinstance(error, DeadlineError) or unexplained > _UNEXPLAINED:
                         raise
 
-    def _try(
-        self, change: Change, dead: Mapping[Peer, str], worn_out: frozenset[Peer], *, patient: bool
-    ) -> bool:
+    def _see(self, change: Change) -> dict[Peer, str]:
+        """Return the dead, and why they died, see `find_dead`."""
+        suspect, change.suspect = change.suspect, None
+        with change.part("seeing"):
+            return find_dead(self._cluster, suspect)
+
+    def _try(self, change: Change, dead: Mapping[Peer, str], *, patient: bool) -> bool:
         """Take stock, unless that was done; decide, and apply; return whether anything was to be done."""
-        cluster = self._cluster
+        cluster, observation = self._cluster, self.observation
         change.stock = self._state.pending or change.stock
         with change.part("starting"):
-            world = self._look_at(dead, worn_out, patient=patient)
-        torn = cluster.client.torn is not None
-        if torn or change.stock is not None or change.taking.has_begun:  # all stand still
+            world = self._look_at(dead, patient=patient)
+        if cluster.client.torn is not None or change.has_begun:  # all stand still
             world = replace(world, stuck=True)
         elif self._decided(world, dead) is None:
             return False
         if change.stock is None:
+            # after deaths the job goes on as it was: another strategy, if one is wanted, comes next
+            as_it_was = dead or world.leaving
+            config = cluster.job.config if as_it_was else observation.wanted.config
             with change.part("taking stock"):
-                if not (dead or world.leaving or change.taking.has_begun):
+                if not (as_it_was or change.halted):
                     # steps of before are never made again in the form that comes now
                     self.snapshots.ensure_present(cluster.meanwhile)
-                change.stock = self._take_stock(change.taking, world, dead)
+                change.stock = take_stock(
+                    cluster, self._state, self.snapshots, change, dead, config
+                )
         world = replace(world, whole=change.stock.is_held_by(cluster.living()))
         transition = self._decided(world, dead) or _as_it_is(world)
         copy = self.snapshots.taken
         if transition.source == "snapshot" and not change.stock.copied and copy is not None:
             change.stock = Stock.from_copy(copy)
-        self.observation.signs.forget()
+        cluster.signs.forget()
         with change.part("applying"):
-            self._applying.apply(transition, world, dead, change.stock, change.applied)
+            self._applying.apply(change, transition, world, dead)
         return True
 
-    def _said(self, change: Change, peer: Peer, why: str, worn_out: Collection[Peer]) -> str:
+    def _said(self, change: Change, peer: Peer, why: str) -> str:
         """Return what is said of a dead process, by the name that it had when the change began."""
-        if peer in worn_out:
+        if peer in self.observation.worn_out([peer]):
             allowed = self._cluster.run_config.failure.max_failures
             why += f"; it had {allowed} successors, FailureConfig(max_failures={allowed}) gives it no more"
         name = change.names.get(self._cluster.watches[peer], peer)
         return f"{name} on {self._cluster.places[peer].host} ({why})"
 
-    def _take_stock(self, taking: StockTaking, world: World, dead: Mapping[Peer, str]) -> Stock:
-        """Stop the survivors, and return everything with which the job continues."""
-        as_it_was = dead or world.leaving  # another strategy, if one is wanted, comes next
-        config = self._cluster.job.config if as_it_was else self.observation.wanted.config
-        return taking.take(dead, taking.standing(dead, config))
-
-    def _struck(self, said: Collection[Any], error: Exception) -> tuple[Peer | None, str]:
+    def _struck(self, said: Collection[Any], error: Exception) -> tuple[Peer, str] | None:
         """Return the process whose channel has closed, if that ended a change, and what is said of it."""
         cluster = self._cluster
         lost = cluster.client.lost_peer
@@ -389,7 +378,7 @@ class Supervisor:
         others = [watch for watch in cluster.watches.values() if watch not in said]
         if others and isinstance(error, PeerLostError):
             self.owner.await_calls(others, _NOTICE_SECONDS, 1)
-        return None, ""
+        return None
 
     # -- between steps ---------------------------------------------------------------------------
 
@@ -449,12 +438,12 @@ class Supervisor:
     @property
     def is_amid_change(self) -> bool:
         """Whether a change has begun that is not applied."""
-        return self._change is not None
+        return self._change is not None and self._change.has_begun
 
     def is_readable(self) -> bool:
         """Return whether its state can be read; or whether it never can, as `look` will say."""
-        still = self._change is None and self._suspect is None
-        return self._error is not None or (still and (self.in_call or not self.is_behind))
+        still = self._change is None and (self.in_call or not self.is_behind)
+        return self._error is not None or still
 
     @property
     def is_changing(self) -> bool:
@@ -469,7 +458,7 @@ class Supervisor:
     def is_struck(self, before: Processes) -> bool:
         """Return whether a process is dead, or a channel has closed; the next change handles it."""
         torn = before[0].torn is not None
-        known = torn or self._change is not None or self._suspect is not None
+        known = torn or self._change is not None
         self._looked = 0.0
         if known or self.processes() != before:
             return True

@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from steepest.engine.job import Job
 from steepest.errors import listed
 from steepest.messages.message import Peer, worker_peer
-from steepest.recovery.applying import Applied
-from steepest.recovery.change import Change
+from steepest.recovery.change import Applied, Change
 from steepest.runtime.launch import Cluster
 
 
