@@ -23,7 +23,7 @@ from steepest import (
 )
 from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, ResourcesError
-from steepest.recovery.observation import Wanted
+from steepest.recovery.growth import Wanted
 from steepest.runtime.process import Process
 from tests.pairs import mostly_full
 from tests.reference import Task, Weights, difference, samples, sgd, snapshot

@@ -101,8 +101,7 @@ class Calls:
 
         def read() -> list[T]:
             """Return what the function returns, in a list that is empty where a process has died."""
-            supervisor.raise_mistake()
-            supervisor.raise_error()
+            supervisor.raise_kept()
             before = supervisor.processes()
             try:
                 return [function()]

@@ -281,7 +281,7 @@ class Training:
             stopped = taken.have_stopped
             if due == "now" or (stopped and taken.changing):
                 self._supervisor.change()
-                self._supervisor.raise_mistake()
+                self._supervisor.raise_kept()
             if self.cluster.client is not client:
                 taken.done = self._catch_up(client, plan, taken.done, run)
                 client, plan, stopped = self.cluster.client, self.cluster.plan[0], True

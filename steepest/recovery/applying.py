@@ -10,7 +10,7 @@ from steepest.errors import DeadlineError, PeerLostError
 from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.recovery.change import Applied, Change
 from steepest.recovery.decision import Transition, World
-from steepest.recovery.growth import Absent
+from steepest.recovery.growth import Missing
 from steepest.recovery.observation import Observation
 from steepest.recovery.starting import Start
 from steepest.runtime.context import Membership
@@ -153,7 +153,9 @@ class Applying:
             elif (start := starting.instead.pop(peer, None)) is not None:
                 starting.workers.append(start)
             else:
-                self._observation.growth.absent.append(Absent(peer.index, seats[peer], dead[peer]))
+                self._observation.growth.missing.append(
+                    Missing(peer.index, seats[peer], dead[peer])
+                )
         if leaving.nodes:
             if not dead:
                 for seat in seats.values():

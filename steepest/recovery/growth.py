@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import ray
 
@@ -21,10 +22,31 @@ _LONGEST_PAUSE = 60.0
 
 
 @dataclass(frozen=True)
-class Absent:
-    """A dead worker without which the others continue."""
+class Wanted:
+    """What the user wants of a job's processes."""
 
-    index: int  # its number then
+    config: StrategyConfig
+    least: int  # workers
+    most: int
+    exact: bool  # whether `most` are wanted, and fewer only while the cluster has no room for them
+    before: Wanted | None = None  # what was wanted before the user asked for this; None if granted
+    of_workers: bool = False  # whether another number of workers was asked for
+    of_more: bool = False  # whether something else was asked for after it
+
+    def asking(self, config: StrategyConfig, workers: int | None) -> Wanted:
+        """Return what is wanted when the user asks for this besides; None for as many as now."""
+        before, of_workers = self.before or self, self.of_workers or workers is not None
+        if workers is not None:
+            return Wanted(config, 1, workers, True, before, of_workers)
+        return replace(
+            self, config=config, before=before, of_workers=of_workers, of_more=self.of_workers
+        )
+
+
+class Missing(NamedTuple):
+    """A worker that died, without which the others continue; its successor joins later."""
+
+    number: int  # that it had
     seat: int  # where it ran, and its successor will run
     cause: str  # of its death
 
@@ -33,37 +55,31 @@ class Growth:
     """Starts the processes that a job lacks."""
 
     def __init__(self, cluster: Cluster, starting: Starting) -> None:
-        self.absent: list[Absent] = []  # workers that died and have no successor yet
-        self.asked = False  # whether the user has asked for the number of workers that is wanted
+        self.missing: list[Missing] = []  # of whom no successor has been started
         self._cluster = cluster
         self._starting = starting
         self._room: Room | None = None
         self._looked = time.monotonic()
         self._pause = _LOOK_SECONDS
 
-    def start_missing(self, most: int, config: StrategyConfig) -> None:
+    def start_missing(self, wanted: Wanted) -> None:
         """Start processes of workers and servers that are wanted and that there is room for."""
-        cluster, starting = self._cluster, self._starting
-        self._start_absent(most)
-        missing = most - cluster.job.num_workers - len(starting.workers)
+        starting, have, most = self._starting, self._cluster.job.num_workers, wanted.most
+        while self.missing and have + len(starting.workers) < most:
+            starting.workers.append(starting.worker(*self.missing.pop(0)))
+        missing = most - have - len(starting.workers)
+        if missing <= 0:
+            self.missing.clear()
         if missing < 0:
             starting.give_up(starting.workers[missing:])
         if self._room is not None:
             self._take_room()
         elif missing > 0:
-            self._start_workers(missing)
+            self._start_workers(missing, asked=wanted.of_workers)
         if self._room is None:
             # one who died may come back late: no server is placed beside that seat until then
             coming = sum(not start.cause or start.is_up for start in starting.workers)
-            self._start_servers(config, min(cluster.job.num_workers + coming, most))
-
-    def _start_absent(self, most: int) -> None:
-        starting = self._starting
-        while self.absent and self._cluster.job.num_workers + len(starting.workers) < most:
-            absent = self.absent.pop(0)
-            starting.workers.append(starting.worker(absent.index, absent.seat, absent.cause))
-        if self._cluster.job.num_workers + len(starting.workers) >= most:
-            self.absent.clear()
+            self._start_servers(wanted.config, min(have + coming, most))
 
     def _free_seats(self) -> list[int]:
         """Return the seats that no process has, on nodes that live and stay; Ray moves those of dead ones."""
@@ -76,16 +92,16 @@ class Growth:
         living -= draining_nodes().keys()
         return [seat for seat in free if placement.nodes([seat])[0] in living]
 
-    def _start_workers(self, missing: int) -> None:
+    def _start_workers(self, missing: int, *, asked: bool) -> None:
         """Start workers on free seats, and ask for room for others, where that is of use."""
         cluster, placement, now = self._cluster, self._cluster.placement, time.monotonic()
-        if not self.asked:
+        if not asked:
             worn_out = len(placement.retired) > cluster.job.num_workers + missing
             if now - self._looked < self._pause or worn_out:
                 return
             self._looked = now
         free, serving = self._free_seats(), placement.serving_nodes
-        if not self.asked:
+        if not asked:
             missing = min(missing, fitting(cluster.bundle, serving) + len(free))
             if missing < 1:
                 return
@@ -143,13 +159,13 @@ class Growth:
     @property
     def awaits_successors(self) -> bool:
         """Whether successors of dead workers are on their way."""
-        return bool(self.absent) or any(start.cause for start in self._starting.workers)
+        return bool(self.missing) or any(start.cause for start in self._starting.workers)
 
     def surplus(self, most: int) -> list[int]:
         """Return the seats that no worker has or will get; processes of other kinds may have them."""
         if self._room is not None or self._starting.workers:
             return []
-        coming = {each.seat for each in (*self._starting, *self.absent)}
+        coming = {each.seat for each in (*self._starting, *self.missing)}
         workers = max(most, self._cluster.job.num_workers)
         return [s for s in self._cluster.placement.surplus(workers) if s not in coming]
 

@@ -59,7 +59,7 @@ class Joining:
             starting.joined([start.actor])
             self._tell_of(peer, start, old, step, began)
         cluster.await_successors(missing)
-        self._observation.refill_reserve()
+        self._observation.fill_reserve()
         return len(dead) - len(missing)
 
     def _is_struck(self, peer: Peer, start: Start, dead: Set[Peer]) -> bool:
@@ -69,7 +69,7 @@ class Joining:
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             observation.ask_for_signs()  # one may be cut off
-            if start.is_gone:
+            if start.is_dead:
                 observation.failed_to_start(peer)
                 return True
             if observation.dead().keys() - dead:

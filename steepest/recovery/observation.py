@@ -8,17 +8,17 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import ray
 
 from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig
-from steepest.errors import ShutdownError
+from steepest.errors import ResourcesError, ShutdownError
 from steepest.messages.driver import WorkerLost
 from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.recovery.decision import Target, World
-from steepest.recovery.growth import Growth
+from steepest.recovery.growth import Growth, Wanted
 from steepest.recovery.leaving import Leaving
 from steepest.recovery.starting import Reserve, Start, Starting
 from steepest.runtime.launch import Cluster
@@ -33,21 +33,6 @@ _SPARE_AFTER_SECONDS = 20.0  # of training, before a spare process is worth its 
 _TOGETHER_SECONDS = 2.0  # that one who is up waits for others, so that all join in one pause
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What the user wants."""
-
-    config: StrategyConfig
-    least: int  # workers
-    most: int
-    exact: bool  # whether `most` workers are wanted, also if the cluster has no room for them now
-
-    @classmethod
-    def exactly(cls, config: StrategyConfig, workers: int) -> Wanted:
-        """Return that exactly so many workers are wanted, and fewer while there is no room for them."""
-        return cls(config, 1, workers, True)
-
-
 class Observation:
     """Watches a job's processes, and starts those that it lacks."""
 
@@ -57,7 +42,6 @@ class Observation:
         self.reserve = Reserve(cluster)
         self.growth = Growth(cluster, self.starting)
         self.leaving = Leaving(cluster, self.starting)
-        self.signs = cluster.signs
         self._cluster = cluster
         self._snapshots = snapshots
         self._failures: Counter[int] = Counter()  # by seat
@@ -80,7 +64,7 @@ class Observation:
 
         Returns those of the job, and those that have no role yet or any more.
         """
-        cluster, signs = self._cluster, self.signs
+        cluster, signs = self._cluster, self._cluster.signs
         if not signs.is_time:
             return [], []
         members = {actor: peer for peer, actor in cluster.actors.items() if self.can_replace(peer)}
@@ -95,7 +79,9 @@ class Observation:
             why = f"no sign of life for {signs.silence(actor):.1f} s"
             if actor in members:
                 why = cluster.silence_of(members[actor], signs.silence(actor))
-                self._give_up(members[actor], why, changing=changing)
+                if not changing:  # else the job hears nothing
+                    self.tell_job({members[actor]: why})
+                cluster.deaths.declare(members[actor], why)
                 found[0].append(str(members[actor]))
                 continue
             if actor in coming:
@@ -107,11 +93,6 @@ class Observation:
             log.warning("%s gave %s", what, why)
             found[1].append(what)
         return found
-
-    def _give_up(self, peer: Peer, why: str, *, changing: bool) -> None:
-        if not changing:
-            self.tell_job({peer: why})
-        self._cluster.deaths.declare(peer, why)
 
     def tell_job(self, dead: Mapping[Peer, str]) -> None:
         """Tell the driver's client and the coordinator, once each, of processes that are dead.
@@ -131,7 +112,7 @@ class Observation:
                     cluster.on_router(partial(cluster.client.lost, server_peer(peer.index), why))
 
     def hear(self, lost: WorkerLost) -> None:
-        """Take the coordinator's word that a worker is gone; Ray's, if there is any, names the cause."""
+        """Take the coordinator's word that a worker is dead; Ray's, if there is any, names the cause."""
         cluster, peer = self._cluster, worker_peer(lost.worker)
         if peer not in cluster.watches or cluster.lives[lost.worker] != lost.life:
             return
@@ -186,8 +167,8 @@ class Observation:
 
     # -- processes that start --------------------------------------------------------------------
 
-    def fill_reserve(self, trained: float) -> None:
-        """Start spare processes, if some are wanted after `trained` seconds of training."""
+    def fill_reserve(self, trained: float = math.inf) -> None:
+        """Start spare processes, if some are wanted after `trained` seconds of training, or a death."""
         cluster = self._cluster
         wanted = cluster.run_config.failure.spares
         if wanted is None:
@@ -195,34 +176,26 @@ class Observation:
         if wanted and not cluster.chosen.gpu and self.can_replace(worker_peer(0)):
             self.reserve.fill(wanted)  # a GPU is Ray's to give, when it is needed
 
-    def refill_reserve(self) -> None:
-        """Start a spare process after a death, unless none is wanted."""
-        wanted = self._cluster.run_config.failure.spares
-        self.fill_reserve(_SPARE_AFTER_SECONDS if wanted is None else 0.0)
-
     def start_successors(self, dead: Mapping[Peer, str], *, cold: bool) -> None:
         """Start processes in the places of dead ones, those kept in reserve first."""
+        starting, cluster = self.starting, self._cluster
         for peer, cause in dead.items():
-            known = self.starting.instead.get(peer)
-            if known is None:
-                spare = self.reserve.take(self._cluster.places[peer].node)
-                if spare is not None or cold:
-                    self.starting.instead[peer] = self._successor(peer, cause, spare)
-            else:
-                known = self._again(peer, known)
+            if (known := starting.instead.get(peer)) is not None:
+                if known.is_dead and known.was_up:  # not because its node is
+                    self.failed_to_start(peer)
+                known = starting.again(known)
                 known = known if known.cause == cause else replace(known, cause=cause)
-                self.starting.instead[peer] = known
-
-    def _successor(self, peer: Peer, cause: str, spare: object) -> Start:
-        if peer.role == "server":
-            return self.starting.server(peer, cause, spare, spare=spare is not None)
-        seat = self._cluster.placement.order[peer.index]
-        return self.starting.worker(peer.index, seat, cause, spare)
-
-    def _again(self, peer: Peer, start: Start) -> Start:
-        if start.is_gone and start.was_up:  # not because its node is gone
-            self.failed_to_start(peer)
-        return self.starting.again(start)
+                starting.instead[peer] = known
+                continue
+            spare = self.reserve.take(cluster.places[peer].node)
+            if spare is None and not cold:
+                continue
+            if peer.role == "server":
+                start = starting.server(peer, cause, spare, spare=spare is not None)
+            else:
+                seat = cluster.placement.order[peer.index]
+                start = starting.worker(peer.index, seat, cause, spare)
+            starting.instead[peer] = start
 
     def tell_who_is_awaited(self) -> None:
         """Log, once each, which dead processes have waited long for their successors."""
@@ -241,12 +214,16 @@ class Observation:
         starting = self.starting
         self._give_up_late_successors()
         for start in [*starting.workers, *starting.servers]:
-            starting.check_time(start)
+            if starting.is_late(start):
+                raise ResourcesError(
+                    f"the process of another {start.peer.role} did not come up within "
+                    f"{starting.patience:g} s"
+                )
         starting.workers = [starting.again(start) for start in starting.workers]
         starting.servers = [starting.again(start) for start in starting.servers]
         self.leaving.look(self.wanted.least)
         if not self.leaving.nodes:
-            self.growth.start_missing(self.wanted.most, self.wanted.config)
+            self.growth.start_missing(self.wanted)
             self._give_back()
 
     def _give_back(self) -> None:
@@ -300,13 +277,9 @@ class Observation:
         counts = Counter(peer.role for peer in cluster.actors)
         stuck = not all(self.is_plain(peer) for peer in dead)
         leaving = self.leaving.peers - dead.keys()
-        ready = {
-            peer
-            for peer, start in self.starting.instead.items()
-            if start.is_up or (stuck and start.spare)
-        }
-        servers = [start for start in self.starting.servers if start.is_up]
-        wanted = cluster.serving(self.wanted.config, self.wanted.most)
+        instead, calling = self.starting.instead, by_calls(self.wanted.config)
+        ready = {peer for peer, s in instead.items() if s.is_up or (stuck and s.spare)}
+        opening = sum(start.is_up for start in self.starting.servers)
         return World(
             workers=counts["worker"],
             servers=counts["server"],
@@ -319,7 +292,7 @@ class Observation:
             overdue=not patient and self._is_overdue(dead),
             full=self.leaving.full,
             joining=0 if dead or leaving else len(self.joining()),
-            opening=wanted if by_calls(self.wanted.config) else len(servers),
+            opening=cluster.serving(self.wanted.config, self.wanted.most) if calling else opening,
             snapshot=self._snapshots.taken is not None,
         )
 
@@ -331,9 +304,8 @@ class Observation:
             for peer, start in self.starting.instead.items()
             if peer in dead and not start.spare
         ]
-        workers = self._cluster.job.num_workers
-        left = workers - len(dead)
-        held_up = self._cluster.job.strategy.rule.needs(workers) == workers and left > 1
+        workers, rule = self._cluster.job.num_workers, self._cluster.job.strategy.rule
+        held_up = rule.needs(workers) == workers and workers - len(dead) > 1
         patience = min(
             run_config.failure.patience if held_up else math.inf,
             math.inf if self.wanted.exact else run_config.deadlines.start,

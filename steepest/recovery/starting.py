@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import ray
 
 from steepest.engine.job import check_agreement
-from steepest.errors import ResourcesError
 from steepest.messages.message import Peer, worker_peer
 from steepest.runtime.calls import has_answered, never_ran
 from steepest.runtime.launch import Cluster
@@ -43,10 +42,10 @@ class Start:
     def is_up(self) -> bool:
         """Whether it can join: all calls have ended, if by an error of the user's code."""
         done, _ = ray.wait(self.building, num_returns=len(self.building), timeout=0)
-        return len(done) == len(self.building) and not self.is_gone
+        return len(done) == len(self.building) and not self.is_dead
 
     @property
-    def is_gone(self) -> bool:
+    def is_dead(self) -> bool:
         """Whether its process died, or could never run."""
         ended, _ = ray.wait([self.watch], timeout=0)
         return bool(ended) or any(never_ran(call) for call in self.building)
@@ -54,7 +53,7 @@ class Start:
     @property
     def is_placed(self) -> bool:
         """Whether it is known where its process runs."""
-        return has_answered(self.building[-1]) and not self.is_gone
+        return has_answered(self.building[-1]) and not self.is_dead
 
     @property
     def was_up(self) -> bool:
@@ -136,14 +135,6 @@ class Starting:
         for peer, described in zip(starts, self._cluster.get(calls, what, starts), strict=True):
             check_agreement(job.description, described, "the job", str(peer))
 
-    def check_time(self, start: Start) -> None:
-        """Refuse to wait any longer for a process that is late."""
-        if self.is_late(start):
-            raise ResourcesError(
-                f"the process of another {start.peer.role} did not come up within "
-                f"{self.patience:g} s"
-            )
-
     def lose(self, start: Start) -> None:
         """End a process that is silent; `again` starts another."""
         kill(start.place, start.actor)
@@ -158,9 +149,9 @@ class Starting:
         A process that does not even come to life in half the time counts as dead, too.
         """
         hangs = time.monotonic() - start.started > self.patience / 2 and not start.is_placed
-        if hangs and not start.is_gone:
+        if hangs and not start.is_dead:
             ray.kill(start.actor, no_restart=True)
-        elif not start.is_gone:
+        elif not start.is_dead:
             return start if start.peer.role == "server" else self.fitting(start, start.peer.index)
         if start.peer.role == "server":
             other = self.server(start.peer, start.cause, seat=start.seat)

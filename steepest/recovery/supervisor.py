@@ -24,8 +24,9 @@ from steepest.messages.message import Peer
 from steepest.recovery.applying import Applying
 from steepest.recovery.change import Change
 from steepest.recovery.decision import Impossible, Source, Transition, World, decide
+from steepest.recovery.growth import Wanted
 from steepest.recovery.joining import Joining
-from steepest.recovery.observation import Observation, Wanted
+from steepest.recovery.observation import Observation
 from steepest.recovery.stocktaking import find_dead, take_stock
 from steepest.recovery.telling import tell
 from steepest.recovery.wishes import Wishes
@@ -59,9 +60,8 @@ class Supervisor:
 
     def __init__(self, cluster: Cluster, state: JobState, bounds: tuple[int, int]) -> None:
         least, most = bounds
-        config = cluster.job.config
-        exactly = Wanted.exactly(config, most)
-        wanted = exactly if least == most else Wanted(config, least, most, exact=False)
+        exact = least == most
+        wanted = Wanted(cluster.job.config, 1 if exact else least, most, exact)
         self.owner: Owner = cluster.owner
         self.replaced = 0  # how many dead processes were replaced, or done without
         # the steps that calls have returned, or told of; what a death undoes of them is made again
@@ -138,8 +138,7 @@ class Supervisor:
         """Return what is due, see `_look`; to be called often."""
         self._trained = trained
         self.snapshots.remember()
-        self.raise_mistake()
-        self.raise_error()
+        self.raise_kept()
         return self._look(patient=False)
 
     def _look(self, *, patient: bool) -> Due | None:
@@ -300,7 +299,7 @@ class Supervisor:
         self.replaced += sum(applied.replaced for applied in change.applied)
         tell(cluster, change, self.changes, max(change.version - now, 0))
         if any(s.cause for applied in change.applied for s in applied.joined.values()):
-            self.observation.refill_reserve()
+            self.observation.fill_reserve()
 
     def _apply(self, change: Change, *, patient: bool) -> bool:
         """Find the dead, take stock, decide and apply; return whether anything was to be done."""
@@ -398,16 +397,13 @@ class Supervisor:
                     self.owner.attend(_SHORT_SECONDS)
         if self.changes != changes:
             self.snapshots.ensure()  # there may be none of a strategy that has not had any
-        self.raise_mistake()
+        self.raise_kept()
 
-    def raise_mistake(self) -> None:
-        """Raise, once, for an optimizer that raised, when the job has been set back."""
+    def raise_kept(self) -> None:
+        """Raise, once, that an optimizer raised and the job was set back, or what an idle look raised."""
         mistake, self._mistake = self._mistake, None
         if mistake is not None:
             raise mistake
-
-    def raise_error(self) -> None:
-        """Raise, once, what a look between requests has raised."""
         error, self._error = self._error, None
         if error is not None:
             raise error

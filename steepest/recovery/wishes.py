@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from steepest.config.strategies import StrategyConfig
 from steepest.errors import ResourcesError, SteepestError
-from steepest.recovery.observation import Observation, Wanted
+from steepest.recovery.growth import Wanted
+from steepest.recovery.observation import Observation
 from steepest.runtime.launch import Cluster
 
 log = logging.getLogger(__name__)
@@ -19,27 +20,19 @@ class Wishes:
     def __init__(self, cluster: Cluster, observation: Observation) -> None:
         self._cluster = cluster
         self._observation = observation
-        self._before: Wanted | None = None  # what was wanted before the user asked for a change
-        self._of_workers = False  # whether their number was asked for
-        self._of_more = False  # whether something else was asked for after it
         self._refused: SteepestError | None = None
 
     def want(self, config: StrategyConfig, workers: int | None) -> None:
         """Ask for another strategy, or number of servers or workers."""
         self._cluster.check_ways(config)
         replace(self._cluster.job, config=config)  # raises where there can be no such job
-        observation, before = self._observation, self._observation.wanted
-        exactly = None if workers is None else Wanted.exactly(config, workers)
-        observation.wanted = exactly or replace(before, config=config)
-        self._before = self._before or before
-        self._of_more = workers is None and self._of_workers
-        self._of_workers = self._of_workers or workers is not None
-        observation.growth.asked, self._refused = self._of_workers, None
+        observation, self._refused = self._observation, None
+        observation.wanted = wanted = observation.wanted.asking(config, workers)
         if not observation.dead():
             try:
                 observation.start_missing()
             except ResourcesError as error:
-                if not self._of_more:
+                if not wanted.of_more:
                     self._take_back()
                     raise
                 log.warning("%s", error)
@@ -51,50 +44,51 @@ class Wishes:
         If something else was asked for after another number of workers, which a callback did then,
         that number alone is taken back at first.
         """
-        if self._of_more:
+        if self._observation.wanted.of_more:
             self._take_back_workers()
             return
-        self._refused = error if self._before is not None else None
+        self._refused = error if self._observation.wanted.before is not None else None
         self._take_back()
 
-    def _take_back_workers(self) -> None:
-        """Want the workers that were wanted before, or those that there are; what else was asked for stays."""
-        observation, config = self._observation, self._observation.wanted.config
-        observation.growth.cancel()
-        observation.growth.asked, self._of_workers, self._of_more = False, False, False
-        assert self._before is not None
-        observation.wanted = replace(self._were_wanted(self._before), config=config)
-
     def _take_back(self) -> None:
-        observation, before = self._observation, self._before
+        """Want what was wanted before; of workers as many as there are, where the number is fixed."""
+        observation, before = self._observation, self._observation.wanted.before
         observation.growth.cancel()
-        observation.growth.asked, self._before, self._of_workers = False, None, False
         if before is not None:
-            observation.wanted = self._were_wanted(before)
+            most = self._cluster.job.num_workers if before.exact else before.most
+            observation.wanted = replace(before, most=most)
 
-    def _were_wanted(self, before: Wanted) -> Wanted:
-        """Return what was wanted before; of workers as many as there are, where the number is fixed."""
-        most = self._cluster.job.num_workers if before.exact else before.most
-        return replace(before, most=most)
+    def _take_back_workers(self) -> None:
+        """Do as `_take_back`, but for the strategy that was asked for, which is still to come."""
+        asked = self._observation.wanted
+        self._take_back()
+        wanted = self._observation.wanted
+        self._observation.wanted = replace(wanted, config=asked.config, before=asked.before)
 
     @property
     def _is_granted(self) -> bool:
         wanted, job = self._observation.wanted, self._cluster.job
         # whoever asked for something else is not kept waiting by workers for which there is no room
-        late = not self._of_workers and not self._observation.growth.awaits_successors
+        late = not wanted.of_workers and not self._observation.growth.awaits_successors
         enough = not wanted.exact or wanted.most == job.num_workers or late
         return wanted.config == job.config and enough
 
     def end_if_granted(self) -> None:
         """Note that the user has what was asked for, if it is so."""
-        if self._before is not None and self._is_granted:
-            self._before, self._of_workers, self._of_more = None, False, False
-            self._observation.growth.asked = False
+        wanted = self._observation.wanted
+        if wanted.before is not None and self._is_granted:
+            self._observation.wanted = Wanted(
+                wanted.config, wanted.least, wanted.most, wanted.exact
+            )
 
     def are_granted(self, *, asked: bool) -> bool:
-        """Return whether nothing is outstanding that the user has asked for."""
+        """Return whether nothing is outstanding that the user has asked for.
+
+        Raises:
+            SteepestError: what the caller has just `asked` for was refused for this reason.
+        """
         self.end_if_granted()
         refused, self._refused = self._refused, None
         if refused is not None and asked:
             raise refused
-        return self._before is None
+        return self._observation.wanted.before is None
