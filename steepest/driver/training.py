@@ -381,7 +381,10 @@ class Training:
         self.bytes_pushed += result.bytes_pushed
         self.bytes_pulled += result.bytes_pulled
         epoch = None if plan is None else plan.position(result.step - 1).epoch
-        self.last = StepResult.from_result(result, epoch, self.rates.at(result.step - 1))
+        rates = self.rates.at(result.step - 1)
+        if result.hyper is not None:
+            rates = tuple(g.get("lr", lr) for g, lr in zip(result.hyper, rates, strict=True))
+        self.last = StepResult.from_result(result, epoch, rates)
         figures = Figures(
             self.cluster.job.num_workers,
             self.cluster.job.num_servers,

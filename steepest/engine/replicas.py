@@ -256,6 +256,11 @@ class Replicas:
         return sorted(behind, key=lambda entry: entry.offset)
 
     @property
+    def hyper(self) -> list[dict[str, Any]] | None:
+        """The hyperparameters of the last gradient's update, where a model says them; see `Model`."""
+        return getattr(self.models[0], "hyper", None)
+
+    @property
     def vectors(self) -> list[torch.Tensor]:
         """The flat vectors of weights of which the models' parameters are views."""
         return list({id(weights): weights for weights, _ in self._own}.values())
@@ -443,6 +448,8 @@ class Replicas:
                 self.models[replica],
                 self._places.share_of(place, places if self._is_update else None),
             )
+            if (take := getattr(self.models[replica], "take_place", None)) is not None:
+                take(self._places.where(place), self.first_index + replica, self._replicas)
             if self._devices[replica].type != "cpu":
                 arrive(None)  # the model computes with copies on its device
                 arrive = all_here

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from steepest.data.protocol import Indices
 from steepest.data.sampler import SamplePlan, even_share
-from steepest.models.protocol import Share
+from steepest.models.protocol import Share, Where
 
 if TYPE_CHECKING:
     from steepest.engine.row_collector import Place
@@ -38,6 +38,12 @@ class SamplePlaces:
         """Return the number of a batch among all micro-batches of its step."""
         number, replica, micro = place
         return (number % self.shares * self._devices + replica) * self.micros + micro
+
+    def where(self, place: Place) -> Where:
+        """Return the step and epoch of a batch."""
+        step = self.step_of(place[0])
+        epoch = None if self.plan is None else self.plan.position(step).epoch
+        return Where(step, epoch, place[2])
 
     def indices(self, place: Place) -> Iterator[Indices]:
         """Yield the samples of a replica's batches from that of a place on; nothing without a plan."""

@@ -509,6 +509,7 @@ class Worker:
                 *moved,
             ),
             **stats,
+            hyper=self._replicas.hyper,
         )
 
     def _compute_once(self, share: int, version: int) -> WorkerResult:

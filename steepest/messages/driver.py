@@ -21,6 +21,7 @@ from steepest.messages.fields import (
     many,
     nothing_or,
     numbers_by_name,
+    plain_by_name,
     row,
 )
 from steepest.messages.message import Kind, Peer
@@ -65,6 +66,8 @@ class Result(Body):
     timings: Annotated[dict[str, float] | None, numbers_by_name()] = None
     # 2-norm of the mean gradient before clipping, mean over the step's updates; None if not known
     gradient_norm: Annotated[float | None, NUMBER] = None
+    # for each parameter group, what workers' own loops say of it, see `Report`
+    hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
 
 
 @body(Kind.FAILURE)

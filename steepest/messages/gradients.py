@@ -161,6 +161,9 @@ class Report(Body):
     row_versions: Annotated[Row[Row[int]], ROW_VERSIONS] = ()
     # whether the push has this step's gradients of rows, where these are pushed a step late
     own_rows: Annotated[bool, FLAG] = False
+    # for each parameter group, the hyperparameters of a worker's own loop that differ from the optimizer's own; None
+    # where none does, or the worker has no loop of its own
+    hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
 
 
 @dataclass(frozen=True)

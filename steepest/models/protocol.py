@@ -49,6 +49,14 @@ class Share(NamedTuple):
     whole: int  # of all batches whose mean gradient is one update
 
 
+class Where(NamedTuple):
+    """The place of a batch in a job's data."""
+
+    step: int  # the number of steps before
+    epoch: int | None  # None where the data choose their own batches
+    micro: int  # number of the batch among those that a replica has in a step
+
+
 @dataclass(frozen=True, slots=True)
 class Computed:
     """The result of one batch on one replica.
@@ -142,6 +150,11 @@ class Model(Protocol):
     One that weighs batches by their samples has a method `expect(share)`, called before each batch
     that it computes or evaluates with a `Share`, or with None where the data choose their own
     batches, of which only the batch itself can say how many samples it has.
+
+    One that follows its place in the data has a method `take_place(where, replica, replicas)`, called
+    before each batch that it computes with a `Where`, its number and that of all replicas. One whose
+    updates have hyperparameters that no schedule says has them, after each gradient, as `hyper`: by
+    parameter group those that differ from `optimizer_spec`; or None.
 
     One that asks for clipping has a number `clip_norm`, the greatest norm of a gradient where the
     strategy says none. What its user should know is a text `notice`, which the driver logs once.

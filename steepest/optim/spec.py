@@ -223,6 +223,22 @@ class OptimizerSpec:
         merged = [{**own, **now} for (_, own), now in zip(self.groups, changed, strict=True)]
         return [{k: v for k, v in g.items() if self._is_set(k)} for g in merged]
 
+    def changed(
+        self, groups: Sequence[Mapping[str, Any]], by_optimizer: Collection[str] = ()
+    ) -> list[Hyperparameters]:
+        """Return what differs, by group, in the parameter groups of an optimizer like this one.
+
+        Args:
+            groups: as many as the recipe has.
+            by_optimizer: the names of those that its own steps change.
+        """
+        changed = []
+        for (_, base), group in zip(self.groups, groups, strict=True):
+            keys = [key for key in base if self._is_set(key, by_optimizer)]
+            now = {key: _plain(group[key]) for key in keys}
+            changed.append({key: value for key, value in now.items() if value != base[key]})
+        return changed
+
     def _is_set(self, key: str, by_optimizer: Collection[str] = ()) -> bool:
         """Return whether recipe and schedule set a group's hyperparameter in each step, unless the step changes it."""
         if key in ("fused", "foreach"):
@@ -315,11 +331,7 @@ class Schedule:
             return [{} for _ in self._base]
         self._advance(step, step + 1)
         assert self._optimizer is not None
-        changed = []
-        for base, group in zip(self._base, self._optimizer.param_groups, strict=True):
-            keys = [key for key in base if self._spec._is_set(key, self._by_optimizer)]
-            now = {key: _plain(group[key]) for key in keys}
-            changed.append({key: value for key, value in now.items() if value != base[key]})
+        changed = spec.changed(self._optimizer.param_groups, self._by_optimizer)
         for key, value in ((key, value) for group in changed for key, value in group.items()):
             if not _is_plain(value):
                 raise ConfigurationError(

@@ -27,7 +27,9 @@ from steepest.protocol.push_tracking import (
     StagedEach,
     StagedTogether,
     clip_factor,
+    told_by,
 )
+from steepest.protocol.rates import with_rates
 from steepest.protocol.sample_leases import Ledger
 
 
@@ -40,7 +42,7 @@ class Coordinator:
     Args:
         membership: a `ClosedJob` of numbered workers, or an `OpenGroup` of users.
         hyperparameters: returns the hyperparameters of a step that differ from the servers' own, by
-            parameter group.
+            parameter group, unless a worker's report has them.
         nonfinite: "refuse", "skip" or "pass" an update with NaN or infinity.
         clip_norm: the greatest norm of an update's gradient; None for any.
         scale_rate: whether the learning rate is divided by the staleness.
@@ -260,10 +262,6 @@ class Coordinator:
         state = self._state
         if (torn := self.membership.torn) is not None:
             return self.membership.refuse(pushes, "optimizer", torn)
-        try:
-            hyper = self._hyperparameters(state.step)
-        except BaseException as error:  # noqa: BLE001 - the user's; sent to the driver
-            return self.membership.refuse(pushes, "schedule", {**describe_error(error)})
         staleness = {push.worker: state.version - push.pulled for push in pushes}
         rate = 1.0 / max(1, *staleness.values()) if self._scale_rate else 1.0
         norm = state.staging.norm(pushes)
@@ -271,6 +269,15 @@ class Coordinator:
         if norm is not None and self._clip_norm is not None and not skip:
             clip = clip_factor(norm, self._clip_norm)
         reports = state.staging.take(pushes)
+        try:
+            told = told_by(reports)
+            hyper = (
+                self._hyperparameters(state.step)
+                if told is None
+                else with_rates(told, state.rates, state.step)
+            )
+        except BaseException as error:  # noqa: BLE001 - the user's; sent to the driver
+            return self.membership.refuse(pushes, "schedule", {**describe_error(error)})
         entry = self._entry(pushes, reports, hyper, rate, skip, clip)
         state.history.add(entry, staleness.values(), skipped=skip)
         state.advance()

@@ -50,6 +50,8 @@ def summarize(
     }
     if known := [norm for norm in norms if norm is not None]:
         summary["gradient_norm"] = sum(known) / len(known)
+    if (hyper := next((r.hyper for r in pushes if r.hyper is not None), None)) is not None:
+        summary["hyper"] = hyper
     with_loss = [report for report in pushes if report.loss is not None]
     if not stats or not with_loss:
         return summary
