@@ -30,6 +30,14 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.engine.commit_log import Commit as Commit
     from steepest.engine.commit_log import CommitLog as CommitLog
     from steepest.engine.commit_log import LoggedPush as LoggedPush
+    from steepest.loop.calls import epochs as epochs
+    from steepest.loop.calls import prepare as prepare
+    from steepest.loop.calls import rank as rank
+    from steepest.loop.calls import report as report
+    from steepest.loop.calls import size as size
+    from steepest.loop.calls import weight as weight
+    from steepest.loop.run import RunResult as RunResult
+    from steepest.loop.run import run as run
     from steepest.models.embedding import Embedding as Embedding
     from steepest.models.embedding import EmbeddingBag as EmbeddingBag
     from steepest.models.embedding import EmbeddingCollection as EmbeddingCollection
@@ -115,6 +123,14 @@ _MODULES = {
     "accuracy": "models.torch",
     "connect": "models.embedding",
     "ring_allreduce": "collectives.ring",
+    "RunResult": "loop.run",
+    "epochs": "loop.calls",
+    "prepare": "loop.calls",
+    "rank": "loop.calls",
+    "report": "loop.calls",
+    "run": "loop.run",
+    "size": "loop.calls",
+    "weight": "loop.calls",
 }
 _NEED_NUMBA = {"Embedding", "EmbeddingBag", "EmbeddingCollection", "Table", "connect"}
 _NEEDS = {"numba": _NEED_NUMBA, "jax": {"JaxModel"}}

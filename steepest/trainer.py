@@ -203,6 +203,11 @@ class DistributedSGD(Checkpointing):
         return self._job.micro_batches
 
     @property
+    def epoch(self) -> int | None:
+        """The epoch of the next step, from 0; None when the data are streams."""
+        return self._keeping.epoch
+
+    @property
     def history(self) -> History:
         """The run so far: rows of steps, epochs, evaluations and events."""
         return self._training.history

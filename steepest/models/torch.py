@@ -318,9 +318,7 @@ class TorchModel:
                 if entry.trainable:
                     parameter.data = view
                     self._gradients[entry.name] = self.layout.entry_view(gradients, index)
-                    hook = self._hook(index, self._gradients[entry.name])
-                    register = parameter.register_post_accumulate_grad_hook
-                    self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
+                    self._follow(index, parameter)
         self._writes.watch(self.layout, self._parameters, self._holders, weights)
 
     def use_rows(self, source: RowSource) -> None:
@@ -349,6 +347,12 @@ class TorchModel:
         """
         return self._writes.reseat()
 
+    def _follow(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Have gradients of a parameter collected as backward passes write them."""
+        hook = self._hook(index, self._gradients[self.layout.entries[index].name])
+        register = parameter.register_post_accumulate_grad_hook
+        self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
+
     def _hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         # torch keeps hooks where the garbage collector does not see them: a reference to the model,
         # which holds the parameter, would keep both for ever
@@ -376,6 +380,18 @@ class TorchModel:
             )
         gradient = parameter.grad
         assert gradient is not None
+        self._write(index, parameter, gradient, view, ready)
+        parameter.grad = None
+
+    def _write(
+        self,
+        index: int,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        view: torch.Tensor,
+        ready: Ready,
+    ) -> None:
+        """Copy a gradient of a layout's entry to its view of the flat vector, and report it."""
         if gradient.is_sparse:
             raise ModelError(sparse_gradient(repr(self.layout.entries[index].name), parameter))
         chunks = self.layout.chunks_of[index]
@@ -391,7 +407,6 @@ class TorchModel:
                 )
                 self._take(gradient.view(-1)[where], view.view(-1)[where])
                 ready(index, self._weight, True, chunk)
-        parameter.grad = None
 
     def _take(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
         if self._loss_scale == 1.0:

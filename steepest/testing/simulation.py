@@ -305,7 +305,7 @@ def _replaced(
 
 def _modules() -> list[types.ModuleType]:
     """Return all of steepest's modules that run in a job."""
-    importlib.import_module("steepest.trainer")
+    importlib.import_module("steepest.loop.run")
     for package in map(importlib.import_module, _PACKAGES_OF_DRIVERS):
         for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(found.name)

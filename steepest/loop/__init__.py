@@ -1,0 +1,6 @@
+"""A user's own training loop in the workers: `prepare`, `epochs`, `report` and `run`.
+
+The function runs on a thread of its own in each worker's process. It and the worker's thread take turns (`turns`): a
+`session` hands it the batches of the worker's shares, and its gradients to the engine, for which it is one more model
+(`model`). `calls` has what the function calls, `run` what starts it.
+"""

@@ -1,0 +1,149 @@
+"""What a loop of a user's own calls: `prepare`, `epochs`, `report` and the like; alone they do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from steepest.errors import ConfigurationError
+from steepest.loop.loaders import SharedLoader, TrainingLoader
+from steepest.loop.model import LoopModel
+from steepest.loop.session import Prepared, Session, current
+from steepest.models.step_size import step_size
+from steepest.validation import require_count
+
+_ORDER = (
+    "steepest.prepare(model, optimizer, loader), and schedulers and further loaders as there are"
+)
+
+
+def prepare(*objects: Any) -> Any:
+    """Make a model, its optimizer, schedulers and loaders those of the job whose worker this is.
+
+    Call it once, before the loop. Outside of `steepest.run` it returns what it is given.
+
+    The optimizer's `step` returns when the update that all workers' gradients make is committed, and the new weights
+    are here. Schedulers that are stepped after each of its steps count the steps of the job. The first loader yields
+    this worker's share of the samples of each step, each sample once per epoch whatever becomes of the workers; others
+    yield each worker a part of their samples, in order.
+
+    Args:
+        objects: a torch module, a torch optimizer over its parameters, a DataLoader of the training data; schedulers
+            of the optimizer, and further DataLoaders.
+
+    Returns:
+        The same in the same order, a single one by itself: loaders are others, whatever else is what it was.
+
+    Raises:
+        ConfigurationError: one of the first three is lacking, or there are two of them; an optimizer over other
+            parameters, a loader with a sampler of its own, or something else that cannot be shared.
+    """
+    session = current()
+    if session is None:
+        return objects[0] if len(objects) == 1 else objects
+    modules = [each for each in objects if isinstance(each, torch.nn.Module)]
+    optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+    schedulers = [each for each in objects if isinstance(each, (LRScheduler, ReduceLROnPlateau))]
+    loaders = [each for each in objects if isinstance(each, DataLoader)]
+    known = (*modules, *optimizers, *schedulers, *loaders)
+    for each in objects:
+        if not any(each is one for one in known):
+            raise ConfigurationError(
+                f"steepest.prepare() was given a {type(each).__name__}: give {_ORDER}"
+            )
+    _require_one("a torch.nn.Module", modules)
+    _require_one("a torch.optim.Optimizer", optimizers)
+    if not loaders:
+        raise ConfigurationError(
+            "steepest.prepare() was given no DataLoader: loops without a loader are not supported yet"
+        )
+    for scheduler in schedulers:
+        if scheduler.optimizer is not optimizers[0]:
+            raise ConfigurationError(
+                f"steepest.prepare() was given a {type(scheduler).__name__} of another optimizer: give that of the "
+                "optimizer beside it"
+            )
+    if session.prepared is not None:
+        raise ConfigurationError(
+            "steepest.prepare() was called twice: give it everything in one call, before the loop"
+        )
+    model = LoopModel(session, modules[0], optimizers[0], loaders[0])
+    made: dict[int, Any] = {id(loader): SharedLoader(loader, session) for loader in loaders[1:]}
+    samples, whole = model.data.size or 0, step_size().of(model.batch_size)
+    made[id(loaders[0])] = TrainingLoader(loaders[0], session, samples, whole)
+    session.prepare(Prepared(model, optimizers[0], schedulers))
+    found = tuple(made.get(id(each), each) for each in objects)
+    return found[0] if len(found) == 1 else found
+
+
+def _require_one(what: str, found: list[Any]) -> None:
+    if len(found) != 1:
+        many = "no" if not found else f"{len(found)} objects of"
+        later = "; several of them are not supported yet" if found else ""
+        raise ConfigurationError(
+            f"steepest.prepare() was given {many} {what}: give {_ORDER}{later}"
+        )
+
+
+def epochs(count: int) -> Iterable[int]:
+    """Return the numbers of the epochs of a loop, from 0 to `count` - 1.
+
+    In a worker that joins a job later they begin with the epoch in which the job is; the loader yields what is left of
+    it. Outside of `steepest.run` it is ``range(count)``.
+
+    Example:
+        >>> list(epochs(3))
+        [0, 1, 2]
+    """
+    count, session = require_count("epochs", count), current()
+    return range(count) if session is None else session.epochs(count)
+
+
+def report(**values: Any) -> None:
+    """Report numbers, such as a loss: the driver has their means over the workers, weighted by samples.
+
+    A worker's value counts with the samples that it has taken since its last report. No worker waits for another.
+    Outside of `steepest.run` it does nothing.
+
+    Args:
+        values: numbers, or tensors without dimensions, by name.
+    """
+    if (session := current()) is not None:
+        session.report(values)
+
+
+def weight(value: float) -> None:
+    """Say what the present batch weighs in means over workers and batches, such as its number of tokens.
+
+    By default it weighs as much as it has samples. The loss is to be the mean over that weight. Outside of
+    `steepest.run` it does nothing.
+
+    Args:
+        value: zero or more.
+    """
+    if (session := current()) is not None:
+        session.weigh(value)
+
+
+def rank() -> int:
+    """Return the number of this worker, from 0; 0 outside of `steepest.run`.
+
+    Example:
+        >>> rank(), size()
+        (0, 1)
+    """
+    return _of(current(), "rank", 0)
+
+
+def size() -> int:
+    """Return the number of workers; 1 outside of `steepest.run`. It may change while the job runs."""
+    return _of(current(), "size", 1)
+
+
+def _of(session: Session | None, name: str, alone: int) -> int:
+    found: int = alone if session is None else getattr(session, name)
+    return found

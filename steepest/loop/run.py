@@ -1,0 +1,132 @@
+"""`run`: a user's function with a loop of its own, on many workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from steepest.checkpoint.files import Checkpoints
+from steepest.config.run import RunConfig
+from steepest.config.strategies import LocalStrategy, StrategyConfig
+from steepest.errors import ConfigurationError
+from steepest.loop.model import LoopCreator, LoopModel
+from steepest.loop.reports import Reports
+from steepest.loop.session import Progress
+from steepest.observe.history import History
+from steepest.observe.progress import Callback
+from steepest.observe.results import StepResult
+from steepest.trainer import DistributedSGD
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run has come to.
+
+    Attributes:
+        metrics: what `steepest.report` was given last, as means over workers, by name.
+        reports: the same of each call of `report`, in order.
+        history: rows of steps, epochs and events.
+        state_dict: parameters, under each of their names, and buffers, as the plain module takes them.
+    """
+
+    metrics: dict[str, float]
+    reports: list[dict[str, float]]
+    history: History
+    state_dict: dict[str, torch.Tensor]
+
+
+class _StopsAtTheEnd(Callback):
+    """Ends a `fit` when every worker's function has returned: the step then has no samples."""
+
+    def on_step(self, sgd: Any, result: StepResult) -> None:
+        """Stop after a step without samples."""
+        if result.samples == 0:
+            sgd.stop()
+
+
+def run(  # noqa: PLR0913 - keywords of a user, most of them optional
+    function: Callable[[], Any],
+    *,
+    num_workers: int | tuple[int, int] = 1,
+    strategy: str | StrategyConfig = "ps",
+    gpu: bool = False,
+    global_batch_size: int | None = None,
+    seed: int = 0,
+    run_config: RunConfig | None = None,
+    checkpoints: Checkpoints | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | str = True,
+) -> RunResult:
+    """Run a function that trains in a loop of its own on many workers, as one training.
+
+    Args:
+        function: called without arguments in each worker's process; it makes model, optimizer and loader, gives them
+            to `steepest.prepare`, and loops over `steepest.epochs` and the loader. A worker that takes the place of a
+            dead one runs it from its beginning, and enters `epochs` where the job is.
+        num_workers, strategy, gpu, global_batch_size, seed, run_config, checkpoints: as of `DistributedSGD`. The
+            loader's batch size is that of each worker, unless `global_batch_size` says what all have together.
+        callbacks, progress: as of `DistributedSGD.fit`.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or what `prepare` was given cannot be shared.
+        ModelRaisedError: the function raised; its traceback is the cause.
+        StepError: as `DistributedSGD.fit`.
+
+    Example:
+        >>> result = steepest.run(train, num_workers=4, strategy="ps")       # doctest: +SKIP
+        >>> result.metrics["loss"]                                           # doctest: +SKIP
+        0.031
+    """
+    if not callable(function):
+        raise ConfigurationError(
+            f"steepest.run() was given {function!r:.200}: give a function without arguments that trains"
+        )
+    if strategy == "local" or isinstance(strategy, LocalStrategy):
+        raise ConfigurationError(
+            'strategy="local" with a loop of your own is not supported yet: give "ps", "allreduce", "async", "ssp" or '
+            '"simple"'
+        )
+    if checkpoints is not None:
+        raise ConfigurationError(
+            "checkpoints= with a loop of your own is not supported yet: leave it out"
+        )
+    reports = Reports()
+    with DistributedSGD(
+        LoopCreator(function),
+        num_workers,
+        gpu=gpu,
+        strategy=strategy,
+        global_batch_size=global_batch_size,
+        seed=seed,
+        run_config=run_config,
+    ) as sgd:
+        while (epochs := _advance(sgd, reports)) is not None:
+            sgd.fit(epochs=epochs, callbacks=[_StopsAtTheEnd(), *callbacks], progress=progress)
+        return RunResult(reports.last(), reports.rows(), sgd.history, sgd.state_dict())
+
+
+def _advance(sgd: DistributedSGD, reports: Reports) -> int | None:
+    """Let all functions go on up to where they need batches; return of how many epochs, None if all have ended."""
+    epoch = sgd.epoch or 0
+    found: list[Progress] = sgd.foreach_model(_Advance(epoch))
+    for progress in found:
+        reports.add(progress.reports)
+    going_on = [progress for progress in found if not progress.ended]
+    if not going_on:
+        return None
+    wanted = {progress.epochs for progress in going_on if progress.epochs is not None}
+    return max(max(wanted, default=epoch + 1) - epoch, 1)
+
+
+@dataclass(frozen=True)
+class _Advance:
+    """The function that is run on each worker's model between two calls of `fit`."""
+
+    epoch: int
+
+    def __call__(self, model: LoopModel) -> Progress:
+        """Let the user's function go on."""
+        return model.advance(self.epoch)

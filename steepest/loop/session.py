@@ -1,0 +1,363 @@
+"""A session: one worker's side of a user's own loop, between the user's thread and the engine's."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from steepest.errors import ConfigurationError
+from steepest.loop.turns import Ended, Turns
+from steepest.models.protocol import Where, checked_metrics, checked_weight
+from steepest.models.scalars import as_number
+
+_local = threading.local()
+
+
+class Ask(enum.Enum):
+    """What the user's thread asks for when it gives the turn to the worker's."""
+
+    BEGIN = "the job, after prepare()"
+    BATCH = "the next batch"
+    COMMIT = "the commit of a step"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch that the engine has given, which the user's loop has yet to take."""
+
+    data: Any
+    where: Where
+    samples: int
+
+
+class Reported(NamedTuple):
+    """The values of one call of `report` on one worker."""
+
+    number: int  # of the worker's calls before
+    samples: int  # of this worker since its call before
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a worker's function has come, for the driver.
+
+    Attributes:
+        ended: whether it has returned.
+        epochs: that it wants in all; None where it has not entered `epochs` yet.
+        reports: since this was asked for the last time.
+    """
+
+    ended: bool
+    epochs: int | None
+    reports: list[Reported] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a user has given to `prepare`.
+
+    Attributes:
+        model: made of it, for the worker; a `steepest.models.protocol.Model`.
+        optimizer: that the function steps.
+        schedulers: that it steps too.
+    """
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    schedulers: Sequence[LRScheduler | ReduceLROnPlateau]
+
+    def check_groups(self) -> None:
+        """Check that the optimizer has the parameters that it had, and trains the same; else ConfigurationError."""
+        spec, groups = self.model.optimizer_spec, self.optimizer.param_groups
+        if [len(group["params"]) for group in groups] != [len(names) for names, _ in spec.groups]:
+            raise ConfigurationError(
+                "the optimizer has got other parameters since steepest.prepare(): give it all of them before, frozen "
+                "ones too"
+            )
+        for (names, _), group in zip(spec.groups, groups, strict=True):
+            for name, parameter in zip(names, group["params"], strict=True):
+                if parameter.grad is not None and not self.model.is_trained(name):
+                    raise ConfigurationError(
+                        f"parameter {name!r} was frozen in steepest.prepare() and has a gradient now: unfreezing in a "
+                        "loop of your own is not supported yet"
+                    )
+
+
+class Session:
+    """One worker's run of a user's function, which calls `steepest.prepare` and trains by itself.
+
+    Methods of the first part are called by the worker's thread, those of the second by the user's function on its own
+    thread; only one of the two runs at any time.
+
+    Args:
+        function: the user's.
+        rank: number of the worker.
+        size: number of workers.
+    """
+
+    def __init__(self, function: Callable[[], Any], rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.prepared: Prepared | None = None
+        # of the last step, by parameter group: what differs from the optimizer as it was given to `prepare`
+        self.hyper: list[dict[str, Any]] | None = None
+        self.weight = 0.0  # of the batches of the last step, or of the step in progress
+        self.samples = 0  # likewise
+        self.loss = torch.tensor(torch.nan)  # whose backward() was called last
+        self.fresh: dict[str, float] = {}  # what was reported since the last step
+        self.batches = 0  # that the loop has taken
+        self._function = function
+        self._turns = Turns(self._run, f"steepest loop {rank}")
+        self._asked: Ask | None = None
+        self._pending: Batch | None = None
+        self._taken: Batch | None = None  # the last batch that the loop took
+        self._epochs: int | None = None
+        self._epoch = 0  # in which the loop is
+        self._job_epoch = 0  # of the job's next step, as the driver has said
+        self._stepped = False  # whether the last batch's step was taken
+        self._since_report = 0  # samples
+        self._reports: list[Reported] = []
+        self._report_count = 0
+        self._ticks: list[_Ticks] = []
+
+    # -- for the worker's thread ---------------------------------------------------------------
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the function has returned."""
+        return self._turns.ended is not None
+
+    def begin(self) -> Any:
+        """Run the function up to `prepare`; return the model that was made there.
+
+        Raises:
+            ConfigurationError: it has returned without that. What the function raises is raised too.
+        """
+        self._go_on()
+        if self.prepared is None:
+            raise ConfigurationError(
+                "the function that trains returned without calling steepest.prepare(model, optimizer, loader): "
+                "call it before the loop"
+            )
+        return self.prepared.model
+
+    def compute(self, batch: Batch) -> bool:
+        """Let the loop go on with a batch; return whether it has taken a step of the optimizer.
+
+        It has not where it asks for another batch before, or has ended. What the function raises is raised.
+        """
+        if self._stepped:
+            self.weight, self.samples, self._stepped = 0.0, 0, False
+        self._pending = batch
+        return self._go_on() is Ask.COMMIT
+
+    def advance(self, epoch: int) -> Progress:
+        """Between two steps, let the function go on up to where it needs the next batch, or to its end.
+
+        Args:
+            epoch: of the job's next step.
+        """
+        self._job_epoch = epoch
+        while not self.has_ended and not (self._asked is Ask.BATCH and epoch <= self._epoch):
+            self._go_on()
+        reports, self._reports = self._reports, []
+        return Progress(self.has_ended, self._epochs, reports)
+
+    def end(self) -> None:
+        """End the function where it stands."""
+        self._turns.end(LoopEnded())
+
+    def _go_on(self) -> Ask | None:
+        """Give the turn to the function; return what it asks for, or None if it has ended."""
+        asked = self._turns.resume()
+        if isinstance(asked, Ended):
+            self._asked = self._pending = None
+            if asked.error is not None:
+                raise asked.error
+            return None
+        self._asked = asked
+        return self._asked
+
+    # -- for the user's thread -----------------------------------------------------------------
+
+    def _run(self) -> Any:
+        _local.session = self
+        try:
+            return self._function()
+        finally:
+            _local.session = None
+
+    def prepare(self, prepared: Prepared) -> None:
+        """Take what the user has prepared, and wait for the job."""
+        if self.prepared is not None:
+            raise ConfigurationError(
+                "steepest.prepare() was called twice: give it everything in one call, before the loop"
+            )
+        self.prepared = prepared
+        optimizer: Any = prepared.optimizer
+        optimizer.step = self._step_function()
+        optimizer.state_dict = optimizer.load_state_dict = partial(
+            _refuse_state, type(optimizer).__name__
+        )
+        self._ticks = [_Ticks(self, scheduler) for scheduler in prepared.schedulers]
+        self._turns.ask(Ask.BEGIN)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are still to come, of `count`."""
+        if self.prepared is None:
+            raise ConfigurationError(
+                "steepest.epochs() before steepest.prepare(): call that before"
+            )
+        if self._epochs is not None:
+            raise ConfigurationError(
+                "steepest.epochs() was called twice: the epochs of a job are counted once; make one loop of both"
+            )
+        self._epochs = count
+        pending = self._pending
+        self._epoch = self._job_epoch if pending is None else pending.where.epoch or 0
+        before = -1 if pending is None else pending.where.step - 1
+        for ticks in self._ticks:
+            ticks.begin(before)
+        while self._epoch < count:
+            yield self._epoch
+            self._epoch += 1
+
+    def next_batch(self) -> Any:
+        """Return the next batch of the present epoch; StopIteration at its end."""
+        if self._epochs is None:
+            raise ConfigurationError(
+                "the loader was iterated over outside of steepest.epochs(): write `for epoch in steepest.epochs(n)` "
+                "around the loop, so that a worker that joins later knows where the job is"
+            )
+        while self._pending is None:
+            if self._job_epoch > self._epoch:
+                raise StopIteration
+            self._turns.ask(Ask.BATCH)
+        pending = self._pending
+        epoch = pending.where.epoch or 0
+        if epoch > self._epoch:
+            raise StopIteration
+        if epoch < self._epoch:
+            raise ConfigurationError(
+                f"the loop over the loader was left in epoch {epoch} before its end, and begun anew: go through all "
+                "batches of an epoch, or return"
+            )
+        self._pending, self._taken = None, pending
+        self.batches += 1
+        self.samples += pending.samples
+        self.weight += pending.samples
+        self._since_report += pending.samples
+        return pending.data
+
+    def weigh(self, weight: float) -> None:
+        """Set the weight of the present batch, in place of its number of samples."""
+        if self._taken is None:
+            raise ConfigurationError(
+                "steepest.weight() before the first batch: call it in the loop over the loader"
+            )
+        self.weight += checked_weight(weight) - self._taken.samples
+
+    def _step_function(self) -> Callable[..., None]:
+        def step(closure: object = None) -> None:
+            if closure is not None:
+                raise ConfigurationError(
+                    "optimizer.step(closure): optimizers that call a closure are not supported yet; call "
+                    "backward(), then step()"
+                )
+            self.step()
+
+        step.__dict__["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
+        return step
+
+    def step(self) -> None:
+        """Push the gradients, and return when the update is committed and the new weights are here."""
+        assert self.prepared is not None
+        prepared, optimizer = self.prepared, self.prepared.optimizer
+        if self._taken is None or self._stepped:
+            raise ConfigurationError(
+                "optimizer.step() was called "
+                + ("before the first batch" if self._taken is None else "twice for one batch")
+                + ": each step takes the next batch of the loader that was given to steepest.prepare(); several "
+                "steps for one batch, and loops without a loader, are not supported yet"
+            )
+        prepared.check_groups()
+        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigurationError(
+                "optimizer.step() was called, and no parameter has a gradient: call loss.backward() before it, and "
+                "zero_grad() before that"
+            )
+        changed = prepared.model.optimizer_spec.changed(optimizer.param_groups)
+        self.hyper = changed if any(changed) else None
+        vars(optimizer)["_opt_called"] = True
+        self._stepped = True
+        self._turns.ask(Ask.COMMIT)
+
+    @property
+    def at_step(self) -> int:
+        """The number of the job's step of the last batch that was taken; -1 before the first."""
+        return -1 if self._taken is None else self._taken.where.step
+
+    def report(self, values: Mapping[str, Any]) -> None:
+        """Take values of the user's, for the driver."""
+        found = checked_metrics({name: _number(value) for name, value in values.items()})
+        self._reports.append(Reported(self._report_count, self._since_report, found))
+        self._report_count += 1
+        self._since_report = 0
+        self.fresh |= found
+
+
+class LoopEnded(BaseException):
+    """Ends a user's function whose worker has another task, or none; not an `Exception`, lest it is handled."""
+
+
+class _Ticks:
+    """A scheduler's steps, which follow those of the job: a worker without samples in a step misses none.
+
+    A scheduler that is stepped once after each step of the optimizer counts the steps of the job; one that is stepped
+    after several, as at the end of an epoch, counts calls.
+    """
+
+    def __init__(self, session: Session, scheduler: LRScheduler | ReduceLROnPlateau) -> None:
+        self._session = session
+        self._step: Callable[..., None] = scheduler.step
+        self._at, self._batches = -1, 0  # at its last step: the job's, and the worker's batches
+        vars(scheduler)["step"] = self.tick
+
+    def begin(self, step: int) -> None:
+        """Begin to count after a step of the job."""
+        self._at, self._batches = step, self._session.batches
+
+    def tick(self, *arguments: Any, **named: Any) -> None:
+        """Step the scheduler as often as the job has stepped, if it is stepped by step."""
+        now, batches = self._session.at_step, self._session.batches
+        by_step = batches - self._batches == 1 and not arguments and not named
+        times = max(now - self._at, 0) if by_step else 1
+        self._at, self._batches = now, batches
+        for _ in range(times):
+            self._step(*arguments, **named)
+
+
+def current() -> Session | None:
+    """Return the session in whose function the calling thread is; None outside of any."""
+    session: Session | None = getattr(_local, "session", None)
+    return session
+
+
+def _number(value: Any) -> Any:
+    """Return a value of a report as a number, if it is one."""
+    number = as_number(value)
+    return value if number is None else number
+
+
+def _refuse_state(name: str, *_: object, **__: object) -> None:
+    raise ConfigurationError(
+        f"the state of {name} lies on the job's servers after steepest.prepare(): load it before, and keep it by "
+        "steepest.run(..., checkpoints=)"
+    )

@@ -1,0 +1,98 @@
+"""A function on a thread of its own, which takes turns with the thread that drives it: a coroutine."""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What the driving thread gets when the function has ended."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class _Thrown:
+    """What the function's thread gets to be ended by."""
+
+    error: BaseException
+
+
+class Turns:
+    """Runs a function on a thread of its own; exactly one of the two threads runs at any time.
+
+    The function begins at the first `resume`, in the context (`contextvars`) in which this was made.
+
+    Args:
+        function: called once, on its own thread; it gives the turn back by `ask`.
+        name: of the thread.
+
+    Attributes:
+        ended: how the function has ended; None before.
+    """
+
+    def __init__(self, function: Callable[[], Any], name: str) -> None:
+        self.ended: Ended | None = None
+        self._function = function
+        self._given: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), name=name, daemon=True
+        )
+        self._begun = False
+
+    @property
+    def ident(self) -> int | None:
+        """The identifier of the function's thread; None before it has begun."""
+        return getattr(self._thread, "ident", None)
+
+    def resume(self, given: Any = None) -> Any:
+        """Let the function go on until it asks for something; return that, or an `Ended`.
+
+        Args:
+            given: what its `ask` returns.
+        """
+        if self.ended is not None:
+            return self.ended
+        if not self._begun:
+            self._begun = True
+            self._thread.start()
+        self._given.put(given)
+        asked = self._asked.get()
+        if isinstance(asked, Ended):
+            self.ended = asked
+        return asked
+
+    def end(self, error: BaseException) -> None:
+        """Raise an exception in the function, in its `ask`, as often as it asks for more, until it has ended."""
+        if not self._begun:
+            self.ended = Ended(error=error)
+        while self.ended is None:
+            self.resume(_Thrown(error))
+
+    def ask(self, what: Any) -> Any:
+        """Give the turn to the driving thread, on the function's thread; return what `resume` is given."""
+        self._asked.put(what)
+        given = self._given.get()
+        if isinstance(given, _Thrown):
+            raise given.error
+        return given
+
+    def _run(self) -> None:
+        given = self._given.get()
+        if isinstance(given, _Thrown):
+            self._asked.put(Ended(error=given.error))
+            return
+        try:
+            ended = Ended(self._function())
+        except BaseException as error:  # noqa: BLE001 - raised again on the driving thread
+            ended = Ended(error=error)
+        self._asked.put(ended)

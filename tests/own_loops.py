@@ -1,0 +1,135 @@
+"""Loops of users' own, and the same loops in one process on the whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import steepest
+from steepest.data.sampler import SamplePlan
+from tests.reference import Weights, perceptron, samples, sgd, snapshot
+
+BATCH = 2
+SAMPLES = 13
+Loader = Any
+
+
+@dataclass
+class Parts:
+    """What a script makes before its loop."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: Any
+    schedulers: tuple[Any, ...] = ()
+
+
+@dataclass
+class Whole:
+    """A loader that yields the whole batches of all workers, in the job's order; alone it stands for the job's."""
+
+    data: tuple[torch.Tensor, ...]
+    batch: int
+    seed: int = 0
+    epoch: int = field(default=0, init=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        plan = SamplePlan(len(self.data[0]), self.batch, self.seed)
+        for step in range(
+            self.epoch * plan.steps_per_epoch, (self.epoch + 1) * plan.steps_per_epoch
+        ):
+            index = torch.from_numpy(plan.share(step, 0, 1))
+            yield [column[index] for column in self.data]
+        self.epoch += 1
+
+    def __len__(self) -> int:
+        return -(-len(self.data[0]) // self.batch)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A training script: what it makes, and how it loops over that.
+
+    Attributes:
+        loop: called with the parts and the number of epochs.
+    """
+
+    loop: Callable[..., None]
+    model: Callable[[], nn.Module] = perceptron
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = field(default_factory=sgd)
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+    data: tuple[torch.Tensor, ...] = field(default_factory=lambda: samples(SAMPLES))
+    epochs: int = 3
+
+    def _parts(self, loader: Any) -> Parts:
+        model = self.model()
+        optimizer = self.optimizer(model)
+        schedulers = () if self.schedule is None else (self.schedule(optimizer),)
+        return Parts(model, optimizer, loader, schedulers)
+
+    def __call__(self) -> None:
+        """The script as steepest runs it."""
+        parts = self._parts(DataLoader(TensorDataset(*self.data), batch_size=BATCH, shuffle=True))
+        model, optimizer, loader, *schedulers = steepest.prepare(
+            parts.model, parts.optimizer, parts.loader, *parts.schedulers
+        )
+        self.loop(Parts(model, optimizer, loader, tuple(schedulers)), self.epochs)
+
+    def alone(self, workers: int, seed: int = 0) -> Weights:
+        """The weights of the same loop without steepest's workers, on the batches of so many together."""
+        torch.manual_seed(seed)
+        parts = self._parts(Whole(self.data, workers * BATCH, seed))
+        self.loop(parts, self.epochs)
+        return snapshot(parts.model)
+
+
+def plain(parts: Parts, epochs: int) -> None:
+    """The usual loop, with a scheduler by step if there is any."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(parts.model(x), y)
+            loss.backward()
+            parts.optimizer.step()
+            for scheduler in parts.schedulers:
+                scheduler.step()
+        steepest.report(loss=loss)
+
+
+def accumulating(parts: Parts, epochs: int, batches: int = 2) -> None:
+    """A step of the optimizer after several batches."""
+    for _ in steepest.epochs(epochs):
+        for number, (x, y) in enumerate(parts.loader):
+            loss = nn.functional.mse_loss(parts.model(x), y) / batches
+            loss.backward()
+            if (number + 1) % batches == 0:
+                parts.optimizer.step()
+                parts.optimizer.zero_grad()
+
+
+def by_epoch(parts: Parts, epochs: int) -> None:
+    """A scheduler that is stepped at the end of each epoch."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            parts.optimizer.step()
+        for scheduler in parts.schedulers:
+            scheduler.step()
+
+
+def by_hand(parts: Parts, epochs: int) -> None:
+    """Learning rates and momentum that are set by hand."""
+    for epoch in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            for group in parts.optimizer.param_groups:
+                group["lr"] = 0.1 / (1 + epoch)
+                group["momentum"] = 0.5 + 0.1 * epoch
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            parts.optimizer.step()

@@ -1,0 +1,269 @@
+"""A loop of a user's own on many workers equals the same loop in one process on the whole batches."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+import steepest
+from steepest.errors import ConfigurationError, ModelError, ModelRaisedError
+from steepest.loop.session import current
+from steepest.testing.replay import replay
+from steepest.testing.simulation import Simulation, run_config
+from tests.own_loops import BATCH, Parts, Script, accumulating, by_epoch, by_hand, plain
+from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd
+from tests.simulated_programs import quiet
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with quiet():
+        yield
+    gc.collect()
+
+
+@dataclass
+class Found:
+    """What a run has come to, read while the simulation runs."""
+
+    weights: Weights
+    reports: list[dict[str, float]]
+    steps: list[Any]
+
+
+def run(script: Any, workers: int, strategy: Any = "ps", **settings: Any) -> Found:
+    with Simulation(seed=1).running():
+        found = steepest.run(
+            script,
+            num_workers=workers,
+            strategy=strategy,
+            progress=False,
+            **{"run_config": run_config(), **settings},
+        )
+        return Found(dict(found.state_dict), found.reports, list(found.history.steps))
+
+
+SCHEDULED = Script(
+    plain,
+    optimizer=sgd(momentum=0.9),
+    schedule=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["ps", "allreduce", "simple"])
+def test_a_loop_with_a_scheduler_equals_one_process(strategy: str, workers: int) -> None:
+    found = run(SCHEDULED, workers, strategy)
+    assert difference(found.weights, SCHEDULED.alone(workers)) < 1e-12
+    rates = [row["learning_rate"][0] for row in found.steps]
+    assert rates == pytest.approx([0.1 * 0.9**step for step in range(len(rates))])
+
+
+ALIKE = {
+    "accumulating": Script(accumulating, optimizer=sgd(momentum=0.9), data=samples(24)),
+    "adamw": Script(
+        plain, lambda: perceptron(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.05)
+    ),
+    "a scheduler by epoch": Script(
+        by_epoch, schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    ),
+    "rates by hand": Script(by_hand, optimizer=sgd(momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_loops_do_equals_one_process(name: str) -> None:
+    script = ALIKE[name]
+    assert difference(run(script, 2).weights, script.alone(2)) < 1e-12
+
+
+class Logged(steepest.Callback):
+    """Keeps the log of a run."""
+
+    log: Any = None
+
+    def on_fit_end(self, sgd: Any) -> None:
+        self.log = sgd.log()
+
+
+def test_an_asynchronous_loop_is_replayed_to_the_bit_with_its_own_rates() -> None:
+    task = Task(optimizer=sgd(momentum=0.9), data=SCHEDULED.data, batch_size=BATCH)
+    logged = Logged()
+    found = run(SCHEDULED, 3, "async", callbacks=[logged], run_config=run_config(keep_log=True))
+    assert same_bits(replay(logged.log, task.creator()), found.weights)
+    rates = {round(c.hyperparameters[0]["lr"], 9) for c in logged.log.commits if c.hyperparameters}
+    assert rates == {round(0.1 * 0.9**step, 9) for step in range(1, len(found.steps))}
+
+
+def uneven(parts: Parts, epochs: int) -> None:
+    """Worker 0 returns in the middle of the first epoch."""
+    for _ in steepest.epochs(epochs):
+        for number, (x, y) in enumerate(parts.loader):
+            if steepest.rank() == 0 and number == 1:
+                return
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            parts.optimizer.step()
+
+
+def early(parts: Parts, epochs: int) -> None:
+    """All return in the middle of the first epoch."""
+    for _ in steepest.epochs(epochs):
+        for number, (x, y) in enumerate(parts.loader):
+            if number == 2:
+                return
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            parts.optimizer.step()
+
+
+def test_a_worker_whose_function_has_returned_no_longer_counts() -> None:
+    found = run(Script(uneven), 2)
+    assert [row["samples"] for row in found.steps] == [4, 2, 2, 0, 2, 2, 2, 0, 2, 2, 2, 0]
+
+
+def test_a_run_ends_where_all_functions_have_returned() -> None:
+    script = Script(early)
+    found = run(script, 2)
+    taken = [row["samples"] for row in found.steps]
+    assert taken[:3] == [4, 4, 0]
+    assert not any(taken[3:])
+    assert difference(found.weights, script.alone(2)) < 1e-12
+
+
+def reporting(parts: Parts, epochs: int) -> None:
+    """Reports the mean of what was seen in each epoch."""
+    for epoch in steepest.epochs(epochs):
+        seen = torch.zeros(0, dtype=torch.float64)
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            parts.optimizer.step()
+            seen = torch.cat([seen, y[:, 0]])
+        steepest.report(seen=seen.mean(), epoch=epoch)
+
+
+def test_reports_are_means_by_samples_over_the_workers() -> None:
+    script = Script(reporting)
+    found = run(script, 3)
+    whole = script.data[1][:, 0].mean().item()
+    assert [row["epoch"] for row in found.reports] == [0.0, 1.0, 2.0]
+    assert [row["seen"] for row in found.reports] == pytest.approx([whole] * 3)
+
+
+def raising(parts: Parts, epochs: int) -> None:
+    for _ in steepest.epochs(epochs):
+        for _ in parts.loader:
+            raise KeyError("mine")
+
+
+def test_what_the_loop_raises_has_its_own_traceback_once() -> None:
+    with pytest.raises(ModelRaisedError, match="KeyError: 'mine'") as raised:
+        run(Script(raising), 2)
+    assert str(raised.value.__cause__).count('raise KeyError("mine")') == 1
+
+
+def unprepared() -> None:
+    """Returns before prepare."""
+
+
+def twice(parts: Parts, epochs: int) -> None:
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            parts.optimizer.step()
+            parts.optimizer.step()
+
+
+def without_backward(parts: Parts, epochs: int) -> None:
+    for _ in steepest.epochs(epochs):
+        for _ in parts.loader:
+            parts.optimizer.step()
+
+
+def without_epochs(parts: Parts, epochs: int) -> None:
+    for _ in range(epochs):
+        for _ in parts.loader:
+            pass
+
+
+def left_early(parts: Parts, epochs: int) -> None:
+    for _ in steepest.epochs(epochs):
+        for _ in parts.loader:
+            break
+
+
+def prepared_again(parts: Parts, epochs: int) -> None:
+    steepest.prepare(parts.model, parts.optimizer, parts.loader.loader)
+
+
+def own_state(parts: Parts, epochs: int) -> None:
+    parts.optimizer.state_dict()
+
+
+def writing(parts: Parts, epochs: int) -> None:
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            with torch.no_grad():
+                parts.model[0].weight.clamp_(-0.01, 0.01)
+            parts.optimizer.step()
+
+
+def foreign_optimizer() -> None:
+    loader = DataLoader(TensorDataset(*samples(4)), batch_size=2)
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    steepest.prepare(model, torch.optim.SGD(other.parameters(), lr=0.1), loader)
+
+
+def own_sampler() -> None:
+    data, model = TensorDataset(*samples(4)), torch.nn.Linear(3, 2)
+    loader = DataLoader(data, batch_size=2, sampler=WeightedRandomSampler([1.0] * 4, 4))
+    steepest.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+
+WRONG = {
+    "returned without calling steepest.prepare": unprepared,
+    r"step\(\) was called twice for one batch": Script(twice),
+    "no parameter has a gradient: call loss.backward": Script(without_backward),
+    r"outside of steepest.epochs\(\)": Script(without_epochs),
+    "was left in epoch 0 before its end": Script(left_early),
+    r"prepare\(\) was called twice": Script(prepared_again),
+    "the state of SGD lies on the job's servers": Script(own_state),
+    "written to its trainable parameter '0.weight'": Script(writing),
+    "that is not a parameter of the module": foreign_optimizer,
+    r"a sampler of its own \(WeightedRandomSampler\)": own_sampler,
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_use_is_told_in_words(words: str) -> None:
+    with pytest.raises((ModelRaisedError, ConfigurationError, ModelError), match=words):
+        run(WRONG[words], 2)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_on_ray_too() -> None:
+    found = steepest.run(SCHEDULED, num_workers=2, progress=False)
+    assert difference(found.state_dict, SCHEDULED.alone(2)) < 1e-12
+    assert found.metrics["loss"] == found.reports[-1]["loss"]
+    assert len(found.history.epochs) == SCHEDULED.epochs
+
+
+def test_alone_nothing_happens() -> None:
+    things = torch.nn.Linear(1, 1), object()
+    assert steepest.prepare(*things) == things
+    assert steepest.prepare(things[1]) is things[1]
+    assert list(steepest.epochs(3)) == [0, 1, 2]
+    steepest.report(loss=1.0)
+    steepest.weight(2.0)
+    assert (steepest.rank(), steepest.size()) == (0, 1)
+    assert current() is None
