@@ -21,13 +21,12 @@ from steepest.config.strategies import StrategyConfig
 from steepest.data.sampler import SamplePlan
 from steepest.driver.calls import Calls
 from steepest.driver.checkpoint_manager import CheckpointManager
-from steepest.driver.checkpointing import Checkpointing
 from steepest.driver.directory_lock import DirectoryLock
 from steepest.driver.dropped_trainers import drop
-from steepest.driver.fit_loop import Asked, fit
+from steepest.driver.fit_loop import Asked, Fit
 from steepest.driver.job_stats import job_stats
+from steepest.driver.steering import Steering
 from steepest.driver.training import Training
-from steepest.driver.unfreezing import train_unfrozen
 from steepest.engine.commit_log import CommitLog
 from steepest.engine.job import Job, ModelCreator
 from steepest.engine.replicas import Replicas, WorkerResult
@@ -56,7 +55,7 @@ from steepest.validation import (
 T = TypeVar("T")
 
 
-class DistributedSGD(Checkpointing):
+class DistributedSGD(Steering):
     """Train one model on many worker processes.
 
     The constructor starts Ray when it is not running, places the workers, builds the model on each
@@ -290,7 +289,8 @@ class DistributedSGD(Checkpointing):
         with self._idle("fit"), self._training.stoppable():
             self._supervisor.settle()
             asked = Asked(steps, epochs, callbacks, progress, validation, evaluate_every)
-            return fit(self, self._keeping, self._events, self._train, self._evaluate, asked)
+            keeping = self._keeping
+            return Fit(self, keeping, self._events, self._train, self._evaluate, asked).run()
 
     def _train(
         self, end: Callable[[], int], stats: bool, on_step: Callable[[StepResult], None]
@@ -580,7 +580,7 @@ class DistributedSGD(Checkpointing):
         def run() -> list[Any]:
             results = cluster.workers.call(function, *arguments, **how)
             with cluster.owner.to_its_end():
-                train_unfrozen(cluster, self._state, self._supervisor, self._calls)
+                self._calls.train_unfrozen(self._state)
             return results
 
         unfrozen = cluster.unfrozen

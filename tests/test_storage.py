@@ -575,7 +575,7 @@ def test_a_driver_that_lost_its_lease_writes_nothing_more(url: ObjectUrl) -> Non
     def take(sgd: Any, result: Any) -> None:
         if result.step == 10:
             storage_of(url).write(url / LEASES / "000009", blocks(b'{"holder": "process 9"}'))
-            sgd._keeping._lock.check.__self__._renewed -= 45
+            sgd._keeping._keeper._lock.check.__self__._renewed -= 45
 
     taking = Stop(99)
     taking.on_step = take  # type: ignore[method-assign]

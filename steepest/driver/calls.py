@@ -13,8 +13,10 @@ from steepest.errors import (
     ShutdownError,
 )
 from steepest.recovery.supervisor import Supervisor
+from steepest.runtime import remote_functions
 from steepest.runtime.launch import Cluster
 from steepest.runtime.owner import Moment, Owner, owned
+from steepest.state.job_state import JobState
 
 T = TypeVar("T")
 
@@ -114,3 +116,28 @@ class Calls:
         while True:
             if found := self.owner.call(read, Moment.WHOLE, supervisor.is_readable):
                 return found[0]
+
+    def train_unfrozen(self, state: JobState) -> None:
+        """Have the job train the frozen parameters that any replica has unfrozen.
+
+        The job's processes get their roles anew, with weights, optimizer state and place in the
+        data as they are. All replicas train such a parameter, from the mean of its values if a
+        model has changed it itself.
+
+        Raises:
+            ModelError: the optimizer leaves out one of them.
+        """
+        cluster = self._cluster
+        if all(entry.trainable for entry in cluster.job.description.layout.entries):
+            return
+        found = cluster.workers.call(remote_functions.unfrozen, what="look what is trained")
+        names = frozenset[str]().union(*found)
+        if not names:
+            return
+        own = {name: value for name, value in state.mean_buffers().items() if name in names}
+        if own:
+            version = cluster.client.position.version
+            self.replacing(lambda: state.set_weights(own, version))
+        cluster.unfrozen |= names
+        self._supervisor.settle()
+        self.replacing(lambda: None)  # a copy, since older ones know nothing of it

@@ -7,17 +7,15 @@ import logging
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from steepest.checkpoint import files
-from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import Checkpoints
 from steepest.data.sampler import SamplePlan
 from steepest.driver.calls import Calls
-from steepest.driver.checkpoint_writer import Writer
+from steepest.driver.checkpoint_writer import Keeper
 from steepest.driver.directory_lock import DirectoryLock
 from steepest.driver.training import Training
 from steepest.errors import (
@@ -28,51 +26,22 @@ from steepest.errors import (
     ShutdownError,
     SteepestError,
 )
-from steepest.messages.snapshots import Bases
 from steepest.observe.evaluations import best_of, value_of
-from steepest.observe.history_file import history_file
 from steepest.observe.results import EvaluationResult, StepResult
-from steepest.runtime.owner import Moment, Owner, owned
+from steepest.runtime.owner import Moment, owned
 from steepest.state.job_state import JobState
 from steepest.state.row_read import RowRead, RowsAsTheyCome
-from steepest.storage.blocks import Progress
 from steepest.storage.places import Place, place_of
 
 log = logging.getLogger(__name__)
 _TRIES = 3
-_PAUSE_SECONDS = (
-    0.1  # after each block of 4 MB, where there are rows of tables: they may be many GB
-)
-
-
-class _Chain(NamedTuple):
-    """The checkpoint that the next one continues."""
-
-    link: files.Link
-    place: Bases  # the instant of its rows
-    increments: int  # since the last whole one
-
-
-class Goal:
-    """The number of committed steps with which a `fit` ends, as the job is then."""
-
-    def __init__(self, end: Callable[[], int], owner: Owner) -> None:
-        self._end, self._owner = end, owner
-        self.at = self()  # as it was when it was last asked for
-
-    def __call__(self) -> int:
-        """Return it for the job as it is now."""
-        self.at = self._owner.call(self._end, Moment.WHOLE)
-        return self.at
 
 
 class CheckpointManager:
     """Keeps checkpoints for `DistributedSGD`, and counts the steps that were done before it began.
 
     Training pauses while the state is read, but for the rows of embedding tables: servers send them as
-    they were then, while it goes on. A thread writes it. When the next checkpoint is due
-    before that is written, training waits for it: so memory holds one state at most, and a disk
-    that is too slow is noticed.
+    they were then, while it goes on. A thread writes it, see `Keeper`.
     """
 
     def __init__(
@@ -90,7 +59,6 @@ class CheckpointManager:
         # steps done before this process began, which `fit` has not been asked for yet
         self._ahead = 0
         self._policy = policy
-        self._lock = lock
         self._training = training
         self._state = state
         self.owner = training.owner
@@ -98,18 +66,8 @@ class CheckpointManager:
         self._early: list[tuple[int, int]] = []
         self._early_before: deque[tuple[int, int]] = deque()
         self._calls = calls
-        self._rows: RowRead | None = None  # those of the checkpoint that is being written
-        self._shelf = (
-            CheckpointDirectory(place_of(policy.path), policy.keep) if policy is not None else None
-        )
-        self._writer = (
-            Writer(place_of(policy.path), policy.write_timeout, clock)
-            if policy is not None
-            else None
-        )
-        self._file = history_file(place_of(policy.path)) if policy is not None else None
-        self._written: tuple[int, int] | None = self._place  # what is on disk, or need not be
-        self._chain: _Chain | None = None
+        self._keeper = None if policy is None else Keeper(policy, lock, training.history, clock)
+        self._wrote()
         self._doubtful = False
 
     @property
@@ -132,42 +90,40 @@ class CheckpointManager:
         """Step and version; versions alone are counted anew when the number of workers changes."""
         return self._training.step, self._training.version
 
+    def _wrote(self) -> None:
+        """Note that the present state is on disk, or need not be."""
+        if self._keeper is not None:
+            self._keeper.written = self._place
+
     # -- going on ------------------------------------------------------------------------------
 
     def resume(self) -> None:
         """Continue from the newest whole checkpoint, if there is any."""
-        if self._shelf is None:
+        keeper, rows_kept = self._keeper, self._training.cluster.run_config.history_rows
+        if keeper is None:
             return
-        if (found := self._shelf.newest()) is None:
-            self._resume_history(0, {})
+        if (found := keeper.shelf.newest()) is None:
+            keeper.resume_history(0, {}, rows_kept)
             return
         path, saved = found
-        assert self._policy is not None
         signature = self._state.signature()
         differs = bool(signature.other_data(saved))
-        data = "new" if differs and self._policy.data == "new" else "continue"
+        data = "new" if differs and keeper.policy.data == "new" else "continue"
         self._state.place(saved, path, data)
-        self._ahead, self._written = self._training.step, self._place
+        self._ahead = self._training.step
+        self._wrote()
         self._early = [(begin, end) for begin, end in saved.about.get("ended_early", ())]
         self._early_before = deque(self._early)
         if (result := saved.about.get("result")) is not None:
             rows = {key: tuple(result.get(key, ())) for key in ("staleness", "learning_rate")}
             self._training.last = StepResult(**result | rows)
         self.evaluations = _evaluations(saved)
-        self._resume_history(self._ahead, saved.about.get("runs") or {})
+        keeper.resume_history(self._ahead, saved.about.get("runs") or {}, rows_kept)
         log.warning("going on from step %d, the checkpoint at %s", self._ahead, path)
         _tell_of(signature, saved, path, data)
 
-    def _resume_history(self, step: int, runs: Mapping[str, str]) -> None:
-        assert self._file is not None
-        try:
-            rows = self._file.resume(step, self._training.cluster.run_config.history_rows)
-        except OSError as error:
-            raise CheckpointError(f"cannot continue {self._file.path}: {error}") from error
-        self._training.history.resume(step, runs, rows)
-
-    def ask(self, steps: int | None, epochs: int | None) -> Goal:
-        """Return with which committed step so many steps or epochs more are done.
+    def ask(self, steps: int | None, epochs: int | None) -> Callable[[], int]:
+        """Return a function of the number of steps with which so many steps or epochs more are done.
 
         Steps that were taken before this process began, and were not asked for yet, are the first
         of them; a `fit` that was ended early then has no others. The end of an epoch moves when a
@@ -176,7 +132,6 @@ class CheckpointManager:
         begin = self._training.step - self._ahead
         self.begun = begin
         last = bisect_right(self._state.ends(), begin) + (epochs or 1) - 1
-
         ended: int | None = None
         if self._early_before and self._early_before[0][0] == begin:
             ended = self._early_before.popleft()[1]
@@ -186,8 +141,10 @@ class CheckpointManager:
                 return ended
             return self.end_of(last) if steps is None else begin + steps
 
-        goal = Goal(end, self.owner)
-        self._ahead = max(self._training.step - goal.at, 0)
+        def goal() -> int:
+            return self.owner.call(end, Moment.WHOLE)
+
+        self._ahead = max(self._training.step - goal(), 0)
         return goal
 
     def ended_early(self, goal: int) -> None:
@@ -261,10 +218,10 @@ class CheckpointManager:
 
     def best(self) -> Place | None:
         """Return the path of the best evaluation's checkpoint, once it is written; None if there is none."""
-        if self._shelf is None or (step := self._best_step) is None:
+        if self._keeper is None or (step := self._best_step) is None:
             return None
-        self._settle_or_raise()
-        return self._shelf.of_step(step)
+        self._keeper.settle()
+        return self._keeper.shelf.of_step(step)
 
     # -- keeping -------------------------------------------------------------------------------
 
@@ -284,16 +241,13 @@ class CheckpointManager:
         """Return a checkpoint with what is known on the driver's side."""
         history = self._training.history
         history.flush()
-        result = None if self._training.last is None else asdict(self._training.last)
-        evaluations = [asdict(each) for each in self.evaluations]
         about = {
-            **saved.about,
-            "result": result,
+            "result": None if self._training.last is None else asdict(self._training.last),
             "runs": dict(history.runs),
-            "evaluations": evaluations,
+            "evaluations": [asdict(each) for each in self.evaluations],
             "ended_early": self._early,
         }
-        return replace(saved, about=about)
+        return replace(saved, about={**saved.about, **about})
 
     def next_due(self) -> int | None:
         """Return the number of committed steps at which the next checkpoint is due; None without any."""
@@ -306,14 +260,10 @@ class CheckpointManager:
     def keep_if_due(self) -> None:
         """Keep the state if a checkpoint is due at this step; called between two steps."""
         due = self._policy is not None and self._training.step % self._policy.every == 0
-        if due and self._written != self._place:
+        if due and self._has_changed:
             self._keep()
 
-    def restore(
-        self,
-        path: str | Path,
-        data: str = "continue",
-    ) -> None:
+    def restore(self, path: str | Path, data: str) -> None:
         """Continue from a checkpoint that the user chose: later steps are to be done again."""
         saved = files.read(place_of(path))
         signature = self._state.signature()
@@ -327,7 +277,13 @@ class CheckpointManager:
 
     def changed(self) -> None:
         """Note that the state has changed without a step."""
-        self._written = None
+        if self._keeper is not None:
+            self._keeper.written = None
+
+    @property
+    def _has_changed(self) -> bool:
+        """Whether the state is to be written, and is not on disk."""
+        return self._keeper is not None and self._keeper.written != self._place
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -360,7 +316,7 @@ class CheckpointManager:
         """Write the last state, if it is not on disk, and release the directory."""
         try:
             self._training.history.close()
-            if self.owner.has_ended and self._writer is not None and self._place != self._written:
+            if self.owner.has_ended and self._has_changed:
                 log.error("the last state is not kept: its processes are gone")
             mute = self._doubtful or self._training.running or self.owner.has_ended
             if error is not None or mute:
@@ -372,26 +328,23 @@ class CheckpointManager:
 
     def drop(self) -> None:
         """Write nothing more, and release the directory when no write is going on."""
-        if self._writer is not None:
-            self._writer.end(self._lock.release)  # what hangs may yet write there
-        else:
-            self._lock.release()
+        if self._keeper is not None:
+            self._keeper.end()
 
     def _finish(self, ask: bool = True) -> None:
         """Wait for what is being written, then write the state, if it is not on disk."""
-        self._settle_or_raise()
-        if self._writer is None:
+        if (keeper := self._keeper) is None:
             return
-        if ask and self._place != self._written:
+        keeper.settle()
+        if ask and self._has_changed:
             for _ in range(_TRIES):  # servers may die while they send rows
                 self._keep()
-                self._settle_or_raise()
-                if self._place == self._written:
+                keeper.settle()
+                if not self._has_changed:
                     return
             raise CheckpointError("the last state is not kept: servers died while they sent it")
-        if (rows := self._training.history.unwritten())[0]:  # such as a last evaluation
-            self._writer.start(lambda progress: self._write_history(rows, self._held(progress)))
-        self._settle_or_raise()
+        keeper.start_history()  # such as a last evaluation
+        keeper.settle()
 
     def _finish_quietly(self, ask: bool = True) -> None:
         """Do as `_finish`, and log its error, because another error is being raised."""
@@ -402,119 +355,14 @@ class CheckpointManager:
 
     def _keep(self) -> None:
         """Read the state and begin to write it, unless the write before it hangs."""
-        assert self._writer is not None
-        began, step = time.monotonic(), self._training.step
-        if not self._settled():
-            log.warning(
-                "the checkpoint of step %d is not kept, training goes on: %s",
-                step,
-                self._writer.where(),
-            )
+        keeper, began, step = self._keeper, time.monotonic(), self._training.step
+        assert keeper is not None
+        if not keeper.settled():
+            hangs = keeper.where()
+            log.warning("the checkpoint of step %d is not kept, training goes on: %s", step, hangs)
             return
-        since = () if self._chain is None else self._chain.place
-        saved, rows = self._calls.surviving(lambda: self._state.collect(since))
-        self._rows = rows
-        saved, history = self._with_history(saved), self._training.history.unwritten()
-        self._written, paused = self._place, time.monotonic() - began
-        best = self._best_step
-        self._writer.start(
-            lambda progress: self._write(saved, rows, history, paused, best, progress)
-        )
-
-    def _write_history(self, rows: tuple[list[dict[str, Any]], int], progress: Progress) -> None:
-        """Append rows to the file of the history, on the writer's thread."""
-        assert self._file is not None
-        progress(self._file.path)
-        try:
-            self._file.append(rows[0])
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self._file.path}: {error}") from error
-        self._training.history.wrote(rows[1])
-
-    def _write(
-        self,
-        saved: files.Checkpoint,
-        rows: RowRead,
-        history: tuple[list[dict[str, Any]], int],
-        paused: float,
-        best: int | None,
-        progress: Progress,
-    ) -> None:
-        """Write a checkpoint, on the writer's thread; log how long it took."""
-        assert self._shelf is not None
-        step, began = saved.about["step"], time.monotonic()
-        base = None if self._chain is None else self._chain.link
-        try:
-            with rows.given_up_on_error():
-                held = self._held(progress)
-                self._write_history(history, held)  # before, so that no row is missing
-                found = RowsAsTheyCome(rows, lambda: self._is_awaited(held), base)
-                paced = held if rows.snapshot is None else self._paced(held)
-                path, link = self._shelf.put(replace(saved, rows=found), paced, best)
-            self._chain = self._next_link(link, found)
-        except (PeerLostError, ShutdownError, DeadlineError) as error:  # of servers that send rows
-            self._written = None
-            log.warning("the checkpoint of step %d is not kept, training goes on: %s", step, error)
-            return
-        except BaseException as error:
-            log.error("the checkpoint of step %d is not kept: %s", step, error)
-            raise
-        log.info(
-            "%s: training paused for %.3f s, written in %.3f s",
-            path,
-            paused,
-            time.monotonic() - began,
-        )
-
-    def _is_awaited(self, progress: Progress) -> bool:
-        """Note progress; return whether the trainer waits for what is being written."""
-        assert self._writer is not None
-        assert self._policy is not None
-        progress(self._policy.path)
-        return self._writer.pause(0.0)
-
-    def _held(self, progress: Progress) -> Progress:
-        """Return a function that notes progress, and ends a write when the lease is lost."""
-
-        def held(file: object) -> None:
-            progress(file)
-            self._lock.check()
-
-        return held
-
-    def _paced(self, progress: Progress) -> Progress:
-        """Return a function that notes progress and leaves training the processor for a while."""
-
-        def paced(file: object) -> None:
-            assert self._writer is not None
-            progress(file)
-            self._writer.pause(_PAUSE_SECONDS)
-
-        return paced
-
-    def _next_link(self, link: files.Link, found: RowsAsTheyCome) -> _Chain | None:
-        """Return what the next checkpoint continues; None if it is to be whole."""
-        increments = self._chain.increments + 1 if self._chain and found.changes else 0
-        if not found.place or self._policy is None or increments >= self._policy.increments:
-            return None
-        return _Chain(link, found.place, increments)
-
-    def _settled(self) -> bool:
-        """Wait for what is being written, and raise its error; return whether nothing hangs."""
-        settled = False
-        try:
-            settled = self._writer is None or self._writer.settled()
-        finally:
-            if not settled:
-                self._written = None
-                if self._rows is not None:
-                    self._rows.give_up()
-        return settled
-
-    def _settle_or_raise(self) -> None:
-        if not self._settled():
-            assert self._writer is not None
-            raise CheckpointError(f"the last state is not kept: {self._writer.where()}")
+        saved, rows = self._calls.surviving(lambda: self._state.collect(keeper.since))
+        keeper.start(self._with_history(saved), rows, self._place, began, self._best_step)
 
 
 def _evaluations(saved: files.Checkpoint) -> list[EvaluationResult]:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from steepest.errors import CheckpointError
+from steepest.checkpoint import files
+from steepest.checkpoint.directory import CheckpointDirectory
+from steepest.checkpoint.files import Checkpoints
+from steepest.driver.directory_lock import DirectoryLock
+from steepest.errors import CheckpointError, DeadlineError, PeerLostError, ShutdownError
+from steepest.messages.snapshots import Bases
+from steepest.observe.history import History
+from steepest.observe.history_file import history_file
+from steepest.state.row_read import RowRead, RowsAsTheyCome
 from steepest.storage.blocks import Progress
+from steepest.storage.places import place_of
+
+log = logging.getLogger(__name__)
+# after each block of 4 MB, where there are rows of tables: they may be many GB
+_PAUSE_SECONDS = 0.1
 
 
 @dataclass(eq=False)
@@ -97,3 +112,155 @@ class Writer:
         work.then = then
         if work.done.is_set():
             then()
+
+
+class _Chain(NamedTuple):
+    """The checkpoint that the next one continues."""
+
+    link: files.Link
+    place: Bases  # the instant of its rows
+    increments: int  # since the last whole one
+
+
+class Keeper:
+    """Writes checkpoints, and the rows of the history, to one directory beside training.
+
+    When the next checkpoint is due before one is written, training waits for that: so memory holds
+    one state at most, and a disk that is too slow is noticed.
+    """
+
+    def __init__(
+        self,
+        policy: Checkpoints,
+        lock: DirectoryLock,
+        history: History,
+        clock: Callable[[], float] | None,
+    ) -> None:
+        folder = place_of(policy.path)
+        self.shelf = CheckpointDirectory(folder, policy.keep)
+        self.written: tuple[int, int] | None = None  # the state that is on disk, or need not be
+        self.policy = policy
+        self._lock = lock
+        self._history = history
+        self._file = history_file(folder)
+        self._writer = Writer(folder, policy.write_timeout, clock)
+        self._rows: RowRead | None = None  # those of the checkpoint that is being written
+        self._chain: _Chain | None = None
+
+    def resume_history(self, step: int, runs: Mapping[str, str], most: int) -> None:
+        """Continue the history after a step; keep so many rows in memory."""
+        try:
+            rows = self._file.resume(step, most)
+        except OSError as error:
+            raise CheckpointError(f"cannot continue {self._file.path}: {error}") from error
+        self._history.resume(step, runs, rows)
+
+    @property
+    def since(self) -> Bases:
+        """The instant since which the next checkpoint needs rows of tables; () for all."""
+        return () if self._chain is None else self._chain.place
+
+    def start(
+        self,
+        saved: files.Checkpoint,
+        rows: RowRead,
+        place: tuple[int, int],
+        began: float,
+        best: int | None,
+    ) -> None:
+        """Begin to write a state, at a place, for which training has paused since some time."""
+        self._rows, self.written = rows, place
+        history, paused = self._history.unwritten(), time.monotonic() - began
+        self._writer.start(
+            lambda progress: self._write(saved, rows, history, paused, best, progress)
+        )
+
+    def start_history(self) -> None:
+        """Begin to write the rows of the history that no checkpoint was written after."""
+        if (rows := self._history.unwritten())[0]:
+            self._writer.start(lambda progress: self._write_history(rows, self._held(progress)))
+
+    def settled(self) -> bool:
+        """Wait for what is being written, and raise its error; return whether nothing hangs."""
+        settled = False
+        try:
+            settled = self._writer.settled()
+        finally:
+            if not settled:
+                self.written = None
+                if self._rows is not None:
+                    self._rows.give_up()
+        return settled
+
+    def settle(self) -> None:
+        """Wait for what is being written; raise CheckpointError if it hangs."""
+        if not self.settled():
+            raise CheckpointError(f"the last state is not kept: {self.where()}")
+
+    def where(self) -> str:
+        """Return which file hangs, and since when, in words."""
+        return self._writer.where()
+
+    def end(self) -> None:
+        """Write nothing more, and release the directory when no write is going on."""
+        self._writer.end(self._lock.release)  # what hangs may yet write there
+
+    # -- on the writer's thread ------------------------------------------------------------------
+
+    def _write(
+        self,
+        saved: files.Checkpoint,
+        rows: RowRead,
+        history: tuple[list[dict[str, Any]], int],
+        paused: float,
+        best: int | None,
+        progress: Progress,
+    ) -> None:
+        """Write a checkpoint; log how long it took."""
+        step, began, chain = saved.about["step"], time.monotonic(), self._chain
+
+        def paced(file: object) -> None:
+            """Note progress, and leave training the processor for a while."""
+            held(file)
+            self._writer.pause(_PAUSE_SECONDS)
+
+        def awaited() -> bool:
+            held(self.policy.path)
+            return self._writer.pause(0.0)
+
+        held = self._held(progress)
+        try:
+            with rows.given_up_on_error():
+                self._write_history(history, held)  # before, so that no row is missing
+                found = RowsAsTheyCome(rows, awaited, None if chain is None else chain.link)
+                pace = held if rows.snapshot is None else paced
+                path, link = self.shelf.put(replace(saved, rows=found), pace, best)
+        except (PeerLostError, ShutdownError, DeadlineError) as error:  # of servers that send rows
+            self.written = None
+            log.warning("the checkpoint of step %d is not kept, training goes on: %s", step, error)
+            return
+        except BaseException as error:
+            log.error("the checkpoint of step %d is not kept: %s", step, error)
+            raise
+        increments = chain.increments + 1 if chain and found.changes else 0
+        whole = not found.place or increments >= self.policy.increments  # the next one
+        self._chain = None if whole else _Chain(link, found.place, increments)
+        written = time.monotonic() - began
+        log.info("%s: training paused for %.3f s, written in %.3f s", path, paused, written)
+
+    def _write_history(self, rows: tuple[list[dict[str, Any]], int], progress: Progress) -> None:
+        progress(self._file.path)
+        try:
+            self._file.append(rows[0])
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self._file.path}: {error}") from error
+        self._history.wrote(rows[1])
+
+    def _held(self, progress: Progress) -> Progress:
+        """Return a function that notes progress, and ends a write when the lease is lost."""
+
+        def held(file: object) -> None:
+            progress(file)
+            self._lock.check()
+
+        return held

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from steepest.driver.checkpoint_manager import CheckpointManager, Goal
+from steepest.driver.checkpoint_manager import CheckpointManager
 from steepest.errors import ConfigurationError
 from steepest.observe.display import display
 from steepest.observe.progress import Callback, EventFeed
@@ -67,33 +67,115 @@ class Asked:
             )
 
 
-def fit(
-    sgd: Any,
-    keeping: CheckpointManager,
-    feed: EventFeed,
-    train: Train,
-    evaluate: Evaluate,
-    asked: Asked,
-) -> StepResult:
-    """Train and call callbacks, see `DistributedSGD.fit`; return the last step's result."""
-    asked.check(keeping)
-    callbacks = [*display(asked.progress), *asked.callbacks]
-    end = keeping.ask(asked.steps, asked.epochs)
-    evaluating = Evaluating(sgd, keeping, evaluate, asked, callbacks)
-    if (left := end() - keeping.step) <= 0 and not evaluating.is_due:
+class Fit:
+    """One call of `DistributedSGD.fit`."""
+
+    def __init__(
+        self,
+        sgd: Any,
+        keeping: CheckpointManager,
+        feed: EventFeed,
+        train: Train,
+        evaluate: Evaluate,
+        asked: Asked,
+    ) -> None:
+        asked.check(keeping)
+        self._sgd = sgd
+        self._keeping = keeping
+        self._feed = feed
+        self._train = train
+        self._evaluate = evaluate
+        self._data = asked.validation
+        self._every = asked.evaluate_every
+        self._callbacks = [*display(asked.progress), *asked.callbacks]
+        self._goal = keeping.ask(asked.steps, asked.epochs)
+        self._begin, self._length = keeping.step, self._end() - keeping.step
+
+    def _end(self) -> int:
+        """Return the number of committed steps with which it ends, as the job is now."""
+        self._at = self._goal()
+        return self._at
+
+    def run(self) -> StepResult:
+        """Train and call callbacks; return the last step's result."""
+        keeping = self._keeping
+        if self._length <= 0 and not self._evaluation_is_due:
+            return keeping.result()
+        with keeping.at_end(), _ended(self._sgd) as begun:
+            for callback in self._callbacks:
+                callback.on_fit_begin(self._sgd, max(self._length, 0))
+                begun.append(callback)
+            try:
+                self._feed.tell(self._sgd, self._callbacks)
+                self._take()
+                if keeping.stopping:
+                    keeping.ended_early(self._end())
+            finally:
+                self._feed.tell(self._sgd, self._callbacks)
         return keeping.result()
-    with keeping.at_end(), _ended(sgd) as begun:
-        for callback in callbacks:
-            callback.on_fit_begin(sgd, max(left, 0))
-            begun.append(callback)
-        try:
-            feed.tell(sgd, callbacks)
-            _take(sgd, keeping, feed, train, end, callbacks, evaluating)
-            if keeping.stopping:
-                keeping.ended_early(end())
-        finally:
-            feed.tell(sgd, callbacks)
-    return keeping.result()
+
+    def _take(self) -> None:
+        """Train from one pause between two steps to the next."""
+        keeping = self._keeping
+        pausing = _overriding(self._callbacks, "on_epoch_end")
+        each_step = _overriding(self._callbacks, "after_step")
+        by_epoch = bool(pausing) or (self._data is not None and self._every is None)
+        self._begin, self._length = keeping.step, self._end() - keeping.step
+        self._evaluate_if_due()  # where the program was interrupted before it could
+        while keeping.step < self._end() and not keeping.stopping:
+            pauses = [keeping.next_due()]
+            pauses += [keeping.next_multiple(self._every)] if self._every else []
+            pauses += [keeping.step + 1] if each_step else []
+            epoch = keeping.epoch if by_epoch else None
+
+            def until(pauses: list[int | None] = pauses, epoch: int | None = epoch) -> int:
+                ends = [self._end(), *pauses, None if epoch is None else keeping.end_of(epoch)]
+                return min(at for at in ends if at is not None)
+
+            before = keeping.step
+            self._train(until, True, self._on_step)
+            self._tell()
+            if keeping.step > before:  # not after `stop`, or a death that has set it back
+                for callback in each_step:
+                    callback.after_step(self._sgd, keeping.result())
+            self._evaluate_if_due()
+            if epoch is not None and keeping.step >= keeping.end_of(epoch):
+                for callback in pausing:
+                    callback.on_epoch_end(self._sgd, keeping.result())
+            keeping.keep_if_due()
+
+    def _on_step(self, result: StepResult) -> None:
+        self._tell()
+        for callback in self._callbacks:
+            callback.on_step(self._sgd, result)
+
+    def _tell(self) -> None:
+        """Tell callbacks of events, and of another number of steps where these have changed it."""
+        self._feed.tell(self._sgd, self._callbacks)
+        if self._at - self._begin != self._length:
+            self._length = self._at - self._begin
+            for callback in self._callbacks:
+                callback.on_length(self._sgd, self._length)
+
+    @property
+    def _evaluation_is_due(self) -> bool:
+        """Whether one is due at this step of this `fit`, and was not made, also before a death."""
+        keeping = self._keeping
+        if self._data is None or keeping.step <= max(keeping.begun, keeping.evaluated):
+            return False
+        return keeping.step % self._every == 0 if self._every else keeping.is_at_end_of_epoch
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate, keep the result, call callbacks, then keep the state if it is the best so far."""
+        if not self._evaluation_is_due:
+            return
+        step, result = self._keeping.step, self._evaluate(self._data)
+        if result.step != step:
+            return  # a death meanwhile has set training back: it is due again at that step
+        self._keeping.add(result)
+        for callback in self._callbacks:
+            callback.on_evaluation(self._sgd, result)
+        self._keeping.keep_if_best()
 
 
 @contextlib.contextmanager
@@ -106,58 +188,6 @@ def _ended(sgd: Any) -> Iterator[list[Callback]]:
         finally:
             for callback in reversed(begun):  # the last one is called first
                 ending.callback(callback.on_fit_end, sgd)
-
-
-class Evaluating:
-    """The evaluations of one `fit`: when each is due, and what becomes of it."""
-
-    def __init__(
-        self,
-        sgd: Any,
-        keeping: CheckpointManager,
-        evaluate: Evaluate,
-        asked: Asked,
-        callbacks: Sequence[Callback],
-    ) -> None:
-        self._sgd = sgd
-        self._keeping = keeping
-        self._evaluate = evaluate
-        self._data = asked.validation
-        self._every = asked.evaluate_every
-        self._callbacks = callbacks
-
-    @property
-    def by_epoch(self) -> bool:
-        """Whether one is due at the end of each epoch."""
-        return self._data is not None and self._every is None
-
-    def next_due(self) -> int | None:
-        """Return with how many committed steps the next one is due; None without a fixed number."""
-        return None if self._every is None else self._keeping.next_multiple(self._every)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether one is due at this step of this `fit`, and was not made, also before a death."""
-        keeping = self._keeping
-        if self._data is None or keeping.step <= max(keeping.begun, keeping.evaluated):
-            return False
-        return keeping.step % self._every == 0 if self._every else keeping.is_at_end_of_epoch
-
-    def evaluate_if_due(self) -> None:
-        """Evaluate, keep the result, call callbacks, then keep the state if it is the best so far.
-
-        The result of another step than the one at which it was due, because a death meanwhile has
-        set training back, is passed over: it is due again when that step is taken again.
-        """
-        if not self.is_due:
-            return
-        step, result = self._keeping.step, self._evaluate(self._data)
-        if result.step != step:
-            return
-        self._keeping.add(result)
-        for callback in self._callbacks:
-            callback.on_evaluation(self._sgd, result)
-        self._keeping.keep_if_best()
 
 
 def check_callbacks(callbacks: object) -> None:
@@ -181,53 +211,3 @@ def _overriding(callbacks: Sequence[Callback], method: str) -> list[Callback]:
     """Return the callbacks that override a method, for which workers pause then."""
     inherited = getattr(Callback, method)
     return [c for c in callbacks if getattr(type(c), method, inherited) is not inherited]
-
-
-def _take(
-    sgd: Any,
-    keeping: CheckpointManager,
-    feed: EventFeed,
-    train: Train,
-    end: Goal,
-    callbacks: Sequence[Callback],
-    evaluating: Evaluating,
-) -> None:
-    begin, length = keeping.step, end() - keeping.step
-
-    def tell() -> None:
-        """Tell callbacks of events, and of another number of steps where these have changed it."""
-        nonlocal length
-        feed.tell(sgd, callbacks)
-        if end.at - begin != length:
-            length = end.at - begin
-            for callback in callbacks:
-                callback.on_length(sgd, length)
-
-    def on_step(result: StepResult) -> None:
-        tell()
-        for callback in callbacks:
-            callback.on_step(sgd, result)
-
-    pausing = _overriding(callbacks, "on_epoch_end")
-    each_step = _overriding(callbacks, "after_step")
-    evaluating.evaluate_if_due()  # where the program was interrupted before it could
-    while keeping.step < end() and not keeping.stopping:
-        next_step = keeping.step + 1 if each_step else None
-        pauses = keeping.next_due(), evaluating.next_due(), next_step
-        epoch = keeping.epoch if pausing or evaluating.by_epoch else None
-
-        def until(pauses: tuple[int | None, ...] = pauses, epoch: int | None = epoch) -> int:
-            ends = [end(), *pauses, None if epoch is None else keeping.end_of(epoch)]
-            return min(at for at in ends if at is not None)
-
-        before = keeping.step
-        train(until, True, on_step)
-        tell()
-        if keeping.step > before:  # not after `stop`, or a death that has set it back
-            for callback in each_step:
-                callback.after_step(sgd, keeping.result())
-        evaluating.evaluate_if_due()
-        if epoch is not None and keeping.step >= keeping.end_of(epoch):
-            for callback in pausing:
-                callback.on_epoch_end(sgd, keeping.result())
-        keeping.keep_if_due()
