@@ -34,9 +34,9 @@ from steepest import (
     StepResult,
     TorchModel,
 )
-from steepest.config.strategies import StrategyConfig
 from steepest.messages.message import server_peer
 from steepest.runtime.calls import has_answered
+from steepest.strategies.strategy import Strategy
 
 JOIN_STEP = 60
 LARGE = Workload("mlp", MLP, (1024,), 64, 1024, 20)
@@ -253,7 +253,7 @@ def resize_seconds(workers: int, change: Mapping[str, int], creator: Any = None)
     return stopped
 
 
-def death_seconds(strategy: StrategyConfig, spares: int, creator: Any = None) -> dict[str, float]:
+def death_seconds(strategy: Strategy, spares: int, creator: Any = None) -> dict[str, float]:
     """For how long training stops when one of three workers dies; without a spare process, and when another comes."""
     creator = creator or functools.partial(large_model, momentum=0.9)
     run_config = RunConfig(failure=FailureConfig(spares=spares))

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from benchmarks.recovery_bodies import Arrays, PacedModel
 from steepest import Callback, DistributedSGD, ParameterServerStrategy, StepResult, TorchModel
-from steepest.config.strategies import StrategyConfig
+from steepest.strategies.strategy import Strategy
 
 WORKERS = 4
 STEP_SECONDS = 0.02
@@ -39,7 +39,7 @@ Load = Callable[[], tuple[Arrays, Arrays]]  # to train with, and to test
 
 @dataclass(frozen=True)
 class Mode:
-    strategy: StrategyConfig
+    strategy: Strategy
     learning_rate: float
 
 

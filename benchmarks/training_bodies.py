@@ -16,7 +16,6 @@ from benchmarks.models import MLP, WORKLOADS, Modelled, Workload
 from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
-from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, StrategyConfig
 from steepest.engine.client import Client
 from steepest.engine.hosting import (
     build_replicas,
@@ -29,7 +28,6 @@ from steepest.engine.hosting import (
 from steepest.engine.job import Job, build_models
 from steepest.engine.replicas import Replicas
 from steepest.engine.scheduling import give_way
-from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import HostMap
 from steepest.messages.driver import Result
 from steepest.messages.message import (
@@ -41,6 +39,9 @@ from steepest.messages.message import (
 )
 from steepest.models.protocol import Model
 from steepest.models.torch import TorchModel
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.strategy import Strategy
 from steepest.tensors.allocator import keep_freed_memory, start_thread
 from steepest.tensors.shared_memory import allocate
 from steepest.transport.router import Router
@@ -134,7 +135,7 @@ def make_job(
         return chosen.model()
 
     allreduce = strategy == "allreduce"
-    config: StrategyConfig = ParameterServerStrategy(
+    config: Strategy = ParameterServerStrategy(
         num_servers=servers + alone,
         wire_dtype=wire_dtype,
         compression=compression,
@@ -142,7 +143,7 @@ def make_job(
     )
     if allreduce:
         config = AllreduceStrategy(wire_dtype=wire_dtype, compression=compression)
-    models, description = build_models(creator, 0, 1, 0, make_strategy(config).cut)
+    models, description = build_models(creator, 0, 1, 0, config.cut)
     worker_hosts, server_hosts = (
         tuple(index % hosts for index in range(count)) for count in (workers, servers)
     )

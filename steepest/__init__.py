@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.checkpoint.exported_table import ExportedTable as ExportedTable
     from steepest.checkpoint.files import Checkpoints as Checkpoints
     from steepest.collectives.ring import ring_allreduce as ring_allreduce
+    from steepest.compression.codecs import Codec as Codec
     from steepest.config.compression import Int8 as Int8
     from steepest.config.compression import PowerSGD as PowerSGD
     from steepest.config.compression import TopK as TopK
@@ -20,10 +21,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.config.run import ResourceConfig as ResourceConfig
     from steepest.config.run import RunConfig as RunConfig
     from steepest.config.run import TLSConfig as TLSConfig
-    from steepest.config.strategies import AllreduceStrategy as AllreduceStrategy
-    from steepest.config.strategies import LocalStrategy as LocalStrategy
-    from steepest.config.strategies import ParameterServerStrategy as ParameterServerStrategy
-    from steepest.config.strategies import SimpleStrategy as SimpleStrategy
     from steepest.data.ray_dataset import RayDataset as RayDataset
     from steepest.data.sources import IndexedStream as IndexedStream
     from steepest.driver.prometheus import Prometheus as Prometheus
@@ -65,6 +62,13 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.observe.results import StepResult as StepResult
     from steepest.optim.spec import OptimizerSpec as OptimizerSpec
     from steepest.parameter_server.api import ParameterServer as ParameterServer
+    from steepest.strategies.allreduce import AllreduceStrategy as AllreduceStrategy
+    from steepest.strategies.local import LocalStrategy as LocalStrategy
+    from steepest.strategies.parameter_server import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
+    from steepest.strategies.simple import SimpleStrategy as SimpleStrategy
+    from steepest.strategies.strategy import Strategy as Strategy
     from steepest.tables.table import Table as Table
     from steepest.tensors.layout import ParameterLayout as ParameterLayout
     from steepest.trainer import DistributedSGD as DistributedSGD
@@ -72,9 +76,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
 __version__ = "0.1.0"
 
 _MODULES = {
-    "AllreduceStrategy": "config.strategies",
+    "AllreduceStrategy": "strategies.allreduce",
     "Callback": "observe.progress",
     "Checkpoints": "checkpoint.files",
+    "Codec": "compression.codecs",
     "Commit": "engine.commit_log",
     "CommitLog": "engine.commit_log",
     "Computed": "models.protocol",
@@ -94,21 +99,22 @@ _MODULES = {
     "Int8": "config.compression",
     "JaxModel": "models.jax",
     "LightningModel": "models.lightning",
-    "LocalStrategy": "config.strategies",
+    "LocalStrategy": "strategies.local",
     "LoggedPush": "engine.commit_log",
     "MLflow": "observe.loggers",
     "Model": "models.protocol",
     "OptimizerSpec": "optim.spec",
     "ParameterLayout": "tensors.layout",
     "ParameterServer": "parameter_server.api",
-    "ParameterServerStrategy": "config.strategies",
+    "ParameterServerStrategy": "strategies.parameter_server",
     "PowerSGD": "config.compression",
     "Prometheus": "driver.prometheus",
     "RayDataset": "data.ray_dataset",
     "ReduceOnPlateau": "observe.evaluations",
     "ResourceConfig": "config.run",
     "RunConfig": "config.run",
-    "SimpleStrategy": "config.strategies",
+    "SimpleStrategy": "strategies.simple",
+    "Strategy": "strategies.strategy",
     "Staleness": "observe.results",
     "Stats": "observe.results",
     "StepResult": "observe.results",

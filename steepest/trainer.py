@@ -17,7 +17,6 @@ from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.files import Checkpoints
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
-from steepest.config.strategies import StrategyConfig
 from steepest.data.sampler import SamplePlan
 from steepest.driver.calls import Calls
 from steepest.driver.checkpoint_manager import CheckpointManager
@@ -43,6 +42,8 @@ from steepest.runtime.remote_functions import name_of
 from steepest.runtime.room import worker_bundle
 from steepest.state.job_state import JobState
 from steepest.state.table_export import export_table
+from steepest.strategies.named import strategy_for
+from steepest.strategies.strategy import Strategy
 from steepest.validation import (
     require_batch_size,
     require_choice,
@@ -114,7 +115,7 @@ class DistributedSGD(Steering):
         num_workers: int | tuple[int, int] = 1,
         devices_per_worker: int = 1,
         gpu: bool = False,
-        strategy: str | StrategyConfig = "ps",
+        strategy: str | Strategy = "ps",
         *,
         accumulate: int = 1,
         global_batch_size: int | None = None,
@@ -135,7 +136,7 @@ class DistributedSGD(Steering):
             global_batch_size=global_batch_size,
             seed=seed,
         )
-        config = chosen.strategy_for(strategy, least)
+        config = strategy_for(strategy, least, chosen)
         most = chosen.most_of(most)
         # held by the thread whose call of step, fit, evaluate, save ... it is; never by the owner
         self._lock = threading.RLock()
@@ -182,7 +183,7 @@ class DistributedSGD(Steering):
         return cluster
 
     @property
-    def strategy(self) -> StrategyConfig:
+    def strategy(self) -> Strategy:
         """The present strategy."""
         return self._job.config
 
@@ -480,7 +481,7 @@ class DistributedSGD(Steering):
         self._live()
         return self._calls.reading(lambda: export_table(self._training.cluster, name, since))
 
-    def set_strategy(self, strategy: str | StrategyConfig) -> None:
+    def set_strategy(self, strategy: str | Strategy) -> None:
         """Continue under another strategy from the last committed step.
 
         The workers and their models stay.
@@ -495,7 +496,7 @@ class DistributedSGD(Steering):
                 has no embedding tables, and the model has; nothing has changed.
         """
         with self._idle("set_strategy"):
-            config = self._live().chosen.strategy_for(strategy, self.num_workers)
+            config = strategy_for(strategy, self.num_workers, self._live().chosen)
             self._supervisor.want(config)
             self._supervisor.settle(asked=True)
             self._keeping.changed()

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from steepest.config.strategies import ParameterServerStrategy
 from steepest.data.sampler import SamplePlan, even_share
 from steepest.models.torch import TorchModel
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing.simulation import pause
 from tests.reference import samples
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, StrategyConfig
 from steepest.engine.chunk_transfer import ChunkState, RetainedChunks
 from steepest.engine.commit_log import CommitLog
 from steepest.engine.server import Server
@@ -19,6 +18,9 @@ from steepest.engine.server_chunk import ServerChunk
 from steepest.engine.survivors import RecoveredState
 from steepest.messages.driver import Result
 from steepest.messages.message import Kind
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, same_bits, samples, sgd
 
@@ -52,7 +54,7 @@ def credit_kind(name: str) -> Kind:
     return Kind.GRANT if name in TOGETHER else Kind.LEASE
 
 
-def mode(name: str, servers: int = 2, chunk_bytes: int = 64, **settings: Any) -> StrategyConfig:
+def mode(name: str, servers: int = 2, chunk_bytes: int = 64, **settings: Any) -> Strategy:
     """The strategy of that name, with small chunks on several servers."""
     chosen = replace(MODES[name], chunk_bytes=chunk_bytes, **settings)
     servers = max(servers, getattr(chosen, "replication", 1))

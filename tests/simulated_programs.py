@@ -28,7 +28,6 @@ from steepest import (
 from steepest.checkpoint import files
 from steepest.config.run import DeadlineConfig
 from steepest.engine.commit_log import CommitLog
-from steepest.engine.strategy import make_strategy
 from steepest.errors import ConfigurationError, PeerLostError, ResourcesError, SteepestError
 from steepest.testing.replay import replay
 from steepest.testing.simulation import Simulation, pause, run_config
@@ -187,7 +186,7 @@ class Program:
         ]
         if self.serves:
             self.cpus = (2,) * (2 + self.workers // 2 + draw.randint(0, 1))
-            while make_strategy(self.strategy).in_workers:
+            while self.strategy.in_workers:
                 self.strategy = strategies(draw, self.tables)
         if draw.random() < 0.1:  # while the job starts
             after, share = draw.choice((3, 10, 30)), draw.choice((0.0, 0.5, 1.0))
@@ -429,7 +428,7 @@ def _check_rows(outcome: Outcome) -> None:
     first = outcome.log.parts[0]
     begins = not first.commits or first.commits[0].version == first.start + 1
     step = 0 if outcome.begun is None else files.about(outcome.begun)["step"]
-    rule = make_strategy(first.strategy).rule
+    rule = first.strategy.rule
     if not begins or first.start != step * rule.versions_per_step(first.num_workers):
         outcome.unchecked = "the log does not begin with the run, or where it was restored"
         return

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
-from steepest.config.strategies import StrategyConfig
 from steepest.engine.client import Client
 from steepest.engine.hosting import (
     build_replicas,
@@ -20,11 +19,11 @@ from steepest.engine.hosting import (
     host_worker,
 )
 from steepest.engine.job import Job, build_models
-from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
 from steepest.messages.driver import Result
 from steepest.messages.message import COORDINATOR, Peer, aggregator_peer, server_peer, worker_peer
+from steepest.strategies.strategy import Strategy
 from steepest.testing.models import linear_model_creator
 from steepest.transport.channel import Address
 from steepest.transport.router import Router
@@ -34,7 +33,7 @@ STEPS = 20
 WORKERS = 2
 SECONDS = 60.0
 TOKEN = b"correct horse battery staple"
-STRATEGIES: dict[str, StrategyConfig] = {
+STRATEGIES: dict[str, Strategy] = {
     "ps": ParameterServerStrategy(num_servers=1),
     "allreduce": AllreduceStrategy(),
 }
@@ -45,7 +44,7 @@ def running(name: str) -> Iterator[tuple[Router, Client]]:
     """A job of two workers on one host over real sockets, each process a thread; its client, and the router of that."""
     config = STRATEGIES[name]
     servers = WORKERS if name == "allreduce" else 1
-    _, description = build_models(linear_model_creator(), 0, 1, 0, make_strategy(config).cut)
+    _, description = build_models(linear_model_creator(), 0, 1, 0, config.cut)
     places = HostMap((0,) * WORKERS, (0,) * servers, name == "ps")
     job = Job(description, config, WORKERS, 1, servers, 0, SECONDS, hosts=places)
     addresses: list[Address] = []

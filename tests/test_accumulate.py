@@ -23,11 +23,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from steepest import DistributedSGD, RunConfig
-from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Failure
 from steepest.models.torch import TorchModel
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import replicas_of
 from tests.drawn import seeds

@@ -25,7 +25,6 @@ from steepest import (
     ParameterServerStrategy,
     TorchModel,
 )
-from steepest.config.strategies import StrategyConfig
 from steepest.engine.in_words import chunks_in_words
 from steepest.engine.topology import HostMap
 from steepest.errors import DeadlineError
@@ -33,6 +32,7 @@ from steepest.runtime import signals
 from steepest.runtime.activity import activity_of, report
 from steepest.runtime.deaths import persistently
 from steepest.runtime.places import Place
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.testing.simulation import Simulation, pause, run_config
 from steepest.transport.router import Router
@@ -76,7 +76,7 @@ def simulation() -> Iterator[Simulation]:
 # -- roles ---------------------------------------------------------------------------------------
 
 
-def held_up(strategy: StrategyConfig, hosts: HostMap | None = None) -> dict[str, str]:
+def held_up(strategy: Strategy, hosts: HostMap | None = None) -> dict[str, str]:
     """By role, what it does when worker 1 hangs in the third step and all others have done theirs."""
     workers = 2 if hosts is None else len(hosts.workers)
     cluster = InProcessCluster(

@@ -10,15 +10,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from steepest.config.strategies import (
-    AllreduceStrategy,
-    ParameterServerStrategy,
-    SimpleStrategy,
-    StrategyConfig,
-)
 from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
 from steepest.models.torch import TorchModel
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.simple import SimpleStrategy
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
 from tests.modes import trained
@@ -95,7 +93,7 @@ def plain(cluster: InProcessCluster, module: nn.Module) -> tuple[Weights, list[f
 @pytest.mark.parametrize(
     "strategy", [ParameterServerStrategy(), AllreduceStrategy(), SimpleStrategy()]
 )
-def test_one_worker_equals_a_plain_loop_to_the_bit(strategy: StrategyConfig, module: Any) -> None:
+def test_one_worker_equals_a_plain_loop_to_the_bit(strategy: Strategy, module: Any) -> None:
     if isinstance(strategy, ParameterServerStrategy):
         strategy = ParameterServerStrategy(num_servers=2, chunk_bytes=64)
     cluster = InProcessCluster(creator(module), strategy=strategy)

@@ -30,9 +30,10 @@ from steepest import (
 )
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
-from steepest.config.strategies import StrategyConfig, as_strategy
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.storage.files import LocalStorage
+from steepest.strategies.named import as_strategy
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from tests.conftest import ROOT
 from tests.reference import Task, same_bits, samples
@@ -236,7 +237,7 @@ class Heard(Callback):
 
 
 def trainer(
-    path: Path, strategy: str | StrategyConfig = "ps", every: int = 10, **settings: Any
+    path: Path, strategy: str | Strategy = "ps", every: int = 10, **settings: Any
 ) -> DistributedSGD:
     checkpoints = Checkpoints(path, every, keep=2)
     return DistributedSGD(TASK.creator(), strategy=strategy, checkpoints=checkpoints, **settings)

@@ -20,17 +20,15 @@ from test_modes import serial
 from torch.nn.utils import clip_grad_norm_
 
 from steepest import DistributedSGD, RunConfig
-from steepest.config.strategies import (
-    AllreduceStrategy,
-    LocalStrategy,
-    ParameterServerStrategy,
-    SimpleStrategy,
-    StrategyConfig,
-)
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Result
 from steepest.observe.results import StepResult
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.simple import SimpleStrategy
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import gradient_of
 from tests.drawn import seeds
@@ -74,7 +72,7 @@ def norms_of(results: list[Result]) -> list[float | None]:
 
 
 def compare(
-    task: Task, strategy: StrategyConfig, workers: int, devices: int = 1, **options: Any
+    task: Task, strategy: Strategy, workers: int, devices: int = 1, **options: Any
 ) -> list[float]:
     """Trains by the library and serially; both clip, and tell the same norms, which are returned."""
     cluster = InProcessCluster(
@@ -111,7 +109,7 @@ def test_parameter_server_equals_serial_training(
 )
 @pytest.mark.parametrize(("workers", "devices"), [(1, 1), (2, 1), (2, 2), (3, 1)])
 def test_allreduce_and_simple_equal_serial_training(
-    strategy: StrategyConfig, workers: int, devices: int
+    strategy: Strategy, workers: int, devices: int
 ) -> None:
     compare(TASKS["momentum"], strategy, workers, devices)
 
@@ -122,7 +120,7 @@ def test_allreduce_and_simple_equal_serial_training(
     ("workers", "devices", "accumulate"), [(1, 1, 3), (2, 1, 2), (2, 2, 2), (3, 1, 2)]
 )
 def test_the_sum_of_micro_batches_is_clipped(
-    strategy: StrategyConfig, workers: int, devices: int, accumulate: int
+    strategy: Strategy, workers: int, devices: int, accumulate: int
 ) -> None:
     compare(TASKS["momentum"], strategy, workers, devices, accumulate=accumulate)
 
@@ -307,7 +305,7 @@ def test_backup_workers_are_refused() -> None:
     "strategy",
     [ps(2), AllreduceStrategy(chunk_bytes=64, clip_norm=CLIP), SimpleStrategy(clip_norm=CLIP)],
 )
-def test_on_ray(strategy: StrategyConfig) -> None:
+def test_on_ray(strategy: Strategy) -> None:
     task = TASKS["momentum"]
     norms: list[float] = []
     expected = clipped(task, norms).train(4, 6)

@@ -14,12 +14,14 @@ from examples.data import load_mnist
 from steepest.compression.codecs import make_codec
 from steepest.config.compression import Int8, PowerSGD, TopK
 from steepest.config.run import data_directory
-from steepest.config.strategies import AllreduceStrategy, LocalStrategy, ParameterServerStrategy
 from steepest.data.sampler import SamplePlan
 from steepest.engine.replicas import Replicas
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Failure
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.drawn import seeds
 from tests.modes import check, counters, make, trained, worker_weights
@@ -261,12 +263,12 @@ def test_wrong_settings_are_refused(make_it: Any, words: str) -> None:
 def test_names_stand_for_settings() -> None:
     for name, kind in (("topk", TopK), ("int8", Int8), ("powersgd", PowerSGD)):
         chosen = AllreduceStrategy(compression=name)
-        assert (chosen.push_format, chosen.pull_format, chosen.is_sharded) == (kind(), None, False)
+        assert (chosen.push_format, chosen.pull_dtype, chosen.is_sharded) == (kind(), None, False)
     for wire_dtype in ("bf16", (None, "bf16")):
         both = ParameterServerStrategy(compression=Int8(64), wire_dtype=wire_dtype)  # type: ignore[arg-type]
-        assert (both.push_format, both.pull_format) == (Int8(64), "bf16")
+        assert (both.push_format, both.pull_dtype) == (Int8(64), torch.bfloat16)
     half = ParameterServerStrategy(wire_dtype=("fp16", None))
-    assert (half.push_format, half.pull_format) == ("fp16", None)
+    assert (half.push_format, half.pull_dtype) == ("fp16", None)
     assert AllreduceStrategy().is_sharded
     assert not AllreduceStrategy(sharded=False).is_sharded
 

@@ -15,15 +15,12 @@ import pytest
 import steepest
 from steepest import errors
 from steepest.config.run import DeadlineConfig, FailureConfig, ResourceConfig, RunConfig
-from steepest.config.strategies import (
-    STRATEGY_NAMES,
-    AllreduceStrategy,
-    LocalStrategy,
-    ParameterServerStrategy,
-    SimpleStrategy,
-    as_strategy,
-)
 from steepest.errors import ConfigurationError, SteepestError
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.local import LocalStrategy
+from steepest.strategies.named import STRATEGY_NAMES, as_strategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.simple import SimpleStrategy
 from steepest.validation import require_count
 
 CARRIERS = {"RemoteTraceback"}  # of text, attached as a cause; not raised on purpose

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from steepest import DistributedSGD, IndexedStream, LocalStrategy
 from steepest.checkpoint import files
-from steepest.config.strategies import StrategyConfig
+from steepest.strategies.strategy import Strategy
 from tests.reference import Task, difference, samples, sgd
 from tests.test_sources import BATCH, LENGTH, Recorded, counting
 
@@ -109,7 +109,7 @@ LOCAL = LocalStrategy(sync_every=4)
     [("ps", 1), ("simple", 2), ("async", 1), (LocalStrategy(sync_every=2), 2)],
 )
 def test_the_schedule_goes_on_after_local_training(
-    tmp_path: Path, strategy: str | StrategyConfig, workers: int
+    tmp_path: Path, strategy: str | Strategy, workers: int
 ) -> None:
     """A step of local training is several updates; a checkpoint tells how many there were."""
     with DistributedSGD(SCHEDULED.creator(), num_workers=workers) as trainer:

@@ -15,9 +15,9 @@ from steepest import (
     ParameterServerStrategy,
     RunConfig,
 )
-from steepest.config.strategies import StrategyConfig
 from steepest.errors import ModelRaisedError, PeerLostError
 from steepest.messages.message import Kind, Message, Peer, server_peer, worker_peer
+from steepest.strategies.strategy import Strategy
 from tests.reference import Task, difference, samples, sgd
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -42,7 +42,7 @@ def spoil(view: Any) -> None:
     ids=lambda s: s.name,
 )
 def test_a_worker_whose_own_code_fails_is_killed_and_replaced(
-    strategy: StrategyConfig, caplog: pytest.LogCaptureFixture
+    strategy: Strategy, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_config = RunConfig(failure=FailureConfig(spares=0), deadlines=DeadlineConfig(step=60))
     with DistributedSGD(
@@ -115,7 +115,7 @@ def test_a_server_whose_own_code_fails_is_killed_and_its_copy_goes_on(
     ids=lambda s: s.name,
 )
 def test_what_fails_again_without_progress_ends_the_job(
-    strategy: StrategyConfig, caplog: pytest.LogCaptureFixture
+    strategy: Strategy, caplog: pytest.LogCaptureFixture
 ) -> None:
     create = failing(worker_peer(1), Kind.GRANT, 3)
     with (

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.config.strategies import ParameterServerStrategy, SimpleStrategy
 from steepest.engine.replica_states import mean_states
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster
 from tests.drawn import seeds
 from tests.pairs import grid

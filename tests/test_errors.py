@@ -26,7 +26,6 @@ from steepest import (
     StepResult,
     TorchModel,
 )
-from steepest.config.strategies import StrategyConfig, as_strategy
 from steepest.engine.job import ModelCreator
 from steepest.errors import (
     ConfigurationError,
@@ -40,6 +39,8 @@ from steepest.errors import (
     StepError,
 )
 from steepest.messages.message import Peer
+from steepest.strategies.named import as_strategy
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.reference import same_bits, samples
 
@@ -305,7 +306,7 @@ def test_a_worker_that_is_killed(strategy: str) -> None:
     ids=["worker 0", "server 1", "member 1"],
 )
 def test_a_process_with_a_server_that_is_killed(
-    strategy: StrategyConfig, workers: int, victim: Peer, monkeypatch: pytest.MonkeyPatch
+    strategy: Strategy, workers: int, victim: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single worker hosts the servers itself, the members of an allreduce one each."""
     run_config = RunConfig(failure=FailureConfig(snapshot_every=0))

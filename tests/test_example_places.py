@@ -82,8 +82,7 @@ def test_votes_train_as_well_as_gradients(
     own, known = example("own_strategy").main([])
     assert known > 0.9
     assert own > known - 0.03
-    before, *after = re.findall(r"test accuracy ([\d.]+)%$", capsys.readouterr().out, re.MULTILINE)
-    assert float(before) < 30
+    after = re.findall(r"test accuracy ([\d.]+)%$", capsys.readouterr().out, re.MULTILINE)
     assert [float(each) for each in after] == pytest.approx([100 * own, 100 * known], abs=0.051)
 
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from steepest.config.strategies import ParameterServerStrategy
 from steepest.engine.hosting import host_client
 from steepest.errors import PeerLostError
 from steepest.messages.driver import Failure, Result
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.models.torch import TorchModel
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.testing.inspection import buffers_of
 from tests.drawn import SEEDS, runs, seeds

@@ -15,13 +15,11 @@ import jax.numpy as jnp
 import optax
 import torch
 
-from steepest.config.strategies import (
-    AllreduceStrategy,
-    LocalStrategy,
-    ParameterServerStrategy,
-    SimpleStrategy,
-    StrategyConfig,
-)
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.simple import SimpleStrategy
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, replay
 from tests.jax_tasks import JaxTask, network, with_noise
 from tests.pairs import diagonal, mostly_full
@@ -41,7 +39,7 @@ TASKS = {
     "adamw": JaxTask(optimizer=optax.adamw(0.01, weight_decay=0.1, mask=matrices)),
     "lamb": JaxTask(optimizer=optax.lamb(0.02)),
 }
-STRATEGIES: dict[str, StrategyConfig] = {
+STRATEGIES: dict[str, Strategy] = {
     "ps": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
     "copies": ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=64),
     "allreduce": AllreduceStrategy(chunk_bytes=64),
@@ -54,7 +52,7 @@ def serial(name: str, workers: int) -> Weights:
     return TASKS[name].train(workers, STEPS)
 
 
-def run(task: JaxTask, workers: int, strategy: StrategyConfig, **options: Any) -> InProcessCluster:
+def run(task: JaxTask, workers: int, strategy: Strategy, **options: Any) -> InProcessCluster:
     cluster = InProcessCluster(task.creator(), num_workers=workers, strategy=strategy, **options)
     results = cluster.step(STEPS)
     assert [result.step for result in results] == list(range(1, STEPS + 1))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from steepest.config.strategies import ParameterServerStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.data.tf_dataset import TensorFlowDataset
 from steepest.errors import ConfigurationError
 from steepest.models.tensorflow import TensorFlowModel

@@ -18,7 +18,8 @@ from tests.keras_tools import compute_in
 import numpy as np
 import pytest
 
-from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.models.tensorflow import TensorFlowModel
 from steepest.testing import InProcessCluster
 

@@ -18,12 +18,10 @@ import pytest
 import torch
 
 from steepest import DistributedSGD
-from steepest.config.strategies import (
-    AllreduceStrategy,
-    LocalStrategy,
-    ParameterServerStrategy,
-    SimpleStrategy,
-)
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.simple import SimpleStrategy
 from steepest.data.sampler import SamplePlan
 from steepest.models.keras_variables import KerasVariables
 from steepest.models.tensorflow import TensorFlowModel

@@ -14,16 +14,16 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
-from steepest.config.strategies import StrategyConfig
 from steepest.engine.generators import HeldGenerators, about_to_change, seed_everything
 from steepest.engine.replicas import Replicas
 from steepest.messages.driver import Failure, Result
 from steepest.messages.message import Kind, Message
 from steepest.models.torch import TorchModel
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits
 
-STRATEGIES: dict[str, StrategyConfig] = {
+STRATEGIES: dict[str, Strategy] = {
     "ps": ParameterServerStrategy(num_servers=1),
     "allreduce": AllreduceStrategy(),
     "async": ParameterServerStrategy(num_servers=1, mode="async"),

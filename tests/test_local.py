@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from steepest import DistributedSGD, FailureConfig
-from steepest.config.strategies import LocalStrategy, ParameterServerStrategy
 from steepest.data.sampler import SamplePlan
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Failure, Result
+from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.simulation import Simulation, run_config
 from tests.drawn import seeds

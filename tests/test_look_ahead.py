@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import steepest
-from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy
 from steepest.engine.delayed_rows import divided
 from steepest.engine.row_exchange import RowExchange
 from steepest.engine.table_chunk import TableChunk
@@ -24,6 +23,8 @@ from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.driver import Failure
 from steepest.messages.message import Kind
 from steepest.models.embedding import EmbeddingBag
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.tables.gradients import RowGradients
 from steepest.tables.initial import Constant
 from steepest.tables.row_optimizers import SGD

@@ -11,8 +11,9 @@ from test_equivalence import Sometimes, all_but_fixed, batch_norm, states
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy
 from steepest.engine.replica_states import mean_states
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.modes import check, trained
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd, snapshot

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, ParameterServerStrategy
-from steepest.config.strategies import SimpleStrategy, StrategyConfig
 from steepest.engine.survivors import state_of
 from steepest.errors import DeadlineError, ModelRaisedError, RemoteTraceback
 from steepest.messages.driver import Failure
 from steepest.messages.message import server_peer, worker_peer
+from steepest.strategies.simple import SimpleStrategy
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from steepest.testing.simulation import Simulation, run_config
 from tests.crowd import Crowd, values
@@ -31,7 +32,7 @@ STEPS, WORKERS = 12, 2
 TASK = Task(
     optimizer=lambda module: Raising(module.parameters(), lr=0.1, momentum=0.9), data=samples(64)
 )
-STRATEGIES: dict[str, StrategyConfig] = {
+STRATEGIES: dict[str, Strategy] = {
     "simple": SimpleStrategy(),
     "ps": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
     "copies": ParameterServerStrategy(num_servers=2, chunk_bytes=64, replication=2),
@@ -41,7 +42,7 @@ STRATEGIES: dict[str, StrategyConfig] = {
 
 
 @contextlib.contextmanager
-def simulated(strategy: StrategyConfig, snapshot_every: int) -> Iterator[DistributedSGD]:
+def simulated(strategy: Strategy, snapshot_every: int) -> Iterator[DistributedSGD]:
     """A trainer in a simulation."""
     config = run_config(failure=FailureConfig(snapshot_every=snapshot_every))
     with (

@@ -13,17 +13,15 @@ import torch
 from torch import nn
 
 from steepest import DistributedSGD
-from steepest.config.strategies import (
-    AllreduceStrategy,
-    LocalStrategy,
-    ParameterServerStrategy,
-    SimpleStrategy,
-    StrategyConfig,
-)
 from steepest.engine.generators import seed_everything
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError, ModelError, ModelRaisedError
 from steepest.messages.driver import Failure, Result
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.simple import SimpleStrategy
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.simulation import Simulation, run_config
 from tests.own_writes import STATEFUL, WRITERS, WRITES, Momentum, Writer
@@ -43,7 +41,7 @@ WAYS: dict[str, tuple[bool, int | None]] = {
 }
 
 #: strategies whose updates are those of one process on all the samples of a step
-EXACT: dict[str, StrategyConfig] = {
+EXACT: dict[str, Strategy] = {
     "ps": ParameterServerStrategy(num_servers=1),
     "ps, two servers": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
     "ps, copies": ParameterServerStrategy(num_servers=2, chunk_bytes=64, replication=2),
@@ -51,7 +49,7 @@ EXACT: dict[str, StrategyConfig] = {
     "allreduce, unsharded": AllreduceStrategy(sharded=False),
     "simple": SimpleStrategy(),
 }
-OTHERS: dict[str, StrategyConfig] = {
+OTHERS: dict[str, Strategy] = {
     "local": LocalStrategy(sync_every=2),
     "async": ParameterServerStrategy(mode="async", num_servers=1),
     "ssp": ParameterServerStrategy(mode="ssp", staleness=1, num_servers=2, chunk_bytes=64),
@@ -75,7 +73,7 @@ def task_of(module: Callable[[], nn.Module], workers: int = 1, tokens: bool = Fa
 
 
 def cluster_of(
-    task: Task, workers: int, config: StrategyConfig, way: str, **settings: Any
+    task: Task, workers: int, config: Strategy, way: str, **settings: Any
 ) -> InProcessCluster:
     lend, hosts = WAYS[way]
     servers = (
@@ -96,7 +94,7 @@ def cluster_of(
     )  # fmt: skip
 
 
-def config_servers(config: StrategyConfig) -> int:
+def config_servers(config: Strategy) -> int:
     return getattr(config, "num_servers", None) or 1
 
 

@@ -15,7 +15,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from steepest import ParameterServerStrategy, TorchModel
-from steepest.config.strategies import StrategyConfig
 from steepest.data.protocol import Source
 from steepest.data.sampler import Remaining
 from steepest.data.spark import ParquetRows, from_dataframe
@@ -25,6 +24,7 @@ from steepest.messages.driver import Result
 from steepest.messages.message import Kind
 from steepest.storage.files import storage_of
 from steepest.storage.places import place_of
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
 from tests.deaths import kill_senders
@@ -160,7 +160,7 @@ def test_rows_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("strategy", [ParameterServerStrategy(), ASYNC])
 def test_each_row_is_committed_once_per_epoch(
-    tmp_path: Path, workers: int, strategy: StrategyConfig
+    tmp_path: Path, workers: int, strategy: Strategy
 ) -> None:
     data = ParquetRows(write(tmp_path / "rows", (7, 12, 5), 5), features=["number"], target="half")
     update = BATCH if strategy == ASYNC else BATCH * workers
@@ -173,9 +173,7 @@ def test_each_row_is_committed_once_per_epoch(
 
 
 @pytest.mark.parametrize("strategy", [ParameterServerStrategy(num_servers=1), ASYNC])
-def test_each_row_is_committed_once_where_a_worker_dies(
-    tmp_path: Path, strategy: StrategyConfig
-) -> None:
+def test_each_row_is_committed_once_where_a_worker_dies(tmp_path: Path, strategy: Strategy) -> None:
     data = ParquetRows(write(tmp_path / "rows", (7, 12, 5), 5), features=["number"], target="half")
     creator = counting(data, BATCH if strategy == ASYNC else BATCH * 2)
     cluster = InProcessCluster(creator, num_workers=2, strategy=strategy, replaces=True)

@@ -12,7 +12,6 @@ import torch
 
 from steepest.collectives.members import MemberCollective
 from steepest.config.compression import TopK
-from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig
 from steepest.engine.server import Server
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError, ProtocolError
@@ -27,6 +26,9 @@ from steepest.messages.message import (
     worker_peer,
 )
 from steepest.messages.permissions import OPEN, TRAINING, Admission
+from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.strategy import Strategy
 from steepest.testing import Fault, InProcessCluster
 from steepest.transport.frames import ROLES
 from steepest.transport.router import Router
@@ -219,7 +221,7 @@ def use_all(cluster: InProcessCluster, routers: Sequence[Router]) -> None:
     assert sum(router.refused for router in routers) == 0
 
 
-STRATEGIES: dict[str, StrategyConfig] = {
+STRATEGIES: dict[str, Strategy] = {
     **{name: mode(name) for name in MODES},
     "local": LocalStrategy(sync_every=2, chunk_bytes=64),
     "clipped": mode("sync", clip_norm=0.01, wire_dtype="bf16"),

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from steepest.compression.codecs import Half
-from steepest.config.strategies import ParameterServerStrategy
 from steepest.data.sampler import SamplePlan
 from steepest.engine.server_chunk import ServerChunk
 from steepest.engine.staged_chunk import StagedPush
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Failure
 from steepest.messages.message import PushId
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.tensors.half_precision import WIRE_DTYPES, narrow, rounded
 from steepest.tensors.layout import ParameterLayout
 from tests.drawn import seeds

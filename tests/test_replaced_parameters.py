@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
-from steepest.config.strategies import StrategyConfig
 from steepest.errors import ModelError
 from steepest.messages.driver import Failure, Result
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from tests.reference import Task
 
@@ -55,7 +55,7 @@ STRATEGIES = [ParameterServerStrategy(num_servers=1), AllreduceStrategy()]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_frozen_parameters_are_those_that_the_module_has_now(strategy: StrategyConfig) -> None:
+def test_frozen_parameters_are_those_that_the_module_has_now(strategy: Strategy) -> None:
     cluster = InProcessCluster(task().creator(), num_workers=2, strategy=strategy)
     wanted = cluster.state_dict()
     for _ in range(3):
@@ -80,7 +80,7 @@ def test_a_state_is_loaded_into_the_parameters_that_the_module_has_now() -> None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_trained_parameter_cannot_be_replaced(strategy: StrategyConfig) -> None:
+def test_a_trained_parameter_cannot_be_replaced(strategy: Strategy) -> None:
     cluster = InProcessCluster(task(trained=True).creator(), num_workers=2, strategy=strategy)
     before = cluster.weights()
     failure = cluster.step()[-1]

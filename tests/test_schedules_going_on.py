@@ -15,12 +15,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedules
 
-from steepest.config.strategies import LocalStrategy
 from steepest.engine.survivors import assemble, catch_up, state_of
 from steepest.messages.driver import Failure, Result
 from steepest.messages.message import Kind, Message
 from steepest.optim.json_values import from_json, to_json
 from steepest.optim.spec import OptimizerSpec, Schedule
+from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster
 from steepest.transport.frames import decode_meta, encode_meta
 from tests.drawn import runs

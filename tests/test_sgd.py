@@ -21,8 +21,8 @@ from steepest import (
     SimpleStrategy,
     StepResult,
 )
-from steepest.config.strategies import StrategyConfig
 from steepest.errors import ConfigurationError, ShutdownError
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, same_bits, samples, sgd
 
@@ -161,7 +161,7 @@ def trainer(shared: tuple[DistributedSGD, Path]) -> DistributedSGD:
     return trainer
 
 
-def reference(steps: int, strategy: StrategyConfig) -> tuple[Any, list[StepResult]]:
+def reference(steps: int, strategy: Strategy) -> tuple[Any, list[StepResult]]:
     """Weights and results of an uninterrupted run."""
     cluster = InProcessCluster(TASK.creator(), num_workers=2, strategy=strategy)
     found = cluster.step(steps)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from steepest import FailureConfig, RunConfig
-from steepest.config.strategies import AllreduceStrategy
 from steepest.engine.client import Position, Snapshot
 from steepest.engine.job import Job
 from steepest.engine.worker_state import WorkerState
@@ -20,6 +19,7 @@ from steepest.messages.message import worker_peer
 from steepest.state import snapshots
 from steepest.state.snapshots import Snapshots
 from steepest.state.stock import Copy
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.tensors.dtypes import Tensors
 from steepest.testing import InProcessCluster
 from tests.reference import Task

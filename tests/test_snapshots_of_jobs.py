@@ -15,12 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from steepest.config.compression import Int8, PowerSGD, TopK
-from steepest.config.strategies import (
-    AllreduceStrategy,
-    LocalStrategy,
-    ParameterServerStrategy,
-    StrategyConfig,
-)
 from steepest.engine.replicas import Replicas
 from steepest.engine.survivors import RecoveredState
 from steepest.engine.worker_state import WorkerState, worker_state
@@ -28,6 +22,10 @@ from steepest.errors import PeerLostError
 from steepest.messages.message import Kind, Message, Peer
 from steepest.runtime import remote_functions
 from steepest.state.stock import Copy, Stock
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.strategy import Strategy
 from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster
 from tests.drawn import SEEDS, runs
@@ -51,7 +49,7 @@ def wide() -> nn.Module:
 
 BUFFERS = Task(normalised, sgd(momentum=0.9), samples(48))
 WIDE = Task(wide, sgd(momentum=0.9), samples(40, dtype=torch.float32))
-KINDS: dict[str, tuple[Task, StrategyConfig]] = {
+KINDS: dict[str, tuple[Task, Strategy]] = {
     "buffers": (BUFFERS, ParameterServerStrategy(num_servers=2, chunk_bytes=64)),
     "buffers, no servers": (BUFFERS, AllreduceStrategy(chunk_bytes=64)),
     "topk": (WIDE, AllreduceStrategy(compression=TopK(0.1))),
@@ -308,7 +306,7 @@ def test_a_reader_that_leaves_is_waited_for_no_more() -> None:
     ],
 )
 def test_workers_are_asked_only_where_they_may_have_something_of_their_own(
-    task: Task, strategy: StrategyConfig, has: bool
+    task: Task, strategy: Strategy, has: bool
 ) -> None:
     cluster = InProcessCluster(task.creator(), num_workers=2, strategy=strategy)
     assert cluster.job.workers_have_state == has

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from steepest import DistributedSGD, IndexedStream, ParameterServerStrategy, RayDataset, TorchModel
-from steepest.config.strategies import StrategyConfig
 from steepest.data.protocol import Indices, Source
 from steepest.data.sampler import Remaining, SamplePlan
 from steepest.data.sources import as_source
@@ -24,6 +23,7 @@ from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Result
 from steepest.messages.message import Kind
+from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import replicas_of
 from tests.deaths import kill_senders
@@ -150,7 +150,7 @@ def test_orders_differ_between_epochs_and_seeds_alone() -> None:
     "strategy", [ParameterServerStrategy(), ASYNC, ParameterServerStrategy(mode="ssp")]
 )
 def test_each_sample_is_committed_once_per_epoch(
-    workers: int, block: int, strategy: StrategyConfig
+    workers: int, block: int, strategy: Strategy
 ) -> None:
     update = BATCH * workers if strategy == ParameterServerStrategy() else BATCH
     creator = counting(lambda: IndexedStream(Recorded(), LENGTH, block), update)
@@ -164,7 +164,7 @@ def test_each_sample_is_committed_once_per_epoch(
 
 
 @pytest.mark.parametrize("strategy", [ParameterServerStrategy(num_servers=1), ASYNC])
-def test_a_successor_finds_its_place_in_a_stream(strategy: StrategyConfig) -> None:
+def test_a_successor_finds_its_place_in_a_stream(strategy: Strategy) -> None:
     update = BATCH if strategy == ASYNC else BATCH * 2
     creator = counting(lambda: IndexedStream(Recorded(), LENGTH, 10), update)
     cluster = InProcessCluster(creator, num_workers=2, strategy=strategy, replaces=True)
@@ -190,7 +190,7 @@ def test_replicas_and_micro_batches_divide_a_stream_too() -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("strategy", [ParameterServerStrategy(), ASYNC])
 def test_a_run_that_goes_on_elsewhere_in_mid_epoch_visits_the_rest(
-    workers: int, strategy: StrategyConfig
+    workers: int, strategy: Strategy
 ) -> None:
     def job(number: int) -> InProcessCluster:
         update = BATCH * number if strategy == ParameterServerStrategy() else BATCH

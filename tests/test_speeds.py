@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.config.strategies import ParameterServerStrategy
 from steepest.messages.driver import Result
 from steepest.messages.message import Kind, Message, server_peer
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, InProcessTransport
 from tests.drawn import SEEDS, runs
 from tests.modes import MODES, check, counters, make, mode, shares

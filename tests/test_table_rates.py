@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from steepest import DistributedSGD, FailureConfig, ParameterServerStrategy, TorchModel
-from steepest.config.strategies import LocalStrategy
 from steepest.data.sampler import SamplePlan
 from steepest.errors import CheckpointError, ConfigurationError, ModelRaisedError
 from steepest.models.embedding import Embedding
+from steepest.strategies.local import LocalStrategy
 from steepest.tables.initial import Constant, Zeros
 from steepest.tables.row_optimizers import FTRL, SGD, Adagrad, RowOptimizer
 from steepest.tables.table import Table

@@ -16,12 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from steepest import IndexedStream, TorchModel
-from steepest.config.strategies import (
-    AllreduceStrategy,
-    LocalStrategy,
-    ParameterServerStrategy,
-    SimpleStrategy,
-)
 from steepest.errors import (
     ModelError,
     ModelRaisedError,
@@ -34,6 +28,10 @@ from steepest.messages.driver import Failure, Result
 from steepest.models.protocol import Computed
 from steepest.runtime.calls import RemoteError
 from steepest.runtime.diagnostics import raise_step_error
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits, samples
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from steepest.config.strategies import ParameterServerStrategy
 from steepest.engine.server_chunk import ServerChunk, StagedPush
 from steepest.messages.message import PushId
 from steepest.optim.spec import OptimizerSpec
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.drawn import seeds

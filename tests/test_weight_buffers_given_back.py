@@ -7,11 +7,11 @@ import os
 import pytest
 import torch
 
-from steepest.config.strategies import ParameterServerStrategy
 from steepest.engine.server import Server, ServerMode
 from steepest.engine.topology import HostMap, Topology
 from steepest.engine.weight_buffers import WeightBuffers
 from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.shared_memory import (
     AVAILABLE,

@@ -11,18 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 
-from steepest.config.strategies import (
-    STRATEGY_NAMES,
-    ParameterServerStrategy,
-    StrategyConfig,
-    as_strategy,
-)
 from steepest.data.sampler import SamplePlan
 from steepest.engine.generators import seed_everything
 from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
 from steepest.models.protocol import Model
 from steepest.models.torch import TorchModel, accuracy
+from steepest.strategies.named import STRATEGY_NAMES, as_strategy
+from steepest.strategies.strategy import Strategy
 from steepest.trainer import DistributedSGD
 
 Arrays = tuple[torch.Tensor, torch.Tensor]
@@ -91,7 +87,7 @@ def annealing(steps: int) -> Callable[[torch.optim.Optimizer], LRScheduler]:
     )
 
 
-def settings(name: str, train: Arrays, epochs: int) -> tuple[ModelCreator, StrategyConfig]:
+def settings(name: str, train: Arrays, epochs: int) -> tuple[ModelCreator, Strategy]:
     """Return the model and the strategy of one row of the table."""
     # The synchronous strategies share one optimizer. Where each worker's gradient is an update, some gradients are many
     # updates old when they arrive: gradients are clipped, so that none does much harm, and the learning rate rises and
@@ -99,7 +95,7 @@ def settings(name: str, train: Arrays, epochs: int) -> tuple[ModelCreator, Strat
     strategy = as_strategy(name)
     if name == "local":
         return model_creator(train, local_optimizer), strategy
-    if isinstance(strategy, ParameterServerStrategy) and strategy.mode != "sync":
+    if not strategy.rule.together:
         steps = epochs * SamplePlan(len(train[0]), WORKERS * BATCH, SEED).steps_per_epoch
         creator = model_creator(train, asynchronous_optimizer, annealing(steps))
         return creator, replace(strategy, clip_norm=1.0)

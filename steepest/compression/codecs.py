@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,14 +27,29 @@ Factors = dict[int, Tensor]
 Packed = Sequence[tuple[Tensor, float]]
 
 
-class Codec(Protocol):
-    """A format of float32 chunks."""
+class Codec:
+    """What a worker pushes for a float32 chunk of its gradient, and how pushes are added up.
 
-    #: whether what a format leaves out is added to the next gradient
-    lossy: bool
+    A codec of one's own derives from it. Its methods are called on the thread of the worker's or
+    the server's router, with one chunk at a time, and must give the same bits for the same
+    arguments: that is what replays and copies of a chunk need. It has no state of its own; what a
+    worker keeps from one gradient to the next is what `pack` leaves in `values`.
+
+    Attributes:
+        lossy: whether what `pack` leaves in `values` is added to the sender's next gradient. It is
+            part of checkpoints.
+        everywhere: whether pushes have this form inside a host and with one worker too, because it
+            is part of the method; other codecs only save bytes between hosts.
+
+    Reference: Seide et al. 2014, 1-Bit Stochastic Gradient Descent (error feedback).
+    """
+
+    lossy: bool = False
+    everywhere: bool = False
 
     def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
         """Return a chunk's size in bytes in this format; None where it travels as it is."""
+        raise NotImplementedError
 
     def pack(
         self, layout: ParameterLayout, chunk: Chunk, values: Tensor, out: Tensor, factors: Factors
@@ -45,13 +59,16 @@ class Codec(Protocol):
         Args:
             layout: of the model.
             chunk: of that layout, with n elements.
-            values: (n,) float32, finite; of a lossy format it holds what was left out afterwards.
+            values: (n,) float32, finite: the gradient, and of a lossy format what the one before
+                left. Of a lossy format it holds what is left for the next one afterwards.
             out: flat uint8, of the format's size, overwritten.
-            factors: of the same sender's gradient before; changed.
+            factors: tensors by the number of an entry, kept from the same sender's gradient before;
+                changed.
         """
+        raise NotImplementedError
 
     def check(self, layout: ParameterLayout, chunk: Chunk, payload: Tensor) -> None:
-        """Check that a payload of the right size can be added.
+        """Check that a payload of the right size can be added: any can, by default.
 
         Raises:
             ProtocolError: it cannot.
@@ -63,15 +80,18 @@ class Codec(Protocol):
         Args:
             layout: of the model.
             chunk: of that layout, with n elements.
-            packed: (payload, factor) pairs.
+            packed: (payload, factor) pairs of all pushes of an update, in the order of their
+                workers; the factors are each push's share of all samples' weight.
             out: (n,) float32, added to.
         """
+        raise NotImplementedError
+
+    def finish(self, layout: ParameterLayout, chunk: Chunk, out: Tensor) -> None:
+        """Turn the sum of an update's pushes, (n,) float32, into its gradient, in place: by default it is."""
 
 
-class Half:
+class Half(Codec):
     """Half precision: float16 or bfloat16, rounded to the nearest."""
-
-    lossy = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -86,16 +106,13 @@ class Half:
         """Round to the nearest; False where float16, which ends at 65,504, cannot hold a value."""
         return narrow(values.view(torch.uint8), self.dtype, out)
 
-    def check(self, layout: ParameterLayout, chunk: Chunk, payload: Tensor) -> None:
-        """Accept any bytes."""
-
     def add(self, layout: ParameterLayout, chunk: Chunk, packed: Packed, out: Tensor) -> None:
         """Widen payloads and add them."""
         for payload, factor in packed:
             out.add_(payload.view(self.dtype), alpha=factor)
 
 
-class BlockInt8:
+class BlockInt8(Codec):
     """Blocks of elements as int8, each with one float32 by which they are multiplied.
 
     The scales come first. Block-wise quantization as in Dettmers et al. 2022 (arXiv:2110.02861), to
@@ -143,9 +160,6 @@ class BlockInt8:
             block.addcmul_(levels, scale.expand(shape), value=-1)
         return True
 
-    def check(self, layout: ParameterLayout, chunk: Chunk, payload: Tensor) -> None:
-        """Accept any bytes."""
-
     def add(self, layout: ParameterLayout, chunk: Chunk, packed: Packed, out: Tensor) -> None:
         """Multiply by the scales and add."""
         for payload, factor in packed:
@@ -154,7 +168,7 @@ class BlockInt8:
                 out[where].view(shape).add_(rounded[where].view(shape) * (scale * factor))
 
 
-class Largest:
+class Largest(Codec):
     """The elements of greatest magnitude, in 4 bytes each.
 
     First a scale (float32), the number of elements in each bucket of 65,536 (int32), then their
@@ -253,7 +267,7 @@ def largest(values: Tensor, count: int) -> Tensor:
     return sizes.topk(count, sorted=False).indices.sort().values
 
 
-class LowRank:
+class LowRank(Codec):
     """Tensors of two or more dimensions as products P Q' of rank r, as in PowerSGD.
 
     One power iteration for each gradient, from the factor Q of the one before: P = orthogonalized M
@@ -314,9 +328,6 @@ class LowRank:
             matrix.addmm_(p.T, q, alpha=-1)
             factors[piece.entry] = q.clone()
         return True
-
-    def check(self, layout: ParameterLayout, chunk: Chunk, payload: Tensor) -> None:
-        """Accept any bytes."""
 
     def add(self, layout: ParameterLayout, chunk: Chunk, packed: Packed, out: Tensor) -> None:
         """Add all products of a tensor at once."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from steepest.config.strategies import ParameterServerStrategy, StrategyConfig, strategy_for
 from steepest.errors import ConfigurationError
 from steepest.validation import require_choice, require_count
 
@@ -57,33 +56,3 @@ class JobConfig:
                 most,
             )
         return min(num_workers, most)
-
-    def strategy_for(self, strategy: str | StrategyConfig, num_workers: int) -> StrategyConfig:
-        """Return a strategy for this job with so many workers.
-
-        Args:
-            strategy: a name or a strategy object.
-            num_workers: the number of workers, at least 1.
-
-        Raises:
-            ConfigurationError: there is no such strategy, or the number of workers or
-                `global_batch_size` does not go with it.
-        """
-        config, size = strategy_for(strategy, num_workers), self.global_batch_size
-        if size is None:
-            return config
-        if isinstance(config, ParameterServerStrategy) and config.mode != "sync":
-            raise ConfigurationError(
-                f"global_batch_size={size} under {config.name!r}: each worker's gradient is an "
-                "update by itself, of devices_per_worker * accumulate * batch_size samples "
-                "however many workers there are; leave global_batch_size out"
-            )
-        batches = num_workers * self.devices_per_worker * self.accumulate
-        if size < batches:
-            raise ConfigurationError(
-                f"global_batch_size={size} with num_workers={num_workers}, devices_per_worker="
-                f"{self.devices_per_worker} and accumulate={self.accumulate}: these compute "
-                f"{batches} batches, and each needs a sample; give a greater global_batch_size, or "
-                "fewer workers"
-            )
-        return config

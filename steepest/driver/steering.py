@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from steepest.config.strategies import with_servers
 from steepest.driver.checkpoint_manager import CheckpointManager
 from steepest.driver.training import Training
 from steepest.observe.results import EvaluationResult
 from steepest.recovery.supervisor import Supervisor
 from steepest.runtime.launch import Cluster
+from steepest.strategies.named import strategy_for
 from steepest.validation import require_choice, require_count
 
 
@@ -111,10 +111,10 @@ class Steering:
         self._live()
         config, count = self._supervisor.wanted, self.num_workers
         if num_servers is not None:
-            config = with_servers(config, num_servers)
+            config = config.with_servers(num_servers)
         if num_workers is not None:
             count = require_count("num_workers", num_workers)
-        config = self._live().chosen.strategy_for(config, count)
+        config = strategy_for(config, count, self._live().chosen)
         self._supervisor.want(config, None if num_workers is None else count)
         if not self._training.is_telling and self._lock.acquire(blocking=False):
             try:

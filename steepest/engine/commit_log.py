@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from steepest.config.strategies import StrategyConfig
 from steepest.data.sampler import SamplePlan
 from steepest.engine.topology import HostMap
 from steepest.messages.fields import RateChanges
+from steepest.strategies.strategy import Strategy
 
 #: By worker, gradients of rows, see `steepest.engine.delayed_rows.DelayedRows.state`.
 UnpushedRows = Mapping[int, Mapping[str, torch.Tensor]]
@@ -96,7 +96,7 @@ class CommitLog:
     """
 
     commits: tuple[Commit, ...]
-    strategy: StrategyConfig
+    strategy: Strategy
     num_workers: int
     devices_per_worker: int
     seed: int

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from steepest.config.strategies import LocalStrategy
 from steepest.engine.between_turns import BetweenTurns
 from steepest.engine.client import Client
 from steepest.engine.coordinator_role import CoordinatorRole
@@ -64,7 +63,7 @@ def build_replicas(
         replicas=job.replicas,
     )
     replicas: Replicas
-    if isinstance(job.config, LocalStrategy):
+    if job.strategy.local:
         replicas = LocalReplicas(
             models,
             devices,
@@ -105,13 +104,13 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
 
     def hyperparameters(step: int) -> list[dict[str, Any]]:
         # under local SGD the rates are those of the workers' own optimizers
-        return with_rates(schedule.at(step), () if job.strategy.outer else state.rates, step)
+        return with_rates(schedule.at(step), () if job.strategy.local else state.rates, step)
 
     coordinator = Coordinator(
         ClosedJob(state, step_timeout=job.step_timeout, replaces=job.workers_are_replaced),
         hyperparameters,
         nonfinite=job.strategy.nonfinite,
-        clip_norm=job.strategy.clip_norm,
+        clip_norm=job.strategy.clips_updates,
         scale_rate=job.strategy.scale_rate,
     )
     _host(
@@ -159,11 +158,11 @@ def host_server(
         mode=ServerMode(
             together=job.strategy.rule.together,
             in_workers=job.strategy.in_workers,
-            checked=job.strategy.nonfinite != "pass" or job.strategy.clip_norm is not None,
+            checked=job.strategy.nonfinite != "pass" or job.strategy.clips_updates is not None,
         ),
     )
     server.flush = router.pump
-    if job.strategy.outer is None:
+    if not job.strategy.local:
         server.begin_with(arriving)
     _host(router, job, peer, server)
     return server

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from steepest.compression.codecs import Codec
-from steepest.config.strategies import LocalStrategy, SimpleStrategy, StrategyConfig
 from steepest.data.fingerprint import Fingerprint, fingerprint
 from steepest.data.protocol import Blocks
 from steepest.data.sampler import Remaining, SamplePlan
 from steepest.engine.generators import seed_everything
-from steepest.engine.strategy import Strategy, make_strategy
 from steepest.engine.topology import HostMap, Topology
 from steepest.errors import ConfigurationError, ModelError
 from steepest.messages.fields import Limits
@@ -24,6 +22,7 @@ from steepest.messages.message import Peer
 from steepest.models.protocol import Model
 from steepest.models.step_size import StepSize, making_models
 from steepest.optim.spec import OptimizerSpec
+from steepest.strategies.strategy import Strategy
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.transport.router import Role, Router
 
@@ -71,7 +70,7 @@ class Job:
     """
 
     description: Description
-    config: StrategyConfig  # the strategy as the user chose it
+    config: Strategy  # the strategy as the user chose it
     num_workers: int
     devices_per_worker: int
     num_servers: int
@@ -103,8 +102,25 @@ class Job:
                 "from servers in each step; give strategy='ps', 'allreduce', 'local', 'async' or "
                 "'ssp'"
             )
+        self._require_form(strategy.codec)
         for table in self.description.tables:
             self._require_followed(table)
+
+    def _require_form(self, codec: Codec | None) -> None:
+        """Check that a codec that is part of the method has a form for all gradients; ConfigurationError otherwise."""
+        if codec is None or not codec.everywhere:
+            return
+        layout = self.description.layout
+        for chunk in (layout.chunks[index] for index in layout.trainable_chunks):
+            if chunk.slices and (
+                chunk.dtype is not torch.float32 or codec.size(layout, chunk) is None
+            ):
+                entry = layout.entries[chunk.slices[0].entry]
+                raise ConfigurationError(
+                    f"{type(codec).__name__} of strategy {self.config.name!r} has no form for "
+                    f"{entry.name!r} of dtype {chunk.dtype}: codecs are of float32 gradients, and one "
+                    "with everywhere=True needs a size for each; train the model in float32"
+                )
 
     def _require_followed(self, table: Table) -> None:
         """Check that a table follows a learning rate that servers know, if any; ConfigurationError otherwise."""
@@ -122,7 +138,7 @@ class Job:
                 f"{what}: that parameter group has the learning rate {groups[group][1].get('lr')}: "
                 "give the optimizer the rate of which a schedule's are parts"
             )
-        if self.strategy.outer is not None:
+        if self.strategy.local:
             raise ConfigurationError(
                 f"{what} under the strategy {self.strategy.kind!r}: workers have the schedule there, "
                 "and servers update rows; leave it out"
@@ -137,7 +153,7 @@ class Job:
     @cached_property
     def strategy(self) -> Strategy:
         """The way of training."""
-        return make_strategy(replace(self.config, clip_norm=self.clip_norm))
+        return replace(self.config, clip_norm=self.clip_norm)
 
     @property
     def cut(self) -> ChunkSpec:
@@ -147,7 +163,7 @@ class Job:
     @cached_property
     def server_spec(self) -> OptimizerSpec:
         """The optimizer that servers apply."""
-        return self.strategy.server_spec(self.description.optimizer_spec)
+        return self.strategy.server_optimizer(self.description.optimizer_spec)
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -179,7 +195,7 @@ class Job:
     @property
     def replication(self) -> int:
         """The number of servers that hold each chunk; 1 where one process has all of them."""
-        return 1 if self.num_workers == 1 else min(self.strategy.replication, self.num_servers)
+        return 1 if self.num_workers == 1 else min(self.strategy.copies, self.num_servers)
 
     @cached_property
     def places(self) -> HostMap:
@@ -223,10 +239,7 @@ class Job:
     @property
     def workers_are_replaced(self) -> bool:
         """Whether a lost worker is replaced alone: its process held nothing that others need."""
-        if (
-            isinstance(self.config, (SimpleStrategy, LocalStrategy))
-            or self.config.transport == "ray"
-        ):
+        if self.strategy.local or self.strategy.transport == "ray":
             return False
         return self.replaces and not self.servers_in_workers
 
@@ -255,8 +268,11 @@ class Job:
 
     @property
     def wire_formats(self) -> tuple[Codec | None, torch.dtype | None]:
-        """The formats in which float32 chunks are pushed and pulled; None with one worker."""
-        return (None, None) if self.num_workers == 1 else self.strategy.wire_formats
+        """The formats in which float32 chunks are pushed and pulled; one worker pushes none that only saves bytes."""
+        codec, pulled = self.strategy.wire_formats
+        if self.num_workers > 1:
+            return codec, pulled
+        return (codec if codec is not None and codec.everywhere else None), None
 
     @property
     def compresses(self) -> bool:
@@ -267,8 +283,9 @@ class Job:
     @property
     def workers_have_state(self) -> bool:
         """Whether workers may have state that no server holds, see `WorkerState`."""
-        local = isinstance(self.config, LocalStrategy)
-        return self.description.changing or self.compresses or local or self.delays_rows
+        return (
+            self.description.changing or self.compresses or self.strategy.local or self.delays_rows
+        )
 
     @property
     def delays_rows(self) -> bool:

@@ -60,7 +60,8 @@ class PushPull:
         self._undo = left_out
         codec, pull_dtype = topology.wire_formats
         # With a lossy codec each worker compresses its own gradient and keeps what is left out.
-        added_up = codec is None or not codec.lossy
+        everywhere = codec is not None and codec.everywhere
+        added_up = codec is None or not (codec.lossy or everywhere)
         aggregator = hosts.aggregator_of(worker) if added_up else None
         self._targets = [
             [
@@ -72,7 +73,8 @@ class PushPull:
             for servers in holders
         ]
         packed = [  # the same for all of them, so that copies stay alike
-            any(
+            everywhere
+            or any(
                 t.role == "server" and not hosts.beside(worker, s)
                 for t, s in zip(targets, servers, strict=True)
             )

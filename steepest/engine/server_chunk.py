@@ -95,7 +95,9 @@ class ServerChunk(StagedChunk):
 
     def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
         """Return the codec in whose form a gradient is, see `StagedChunk.codec_of`."""
-        if payload is None or codec is None or payload.numel() == self.chunk.nbytes:
+        if payload is None or codec is None:
+            return None
+        if payload.numel() != codec.size(self._layout, self.chunk):
             return None
         codec.check(self._layout, self.chunk, payload)
         return codec
@@ -160,11 +162,14 @@ class ServerChunk(StagedChunk):
             return
         self.absent = frozenset.intersection(*[push.absent for push in pushes])
         coded = [push for push in pushes if push.codec is not None]
-        if packed := [push for push in coded if push.codec is not None and push.codec.lossy]:
+        if packed := [push for push in coded if not isinstance(push.codec, Half)]:
             self.mean = self._unpacked(packed, total, self._accumulator)
             for push in pushes:
                 if push not in packed:
                     _add(self.mean, self._values(push), push.unit / total)
+            for codec in dict.fromkeys(push.codec for push in packed):
+                assert codec is not None
+                codec.finish(self._layout, self.chunk, self.mean)
             return
         wide = not coded
         (first, unit), *rest = [(self._values(push), push.unit) for push in pushes]

@@ -10,7 +10,6 @@ import torch
 
 from steepest.checkpoint.files import Checkpoints
 from steepest.config.run import RunConfig
-from steepest.config.strategies import LocalStrategy, StrategyConfig
 from steepest.errors import ConfigurationError
 from steepest.loop.model import LoopCreator, LoopModel
 from steepest.loop.reports import Reports
@@ -18,6 +17,8 @@ from steepest.loop.session import Progress
 from steepest.observe.history import History
 from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
+from steepest.strategies.local import LocalStrategy
+from steepest.strategies.strategy import Strategy
 from steepest.trainer import DistributedSGD
 
 
@@ -51,7 +52,7 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     function: Callable[[], Any],
     *,
     num_workers: int | tuple[int, int] = 1,
-    strategy: str | StrategyConfig = "ps",
+    strategy: str | Strategy = "ps",
     gpu: bool = False,
     global_batch_size: int | None = None,
     seed: int = 0,

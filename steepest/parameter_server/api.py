@@ -15,7 +15,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from steepest.config.run import TLSConfig, check_tls
-from steepest.config.strategies import TRANSPORTS
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
@@ -37,6 +36,7 @@ from steepest.runtime.activity import log_report
 from steepest.runtime.calls import RemoteError
 from steepest.runtime.connection import Holder, hold, let_go
 from steepest.runtime.signals import report_on_sigusr1
+from steepest.strategies.strategy import TRANSPORTS
 from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import segment_of
 from steepest.transport.ray_calls import threads_for

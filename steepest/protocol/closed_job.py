@@ -284,6 +284,11 @@ class ClosedJob:
         revoked = driver.Revoked(self.state.generation, request.sequence, self.state.version)
         return [*out, (client, revoked.pack())]
 
+    @property
+    def _pushes_per_version(self) -> int:
+        """How many pushes make an update."""
+        return self.state.pushes_per_step // self.state.versions_per_step
+
     def _stop(self, client: Peer, request: driver.Stop) -> Outgoing:
         """Take back the steps that are granted and not begun."""
         state = self.state
@@ -292,7 +297,7 @@ class ClosedJob:
             out = self._begin_generation(reload=False) if state.version < self.limit else []
         else:
             busy = len(state.leases.busy)
-            begun = state.version + (busy if state.versions_per_step > 1 else bool(busy))
+            begun = state.version + -(-busy // self._pushes_per_version)
             self.limit = min(self.limit, begun + -begun % state.versions_per_step)
             out = self._go_on()
         stopped = driver.Stopped(state.generation, request.sequence, self.limit)
@@ -335,8 +340,9 @@ class ClosedJob:
         # steps are committed.
         state = self.state
         granted = self.limit - state.version
-        # Where each push is an update, no more than are granted may be on their way.
-        most = granted if state.versions_per_step > 1 or not granted else math.inf
+        # Where a step is several updates, no more pushes than these need may be on their way.
+        several = state.versions_per_step > 1 or not granted
+        most = granted * self._pushes_per_version if several else math.inf
         out: Outgoing = []
         chosen = []
         for worker, share in state.leases.lease(self.joined, most, self._now):

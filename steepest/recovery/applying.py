@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from steepest.config.strategies import StrategyConfig
 from steepest.errors import DeadlineError, PeerLostError
 from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.recovery.change import Applied, Change
@@ -16,6 +15,7 @@ from steepest.recovery.starting import Start
 from steepest.runtime.context import Membership
 from steepest.runtime.launch import Cluster
 from steepest.state.job_state import JobState
+from steepest.strategies.strategy import Strategy
 
 
 class Applying:
@@ -104,7 +104,7 @@ class Applying:
     def _membership(
         self,
         transition: Transition,
-        config: StrategyConfig,
+        config: Strategy,
         dead: Mapping[Peer, str],
         numbers: Mapping[Peer, int],
         successors: Mapping[Peer, Start],

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import ray
 
-from steepest.config.strategies import StrategyConfig
 from steepest.errors import ResourcesError
 from steepest.recovery.starting import Starting
 from steepest.runtime.launch import Cluster
 from steepest.runtime.ray_private import draining_nodes
 from steepest.runtime.room import Room, check_possible, fitting, may_grow
 from steepest.runtime.ways import by_calls
+from steepest.strategies.strategy import Strategy
 
 _LOOK_SECONDS = 1.0
 _LONGEST_PAUSE = 60.0
@@ -25,7 +25,7 @@ _LONGEST_PAUSE = 60.0
 class Wanted:
     """What the user wants of a job's processes."""
 
-    config: StrategyConfig
+    config: Strategy
     least: int  # workers
     most: int
     exact: bool  # whether `most` are wanted, and fewer only while the cluster has no room for them
@@ -33,7 +33,7 @@ class Wanted:
     of_workers: bool = False  # whether another number of workers was asked for
     of_more: bool = False  # whether something else was asked for after it
 
-    def asking(self, config: StrategyConfig, workers: int | None) -> Wanted:
+    def asking(self, config: Strategy, workers: int | None) -> Wanted:
         """Return what is wanted when the user asks for this besides; None for as many as now."""
         before, of_workers = self.before or self, self.of_workers or workers is not None
         if workers is not None:
@@ -137,7 +137,7 @@ class Growth:
                 f"with {self._cluster.job.num_workers}; stop what holds the rest, or add nodes"
             )
 
-    def _start_servers(self, config: StrategyConfig, workers: int) -> None:
+    def _start_servers(self, config: Strategy, workers: int) -> None:
         """Start servers that are wanted when there are so many workers."""
         cluster, servers = self._cluster, self._starting.servers
         if by_calls(config):

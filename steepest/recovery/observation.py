@@ -13,7 +13,6 @@ from functools import partial
 
 import ray
 
-from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig
 from steepest.errors import ResourcesError, ShutdownError
 from steepest.messages.driver import WorkerLost
 from steepest.messages.message import Peer, server_peer, worker_peer
@@ -25,6 +24,7 @@ from steepest.runtime.launch import Cluster
 from steepest.runtime.places import kill
 from steepest.runtime.ways import by_calls
 from steepest.state.snapshots import Snapshots
+from steepest.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
 _NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
@@ -315,9 +315,7 @@ class Observation:
     def target(self, world: World) -> Target:
         """Return what is wanted of these processes."""
         job, config = self._cluster.job, self._cluster.job.config
-        spreads = isinstance(config, (ParameterServerStrategy, LocalStrategy)) or all(
-            peer.role == "worker" for peer in world.dead
-        )
+        spreads = config.has_servers or all(peer.role == "worker" for peer in world.dead)
         workers = min(world.workers + world.joining, self.wanted.most)
         return Target(
             least=self.wanted.least,
@@ -330,15 +328,13 @@ class Observation:
             or self._cluster.roles_due,
         )
 
-    def config_for(
-        self, workers: int, servers: int, config: StrategyConfig | None = None
-    ) -> StrategyConfig:
+    def config_for(self, workers: int, servers: int, config: Strategy | None = None) -> Strategy:
         """Return a strategy, with fewer servers if there are no more."""
         config = config or self.wanted.config
         enough = servers == 0 or servers >= self._cluster.serving(config, workers)
-        if enough or not isinstance(config, (ParameterServerStrategy, LocalStrategy)):
+        if enough or not config.has_servers:
             return config
-        return replace(config, num_servers=servers, replication=min(config.replication, servers))
+        return config.with_at_most(servers)
 
 
 def numbered(wished: Collection[int], have: int) -> dict[int, int]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import ray
 
-from steepest.config.strategies import StrategyConfig
 from steepest.engine.survivors import RecoveredState, ServerState, assemble
 from steepest.messages.message import Peer, worker_peer
 from steepest.recovery.change import Change
@@ -19,6 +18,7 @@ from steepest.state.job_state import JobState
 from steepest.state.optimizer_state import OptimizerState
 from steepest.state.snapshots import Snapshots
 from steepest.state.stock import Stock
+from steepest.strategies.strategy import Strategy
 
 _WORD_SECONDS = 1.0  # that Ray's word on a death is waited for, because it names the cause
 _POLL_SECONDS = 0.02
@@ -87,7 +87,7 @@ def take_stock(
     snapshots: Snapshots,
     change: Change,
     dead: Mapping[Peer, str],
-    config: StrategyConfig,
+    config: Strategy,
 ) -> Stock:
     """Stop the survivors; return everything with which the job continues, under a strategy.
 
@@ -121,7 +121,7 @@ def _standing(
     state: JobState,
     change: Change,
     dead: Mapping[Peer, str],
-    config: StrategyConfig,
+    config: Strategy,
 ) -> RecoveredState | None:
     """Stop the survivors; return where the state of all chunks is, or None if a copy has to serve."""
     role = "worker" if cluster.job.servers_in_workers else "server"

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from steepest.config.strategies import StrategyConfig
 from steepest.engine.client import Client
 from steepest.errors import (
     DeadlineError,
@@ -37,6 +36,7 @@ from steepest.runtime.owner import Moment, Owner, owned
 from steepest.state.job_state import JobState
 from steepest.state.snapshots import Snapshots
 from steepest.state.stock import Stock
+from steepest.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
 _NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
@@ -106,12 +106,12 @@ class Supervisor:
         return self.pause
 
     @property
-    def wanted(self) -> StrategyConfig:
+    def wanted(self) -> Strategy:
         """The strategy that is wanted; the job may have fewer servers for a while."""
         return self.observation.wanted.config
 
     @owned(Moment.ANY)
-    def want(self, config: StrategyConfig, workers: int | None = None) -> None:
+    def want(self, config: Strategy, workers: int | None = None) -> None:
         """Have another strategy, or number of servers or workers, see `Wishes.want`."""
         self._looked = 0.0
         self._wishes.want(config, workers)

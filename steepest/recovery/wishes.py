@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from steepest.config.strategies import StrategyConfig
 from steepest.errors import ResourcesError, SteepestError
 from steepest.recovery.growth import Wanted
 from steepest.recovery.observation import Observation
 from steepest.runtime.launch import Cluster
+from steepest.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class Wishes:
         self._observation = observation
         self._refused: SteepestError | None = None
 
-    def want(self, config: StrategyConfig, workers: int | None) -> None:
+    def want(self, config: Strategy, workers: int | None) -> None:
         """Ask for another strategy, or number of servers or workers."""
         self._cluster.check_ways(config)
         replace(self._cluster.job, config=config)  # raises where there can be no such job

@@ -13,7 +13,6 @@ from typing import Any
 import ray
 
 from steepest.config.run import RunConfig
-from steepest.config.strategies import StrategyConfig
 from steepest.data.sampler import SamplePlan
 from steepest.engine.client import Client
 from steepest.engine.job import Job
@@ -26,6 +25,7 @@ from steepest.runtime.owner import Owner
 from steepest.runtime.places import Place
 from steepest.runtime.seats import Placement
 from steepest.runtime.signs_of_life import SignsOfLife
+from steepest.strategies.strategy import Strategy
 from steepest.transport.channel import Address
 from steepest.transport.ray_calls import Callee
 from steepest.transport.router import Router
@@ -44,7 +44,7 @@ _MOST_SAMPLES = 64  # of a share, in an error
 class Membership:
     """The processes of which a job is put together."""
 
-    config: StrategyConfig
+    config: Strategy
     num_workers: int
     keep: Mapping[int, int]  # maps each surviving worker's new index to its old one
     #: New processes: of workers, with their models built, or in place of dead servers.

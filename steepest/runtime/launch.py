@@ -19,10 +19,8 @@ import ray
 
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig, check_tls
-from steepest.config.strategies import StrategyConfig
 from steepest.engine.hosting import host_client, host_coordinator, host_server
 from steepest.engine.job import Description, Job, ModelCreator, check_agreement
-from steepest.engine.strategy import make_strategy
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
@@ -47,6 +45,7 @@ from steepest.runtime.signals import end_on_sigterm, report_on_sigusr1
 from steepest.runtime.ways import by_calls, hosts_of, make_transport, ways_of
 from steepest.runtime.wiring import Holdings, carry, connect_processes, holdings
 from steepest.runtime.worker_calls import WorkerCalls
+from steepest.strategies.strategy import Strategy
 from steepest.transport.connect import connect
 from steepest.transport.ray_calls import threads_for
 from steepest.transport.router import Router
@@ -85,7 +84,7 @@ class Cluster(JobContext):
         model_creator: ModelCreator,
         bounds: tuple[int, int],  # least and most workers; between them the free room decides
         chosen: JobConfig,  # what is computed, whatever the size
-        strategy: StrategyConfig,
+        strategy: Strategy,
         run_config: RunConfig,
     ) -> None:
         check_ray()
@@ -125,9 +124,9 @@ class Cluster(JobContext):
 
     # -- starting ------------------------------------------------------------------------------
 
-    def _check_serving_hosts(self, config: StrategyConfig) -> None:
+    def _check_serving_hosts(self, config: Strategy) -> None:
         """Refuse hosts that are to serve alone where nobody serves."""
-        strategy, hosts = make_strategy(config), self.run_config.resources.serving_hosts
+        strategy, hosts = config, self.run_config.resources.serving_hosts
         if hosts and (strategy.in_workers or strategy.in_driver):
             raise ConfigurationError(
                 f'serving_hosts={hosts} with strategy="{config.name}", which has no server '
@@ -147,9 +146,9 @@ class Cluster(JobContext):
             room = reserve_for_servers(hosts, working, limit, lambda: who_else(self.holder))
             self.placement.add(room, serves=True)
 
-    def _start(self, model_creator: ModelCreator, num_workers: int, config: StrategyConfig) -> None:
+    def _start(self, model_creator: ModelCreator, num_workers: int, config: Strategy) -> None:
         creator = self.creator = travelling("model_creator", model_creator)
-        cut = make_strategy(config).cut
+        cut = config.cut
         devices, seed = self.chosen.devices_per_worker, self.chosen.seed
         batches = num_workers * devices * self.chosen.accumulate
         #: of the job as it begins: later models have the same schedule
@@ -168,26 +167,26 @@ class Cluster(JobContext):
             log.warning("%s", described[0].notice)
         self._take_up(config, described[0], None, fresh=True)
 
-    def check_ways(self, config: StrategyConfig, seats: Sequence[int] | None = None) -> None:
+    def check_ways(self, config: Strategy, seats: Sequence[int] | None = None) -> None:
         """Raise ConfigurationError if processes in some seats (by default all) cannot talk as a strategy has it."""
         check_tls(self.run_config.tls, ways_of(config))
         driver, placement = ray.get_runtime_context().get_node_id(), self.placement
-        serving = [] if make_strategy(config).in_workers else placement.nodes(placement.serving)
+        serving = [] if config.in_workers else placement.nodes(placement.serving)
         check_ways(ways_of(config), driver, *placement.nodes(seats), *serving)
 
-    def serving(self, config: StrategyConfig, num_workers: int) -> int:
+    def serving(self, config: Strategy, num_workers: int) -> int:
         """Return the number of processes that host servers only."""
-        strategy = make_strategy(config)
+        strategy = config
         if strategy.in_workers or strategy.in_driver or num_workers == 1:
             return 0
         return self._num_servers(config, num_workers)
 
-    def _num_servers(self, config: StrategyConfig, num_workers: int) -> int:
+    def _num_servers(self, config: Strategy, num_workers: int) -> int:
         """Return the number of a job's servers; nodes of servers alone count while they are gone."""
         placement = self.placement
         working = {*placement.nodes(placement.order[:num_workers])} - placement.serving_nodes
         nodes = len(working) + len(placement.serving)
-        return make_strategy(config).num_servers(nodes, num_workers)
+        return config.servers_for(nodes, num_workers)
 
     def _seats_of_servers(self, num_workers: int) -> list[int]:
         """Return the seats beside which servers may be placed, those on nodes without workers first."""
@@ -200,9 +199,7 @@ class Cluster(JobContext):
         serving = [seat for seat in placement.serving if placement.nodes([seat])[0] in living]
         return serving + placement.order[:num_workers]
 
-    def start_servers(
-        self, config: StrategyConfig, num_workers: int, first: int = 0
-    ) -> dict[Peer, Any]:
+    def start_servers(self, config: Strategy, num_workers: int, first: int = 0) -> dict[Peer, Any]:
         """Start the processes that host servers only, from index `first`; return their handles without waiting."""
         served = self.serving(config, num_workers)
         callers = num_workers + served if by_calls(config) else 0
@@ -234,7 +231,7 @@ class Cluster(JobContext):
 
     def _take_up(
         self,
-        config: StrategyConfig,
+        config: Strategy,
         description: Description,
         held: Holdings | None,  # None if chunks get other state
         *,
@@ -306,7 +303,7 @@ class Cluster(JobContext):
         self.check_ways(config, order[:num_workers])
         order_before, self.placement.order = self.placement.order, order
         self.extend_deadline()
-        self._schedule_offset = updates - step * make_strategy(config).updates
+        self._schedule_offset = updates - step * config.updates
         before = {worker_peer(new): worker_peer(old) for new, old in keep.items()}  # by new role
         servers_before = sorted(
             p for p in self.actors if p.role == "server" and p not in wanted.gone
@@ -333,7 +330,7 @@ class Cluster(JobContext):
             raise
         self.disconnect()
         cut, actors, watches, lives = (
-            replace(make_strategy(config).cut, unfrozen=wanted.unfrozen),
+            replace(config.cut, unfrozen=wanted.unfrozen),
             self.actors,
             self.watches,
             self.lives,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from steepest.config.strategies import SimpleStrategy, StrategyConfig
 from steepest.engine.job import Job
-from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import HostMap
 from steepest.messages.message import Peer, server_peer
 from steepest.runtime.places import Place
+from steepest.strategies.strategy import Strategy
 from steepest.tensors.shared_memory import AVAILABLE
 from steepest.transport.channel import ChannelSink
 from steepest.transport.ray_calls import CallTransport
@@ -17,19 +16,19 @@ from steepest.transport.sockets import WireTransport
 from steepest.transport.tls import Identity
 
 
-def ways_of(config: StrategyConfig) -> str:
+def ways_of(config: Strategy) -> str:
     """Return how a job's processes talk: "wire", "shared", "unix", "tcp" or "ray"."""
-    return "ray" if isinstance(config, SimpleStrategy) else config.transport
+    return config.transport
 
 
-def by_calls(config: StrategyConfig) -> bool:
+def by_calls(config: Strategy) -> bool:
     """Whether a job's processes talk by actor calls, and not on the wire."""
     return ways_of(config) == "ray"
 
 
-def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyConfig) -> HostMap:
+def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: Strategy) -> HostMap:
     """Return which processes share a node. Over TCP alone no two do, since they share no memory."""
-    strategy, nodes = make_strategy(config), dict[str, int]()
+    strategy, nodes = config, dict[str, int]()
 
     def number(peer: Peer) -> int:
         node = str(peer) if ways_of(config) == "tcp" else places[peer].node

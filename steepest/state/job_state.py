@@ -13,12 +13,10 @@ from typing import Any
 import torch
 
 from steepest.checkpoint import files, rows
-from steepest.config.strategies import LocalStrategy, StrategyConfig
 from steepest.data.sampler import Remaining, epoch_ends
 from steepest.engine.client import Snapshot, read_log
 from steepest.engine.commit_log import Commit, CommitLog, UnpushedRows
 from steepest.engine.replica_states import all_states, mean_states
-from steepest.engine.strategy import make_strategy
 from steepest.engine.survivors import RecoveredState
 from steepest.engine.worker_state import WorkerState
 from steepest.errors import CheckpointError, ConfigurationError
@@ -33,6 +31,7 @@ from steepest.runtime.owner import Moment, owned
 from steepest.state.optimizer_state import OptimizerState
 from steepest.state.row_read import RowRead, read_apart
 from steepest.state.stock import Copy, Stock
+from steepest.strategies.strategy import Strategy
 from steepest.tensors.dtypes import Tensors
 
 log = logging.getLogger(__name__)
@@ -502,14 +501,14 @@ class JobState:
         everyone = replace(wanted, keep=everybody)
         cluster.reform(everyone, step, job.updates_before(step), found.holders, change)
         cluster.use_plan(*plan)
-        schedule = stock.optimizer.schedule if isinstance(wanted.config, LocalStrategy) else None
+        schedule = stock.optimizer.schedule if wanted.config.local else None
         stock.optimizer.place(cluster, same=True)
         self.install(found.version, found.weights, found.records, found.state, schedule)
         self._continue(stock, wanted)
         self._close_log(stock.copy, found.version)
         self._unpushed = stock.optimizer.rows_for(cluster.job)
 
-    def stopped(self, config: StrategyConfig) -> RecoveredState:
+    def stopped(self, config: Strategy) -> RecoveredState:
         """Stop the workers, and return the job's state; the coordinator and all servers must live.
 
         Where servers can keep their chunks under another strategy, it names the processes that hold them.
@@ -526,9 +525,9 @@ class JobState:
             found.version, found.state, self._commits(), found.weights, found.records
         )
 
-    def _stays(self, config: StrategyConfig) -> bool:
+    def _stays(self, config: Strategy) -> bool:
         """Return whether servers keep their chunks: the model is cut alike, the kind of servers is the same."""
-        before, after = self._cluster.job.strategy, make_strategy(config)
+        before, after = self._cluster.job.strategy, config
         return (
             before.cut == after.cut
             and self._cluster.unfrozen == self._cluster.job.unfrozen

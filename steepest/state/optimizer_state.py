@@ -11,7 +11,6 @@ import torch
 
 from steepest.checkpoint import files
 from steepest.compression.gradient_compressor import check_residuals
-from steepest.config.strategies import LocalStrategy
 from steepest.engine.client import Snapshot
 from steepest.engine.job import Job
 from steepest.engine.local_sgd import InnerOptimizerState
@@ -74,7 +73,7 @@ class OptimizerState:
         numbers = list(numbers)
         if cluster.job.tables is not None:
             rows = dict(zip(numbers, call(remote_functions.unpushed_rows, step), strict=True))
-        if isinstance(cluster.job.config, LocalStrategy):
+        if cluster.job.config.local:
             inner = dict(zip(numbers, call(remote_functions.inner_state, step), strict=True))
         elif cluster.job.compresses:
             left_out = dict(zip(numbers, call(remote_functions.left_out), strict=True))
@@ -98,7 +97,7 @@ class OptimizerState:
             for name, value in state.items()
         }
         on_servers, plain = files.assemble(job.description.layout, held.records)
-        if not isinstance(job.config, LocalStrategy):
+        if not job.config.local:
             return cls(on_servers, plain, apart, held.state.get("schedule"))
         apart |= {_OUTER + name: value for name, value in on_servers.items()}
         for worker, (state, _, _) in inner.items():
@@ -137,7 +136,7 @@ class OptimizerState:
         layout, workers = cluster.job.description.layout, range(cluster.job.num_workers)
         if cluster.job.tables is not None:
             cluster.workers.call(remote_functions.push_rows_later, self.rows_for(cluster.job))
-        if not isinstance(cluster.job.config, LocalStrategy):
+        if not cluster.job.config.local:
             records = files.disassemble(layout, self.state, self.plain)
             if cluster.job.compresses:
                 own = self._by_worker(_LEFT_OUT)

@@ -14,7 +14,6 @@ from typing import Any
 import ray
 
 from steepest.checkpoint.rows import TABLES
-from steepest.config.strategies import SimpleStrategy
 from steepest.engine.client import Client, Snapshot, read_log
 from steepest.engine.commit_log import Commit
 from steepest.engine.job import Job
@@ -121,7 +120,7 @@ class Snapshots:
     @property
     def _wanted(self) -> bool:
         every = self._cluster.run_config.failure.snapshot_every
-        return every != 0 and not isinstance(self._cluster.job.config, SimpleStrategy)
+        return every != 0 and not self._cluster.job.config.in_driver
 
     def remember(self) -> None:
         """Ask for a copy if one is due, and keep the one that has come; to be called often."""

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 
-from steepest.config.strategies import ParameterServerStrategy, StrategyConfig
 from steepest.engine.client import Snapshot, read_log
 from steepest.engine.commit_log import CommitLog
 from steepest.engine.hosting import (
@@ -23,13 +22,14 @@ from steepest.engine.hosting import (
 from steepest.engine.job import Job, ModelCreator, build_models, check_agreement
 from steepest.engine.replica_states import all_states, mean_states
 from steepest.engine.server import Server
-from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
 from steepest.errors import ConfigurationError, PeerLostError
 from steepest.messages.driver import Failure, Result, WorkerLost
 from steepest.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.models.step_size import StepSize
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.strategy import Strategy
 from steepest.testing.faults import Fault
 from steepest.testing.network import Link, Network
 from steepest.testing.script import Script
@@ -76,7 +76,7 @@ class InProcessCluster:
         devices_per_worker: int = 1,
         accumulate: int = 1,
         global_batch_size: int | None = None,
-        strategy: StrategyConfig | None = None,
+        strategy: Strategy | None = None,
         seed: int = 0,
         shuffle: int | None = None,
         step_timeout: float = 300.0,
@@ -87,7 +87,7 @@ class InProcessCluster:
         faults: Sequence[Fault] = (),
     ) -> None:
         config = strategy or ParameterServerStrategy(num_servers=1)
-        chosen = make_strategy(config)
+        chosen = config
         self.network = Network(shuffle)
         self.network.lends = (
             (Kind.PUSH, Kind.HOST_PUSH, Kind.WEIGHTS, Kind.WEIGHTS_SHARED) if lend else ()
@@ -102,7 +102,7 @@ class InProcessCluster:
         ]
         for worker, (_, described) in enumerate(built):
             check_agreement(built[0][1], described, "worker 0", f"worker {worker}")
-        num_servers = chosen.num_servers(1, num_workers)
+        num_servers = chosen.servers_for(1, num_workers)
         self.job = Job(
             built[0][1], config, num_workers, devices_per_worker, num_servers, seed, step_timeout,
             keep_log, hosts, accumulate, replaces=replaces, global_batch_size=global_batch_size,

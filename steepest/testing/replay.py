@@ -12,7 +12,6 @@ import torch
 
 from steepest.checkpoint import files
 from steepest.checkpoint.files import assemble
-from steepest.config.strategies import LocalStrategy
 from steepest.engine.commit_log import Commit, CommitLog, LoggedPush, UnpushedRows
 from steepest.engine.host_aggregator import HostAggregator
 from steepest.engine.hosting import build_replicas
@@ -21,7 +20,6 @@ from steepest.engine.push_pull import PushPull
 from steepest.engine.replica_states import all_states, mean_states
 from steepest.engine.replicas import Replicas
 from steepest.engine.server import Server, ServerMode
-from steepest.engine.strategy import make_strategy
 from steepest.errors import ConfigurationError
 from steepest.messages import gradients
 from steepest.messages.message import Kind, Message, Peer, PushId, aggregator_peer, worker_peer
@@ -136,7 +134,7 @@ def _optimizer_state(job: Job, model: Model, carried: _Carried | None) -> Arrivi
     if carried is not None:
         return ArrivingState(dict(carried.state), tuple(carried.plain))
     found: ArrivingState | None = getattr(model, "optimizer_state", None)
-    return found if job.strategy.outer is None else None
+    return found if not job.strategy.local else None
 
 
 class _Run:
@@ -162,9 +160,7 @@ class _Run:
                     f"the log begins at version {log.start}, the checkpoint is of version {saved}: "
                     "give the one from which the run went on last"
                 )
-        if carried is not None and (
-            self._job.compresses or isinstance(log.strategy, LocalStrategy)
-        ):
+        if carried is not None and (self._job.compresses or log.strategy.local):
             raise ConfigurationError(
                 f"the run went on at version {log.start} with other processes, under a strategy in "
                 "which workers have a state of their own, which the log does not tell: only the "
@@ -275,10 +271,10 @@ class _Run:
 
 
 def _models_and_job(log: CommitLog, model_creator: ModelCreator) -> tuple[list[Model], Job]:
-    strategy, devices = make_strategy(log.strategy), log.devices_per_worker
+    strategy, devices = log.strategy, log.devices_per_worker
     models, description = build_models(model_creator, 0, devices, log.seed, strategy.cut)
     servers = (
-        strategy.num_servers(1, log.num_workers) if log.hosts is None else len(log.hosts.servers)
+        strategy.servers_for(1, log.num_workers) if log.hosts is None else len(log.hosts.servers)
     )
     return models, Job(
         description,
@@ -301,7 +297,7 @@ def _workers(
     devices = log.devices_per_worker
     cpu = [torch.device("cpu")] * devices
     workers = [build_replicas(job, 0, models, cpu)] * log.num_workers
-    if isinstance(log.strategy, LocalStrategy):
+    if log.strategy.local:
         workers = [
             build_replicas(
                 job, i, build_models(model_creator, i, devices, log.seed, job.strategy.cut)[0], cpu

@@ -1,0 +1,103 @@
+"""Local SGD: workers train by themselves, and servers average their changes.
+
+With an outer learning rate of 1 and no momentum the result is the mean of the workers' weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from steepest.errors import ConfigurationError
+from steepest.optim.spec import OptimizerSpec
+from steepest.strategies.strategy import TRANSPORTS, ServerStrategy
+from steepest.validation import require_choice, require_count, require_number, require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalStrategy(ServerStrategy):
+    """Local SGD: each worker trains by itself, and the workers' changes are averaged now and then.
+
+    A step is one such round: `sync_every` batches on every replica, each followed by an update of
+    the worker's own weights by the model's optimizer (whose schedule counts these updates), then
+    one update of all workers' weights by the mean of their changes, with an outer optimizer. Train
+    with "allreduce" first and go on with `DistributedSGD.set_strategy` for post-local SGD (Lin et
+    al. 2020, arXiv:1808.07217).
+
+    Attributes:
+        sync_every: batches between two averagings.
+        outer_lr: learning rate of the outer SGD; 1 without momentum averages the weights (Stich
+            2019).
+        outer_momentum, nesterov: momentum of the outer SGD, and whether it is Nesterov's; DiLoCo
+            (Douillard et al. 2023) has ``outer_lr=0.7, outer_momentum=0.9, nesterov=True``.
+        num_servers: server processes; None for no servers: each worker averages one slice, as in
+            "allreduce".
+        replication: how many servers or workers hold each slice; with 2 any one may die. What is
+            lost is the state of a dead worker's own optimizer: its successor begins with the mean
+            of the other workers'.
+        clip_norm: the greatest norm of each worker's gradient of one batch, rows of tables
+            included, as for `ParameterServerStrategy`.
+        nonfinite: as for `AllreduceStrategy`; a round that is skipped leaves workers' own
+            optimizers as they were before it.
+        hierarchical, chunk_bytes, transport, wire_dtype: as for `AllreduceStrategy`.
+
+    Raises:
+        ConfigurationError: a value is out of range, or Nesterov's momentum is without momentum.
+    """
+
+    name = "local"
+
+    sync_every: int = 8
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    nesterov: bool = False
+    hierarchical: bool = True
+
+    def __post_init__(self) -> None:
+        require_count("sync_every", self.sync_every)
+        self._check_copies()
+        for name in ("hierarchical", "nesterov"):
+            require_choice(name, getattr(self, name), (False, True))
+        require_positive("outer_lr", self.outer_lr)
+        require_number("outer_momentum", self.outer_momentum, 0, 1, but=1)
+        if self.nesterov and not self.outer_momentum:
+            raise ConfigurationError(
+                "nesterov=True with outer_momentum=0: give the momentum too, 0.9 say"
+            )
+        self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
+
+    @property
+    def updates(self) -> int:
+        """Batches of each replica between two averagings."""
+        return self.sync_every
+
+    @property
+    def local(self) -> bool:
+        """Whether workers apply the model's optimizer: they do."""
+        return True
+
+    @property
+    def clips_updates(self) -> float | None:
+        """None: workers clip what each batch gives."""
+        return None
+
+    @property
+    def in_workers(self) -> bool:
+        """Whether workers average a slice each, without servers."""
+        return self.num_servers is None
+
+    @property
+    def in_place(self) -> bool:
+        """False: a worker computes with weights of its own."""
+        return False
+
+    def server_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
+        """Return the outer SGD, which takes the mean change of the weights for a gradient."""
+        stand_in = torch.nn.Parameter(torch.zeros(1))
+        sgd = torch.optim.SGD(
+            [stand_in], self.outer_lr, momentum=self.outer_momentum, nesterov=self.nesterov
+        )
+        outer = OptimizerSpec.read(sgd, {id(stand_in): ""})
+        ((_, hyper),) = outer.groups
+        return replace(outer, groups=((tuple(sorted(spec.trainable())), hyper),))
