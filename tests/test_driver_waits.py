@@ -91,6 +91,25 @@ def test_what_waits_out_a_step_has_the_deadline_of_a_step(
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["async", "ssp"])
+def test_a_successor_that_dies_while_another_joins_has_one_itself(name: str, tmp_path: Path) -> None:
+    """The other one waits out a long step to join; the job keeps its size, as it would without that."""
+    kind = KINDS[name]
+    failure = FailureConfig(max_failures=9, spares=0, patience=math.inf)
+    task = timed(kind.task, STEP_SECONDS)
+    with running(kind, 3, tmp_path, task=task, deadlines=SLOW, failure=failure) as job:
+
+        def strike() -> None:
+            job.kill("worker 1", "worker 2")
+            job.simulation.at_time(0.9 * STEP_SECONDS, lambda: job.kill("worker 2"))
+
+        heard = Heard((2, lambda: job.simulation.at_time(0.05 * STEP_SECONDS, strike)))
+        assert job.trainer.fit(steps=6, callbacks=[heard], progress=False).step == 6
+        assert {r["workers"] for r in job.trainer.history if r["kind"] == "step"} == {3}
+        job.end()
+
+
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["local", "accumulate"])
 def test_a_round_of_many_batches_is_waited_for_as_a_step_is(strategy: str, tmp_path: Path) -> None:
     """Each of 40 batches takes a second; a worker dies in the middle of a round."""

@@ -37,6 +37,8 @@ class Start:
     cut: ChunkSpec | None = None  # of a worker's models
     # when this process was started
     started: float = field(default_factory=lambda: time.monotonic())
+    # since when it has had to come up: from `began`, or when one that had come up before it died
+    awaited: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def is_up(self) -> bool:
@@ -127,7 +129,7 @@ class Starting:
 
     def is_late(self, start: Start) -> bool:
         """Return whether a process has not come up for so long that nobody waits for it any more."""
-        return time.monotonic() - start.began > self.patience and not start.is_up
+        return time.monotonic() - start.awaited > self.patience and not start.is_up
 
     def check_models(self, starts: Mapping[Peer, Start], what: str) -> None:
         """Raise ModelError or ModelRaisedError unless workers that are up have built the job's model."""
@@ -144,9 +146,10 @@ class Starting:
         self.servers = [gone if s is start else s for s in self.servers]
 
     def again(self, start: Start) -> Start:
-        """Return the start of another process if one has died before it was up; else the same.
+        """Return the start of another process if one has died before it joined; else the same.
 
-        A process that does not even come to life in half the time counts as dead, too.
+        A process that does not even come to life in half the time counts as dead, too. The other
+        one has the rest of the time to come up.
         """
         hangs = time.monotonic() - start.started > self.patience / 2 and not start.is_placed
         if hangs and not start.is_dead:
@@ -158,7 +161,7 @@ class Starting:
         else:
             assert start.seat is not None
             other = self.worker(start.peer.index, start.seat, start.cause)
-        return replace(other, began=start.began)
+        return replace(other, began=start.began, awaited=start.awaited)
 
     def joined(self, members: Collection[Any]) -> None:
         """Forget the processes that are part of the job by now."""
