@@ -92,7 +92,9 @@ def test_what_waits_out_a_step_has_the_deadline_of_a_step(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["async", "ssp"])
-def test_a_successor_that_dies_while_another_joins_has_one_itself(name: str, tmp_path: Path) -> None:
+def test_a_successor_that_dies_while_another_joins_has_one_itself(
+    name: str, tmp_path: Path
+) -> None:
     """The other one waits out a long step to join; the job keeps its size, as it would without that."""
     kind = KINDS[name]
     failure = FailureConfig(max_failures=9, spares=0, patience=math.inf)
@@ -106,6 +108,25 @@ def test_a_successor_that_dies_while_another_joins_has_one_itself(name: str, tmp
         heard = Heard((2, lambda: job.simulation.at_time(0.05 * STEP_SECONDS, strike)))
         assert job.trainer.fit(steps=6, callbacks=[heard], progress=False).step == 6
         assert {r["workers"] for r in job.trainer.history if r["kind"] == "step"} == {3}
+        job.end()
+
+
+def test_steps_of_before_a_resize_are_not_made_again_by_other_workers(tmp_path: Path) -> None:
+    """Workers compute a step that `stop` has made void, longer than a copy is otherwise waited for; then one dies."""
+    strategy = LocalStrategy(chunk_bytes=32, sync_every=1, num_servers=1)
+    kind = Kind(lambda: strategy, KINDS["local"].other, task=PLAIN)
+    task = timed(PLAIN, STEP_SECONDS)
+    failure = FailureConfig(max_failures=20, heartbeat=2.0, spares=0, patience=math.inf)
+    with running(kind, 3, tmp_path, task=task, deadlines=SLOW, failure=failure) as job:
+        heard = Heard((2, lambda: job.simulation.at_time(1.0, job.trainer.stop)))
+        last = job.trainer.fit(steps=6, callbacks=[heard], progress=False)
+        assert 2 <= last.step < 6
+        job.trainer.resize(2)
+        job.kill("server 0")
+        assert job.trainer.step().step == last.step + 1
+        job.expect(job.alone.at(last.step + 1))
+        rows = [row["workers"] for row in job.trainer.history if row["kind"] == "step"]
+        assert rows == [3] * last.step + [2]
         job.end()
 
 

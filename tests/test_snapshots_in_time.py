@@ -38,12 +38,13 @@ class Driver:
         self.now = 100.0
         self.owner = SimpleNamespace(  # whose waits are over at once
             attend=lambda seconds, until: until(),
-            await_calls=list,
+            await_calls=lambda calls, seconds: list(calls),
             wake=lambda: None,
             is_mine=True,
         )
         self.asked: list[tuple[int, Future[Snapshot]]] = []  # versions
         self.workers: list[dict[str, Any]] = []  # calls
+        self.versions: list[int | None] = []  # of these calls
         self.position = Position(1, 0)
         self.run_config = RunConfig(failure=FailureConfig(snapshot_every=every))
         self.job: Job = InProcessCluster(task.creator(), num_workers=2, strategy=config).job
@@ -67,8 +68,9 @@ class Driver:
             self.asked[-1][1].set_exception(PeerLostError("a server is gone"))
         return self.asked[-1][1]
 
-    def _call(self, generation: int, version: int, step: int) -> dict[str, Any]:
+    def _call(self, generation: int, version: int | None, step: int) -> dict[str, Any]:
         self.workers.append({})
+        self.versions.append(version)
         return self.workers[-1]
 
     def on_router(self, function: Callable[[], Any]) -> Any:
@@ -201,6 +203,29 @@ def test_the_copy_of_the_state_before_stays_until_that_of_the_new_one_has_come(
     assert driver.snapshots.renew(lambda: driver.answer(7))
     assert driver.snapshots.taken is not None
     assert driver.snapshots.taken.found.version == 7
+
+
+def test_workers_that_have_begun_a_void_step_give_a_copy_of_what_stands_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step may last longer than five heartbeats; nobody waits longer than the deadline of a step."""
+    driver = Driver(monkeypatch, BUFFERS, None)
+    config = driver.run_config
+    own, most = own_state(0.0), config.deadlines.step
+    assert 5 * config.failure.heartbeat < most
+
+    def wait() -> None:
+        driver.now += most / 10
+        if driver.now > 100.0 + 0.8 * most:
+            driver.answer(0, 0.0, own, own)
+
+    assert driver.snapshots.renew(wait)
+    assert driver.versions == [None, None], "no version that a worker may be past"
+    taken, began = driver.snapshots.taken, driver.now
+    assert taken is not None
+    assert not driver.snapshots.renew(lambda: setattr(driver, "now", driver.now + most / 10))
+    assert driver.snapshots.taken is taken
+    assert driver.now < began + 1.2 * most
 
 
 @pytest.mark.parametrize("every", [0, None])

@@ -169,18 +169,18 @@ class Snapshots:
         """Take a copy of the state that was set instead of the last one; no worker may be training.
 
         Returns:
-            Whether it has come within five times `heartbeat` seconds. If not, the last one is still
-            there.
+            Whether it has come, within `DeadlineConfig.step` seconds or five times `heartbeat`: a
+            worker may be computing a step that is void. If not, the last one is still there.
         """
         return not self._wanted or self._renew(meanwhile)
 
     def _renew(self, meanwhile: Callable[[], None]) -> bool:
-        before = self._taken
-        self._ask(self._cluster.client.position.version)
+        before, config = self._taken, self._cluster.run_config
+        self._ask(self._cluster.client.position.version, stands=True)
         request = self._request
         assert request is not None
-        heartbeat = self._cluster.run_config.failure.heartbeat
-        until = time.monotonic() + _HEARTBEATS * heartbeat
+        heartbeat = config.failure.heartbeat
+        until = time.monotonic() + max(_HEARTBEATS * heartbeat, config.deadlines.step)
         while not request.has_come() and time.monotonic() < until:
             request.await_all(self._cluster.owner, heartbeat / 6)
             meanwhile()
@@ -195,10 +195,11 @@ class Snapshots:
         """Give up the copy under way: the client that asked for it is gone."""
         self._request = None
 
-    def _ask(self, version: int) -> None:
+    def _ask(self, version: int, *, stands: bool = False) -> None:
         """Ask servers for their state at a version, and workers that have state of their own."""
+        # `stands`: the version is the present one and no step is granted; workers may have begun one, which is void
         cluster, job = self._cluster, self._cluster.job
-        together = job.strategy.rule.together
+        together = job.strategy.rule.together and not stands
         workers: list[Any] = []
         exactly = None
         if job.workers_have_state:
