@@ -43,7 +43,3 @@ class WatchedServers:
     def silence(self, actor: Any) -> float:
         """Return 0: no signs of life are asked for between reports."""
         return 0.0
-
-    def share_in_words(self, share: int) -> str:
-        """Return nothing: servers compute no shares of samples."""
-        return ""

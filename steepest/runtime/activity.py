@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+import traceback
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -42,20 +43,19 @@ class Activity:
     pid: int
     roles: Sequence[tuple[str, str]]  # names, and what each does or waits for
     busy: float  # seconds since the router's thread last took a message or looked at the time
-    computing: int | None  # number of the share that its worker computes
     stack: str  # of the router's thread, outermost frame first
     calls: Sequence[str] = ()  # stacks of Ray's threads in a call of this process
 
 
-def activity_of(name: str, place: Place, router: Router, computing: int | None) -> Activity:
-    """Return what the process is doing in which this is called, on any thread."""
+def activity_of(name: str, place: Place, router: Router, step: int | None) -> Activity:
+    """Return what the process is doing in which this is called, on any thread; its worker computes for a step."""
     roles = [(str(peer), words) for peer, words in router.doing()]
+    roles += [] if step is None else [("its share", f"is of step {step}")]
     # threads of this library's own have names, and this one asks
     own = {each.ident for each in threading.enumerate() if each.name.startswith("steepest")}
-    found, _ = _stacks_of_threads(own | {threading.get_ident()})
-    calls = list(found)
+    calls = list(_stacks_of_threads(own | {threading.get_ident()})[0])
     stack = router.where(whole=True)
-    return Activity(name, place.host, place.pid, roles, router.busy, computing, stack, calls)
+    return Activity(name, place.host, place.pid, roles, router.busy, stack, calls)
 
 
 def _stacks_of_threads(
@@ -66,10 +66,20 @@ def _stacks_of_threads(
     frames = {each: at for each, at in sys._current_frames().items() if each not in without}
     stacks: dict[str, list[int]] = {}
     for ident in sorted(frames, key=lambda ident: ident != main):
-        at = _outside(frames[ident])
-        if at is not None and (ident == main or _is_of_steepest(at)):
+        at: FrameType | None = frames[ident]
+        for each, _ in traceback.walk_stack(
+            at
+        ):  # a thread that makes a report is where it was asked
+            if each.f_globals.get("__name__") in _OWN_MODULES:
+                at = each.f_back
+        packages = (_package_of(each) for each, _ in traceback.walk_stack(at)) if at else ()
+        if at is not None and (ident == main or "steepest" in packages):
             stacks.setdefault(describe_stack(at, whole=True), []).append(ident)
     return stacks, len(frames) - sum(map(len, stacks.values()))
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 class Watched(Protocol):
@@ -91,9 +101,6 @@ class Watched(Protocol):
 
     def silence(self, actor: Any) -> float:
         """Return for how many seconds a process had given no sign of life when last looked at."""
-
-    def share_in_words(self, share: int) -> str:
-        """Return the step of which a share is, in words; "" if that is not known."""
 
 
 def log_report(context: Watched, what: str) -> None:
@@ -132,23 +139,19 @@ class _Report:
             if peer in context.places
         }
         self._own: list[str] = []
-        self._answers: dict[Any, Activity] = {}
-        self._mute: dict[Any, str] = {}
+        self._answers: list[Activity] = []
+        self._mute: list[str] = []
 
     def text(self) -> str:
         """Ask all processes; return the report."""
         asking = threading.Thread(target=self._ask, name="steepest report", daemon=True)
         asking.start()
         asking.join(_REPORT_SECONDS)
-        late = [f"the report was not complete within {_REPORT_SECONDS:g} s"]
-        mute = list(self._mute.values())
-        rest = len(mute) - _MOST_NAMES
-        more = [f"{rest} more processes do not answer"] if rest > 0 else []
+        late = f"the report was not complete within {_REPORT_SECONDS:g} s"
         lines = [
-            *(late if asking.is_alive() else []),
-            *mute[:_MOST_NAMES],
-            *more,
-            *self._grouped(list(self._answers.values())),
+            *([late] if asking.is_alive() else []),
+            *_limited(self._mute, _MOST_NAMES, "more processes do not answer"),
+            *self._grouped(),
             *self._own,
         ]
         return "\n".join(lines)
@@ -168,79 +171,60 @@ class _Report:
             self._own = self._driver()
             return
         here = ray.get_runtime_context().get_node_id()
-        near = {actor: place for actor, place in self._places.items() if place.node == here}
-        before = {actor: processor_use(place.pid) for actor, place in near.items()}
+        near = {actor: place.pid for actor, place in self._places.items() if place.node == here}
+        before = {actor: processor_use(pid) for actor, pid in near.items()}
         calls = {actor: actor.doing.remote() for actor in actors}
         self._own = self._driver()
         left = max(self._began + _ANSWER_SECONDS - time.monotonic(), 0.0)
         _, owing = ray.wait(list(calls.values()), num_returns=len(calls), timeout=left)
         for actor, call in calls.items():
-            name = self._name(actor)
+            name = self._names.get(actor, "a process without a role")
+            if (place := self._places.get(actor)) is not None:
+                name = f"{name} on {place.host} (pid {place.pid})"
             if call in owing:
-                self._mute[actor] = self._about(actor, before.get(actor))
+                about = self._about(actor, near.get(actor), before.get(actor))
+                self._mute.append(
+                    f"{name} does not answer within {_ANSWER_SECONDS:g} s{''.join(about)}"
+                )
                 continue
             try:
-                self._answers[actor] = ray.get(call, timeout=_ANSWER_SECONDS / 2)
+                self._answers.append(ray.get(call, timeout=_ANSWER_SECONDS / 2))
             except ray.exceptions.RayActorError:
                 if actor in self._names:  # else one that was let go long ago
-                    self._mute[actor] = f"{name} is dead"
+                    self._mute.append(f"{name} is dead")
             except ray.exceptions.RayError as error:
-                self._mute[actor] = f"{name} cannot say what it does: {last_line(error)}"
+                self._mute.append(f"{name} cannot say what it does: {last_line(error)}")
         drop_calls(owing)
 
-    def _name(self, actor: Any) -> str:
-        """Return the name of a process, with the place where it runs if that is known."""
-        name = self._names.get(actor, "a process without a role")
-        place = self._places.get(actor)
-        return name if place is None else f"{name} on {place.host} (pid {place.pid})"
-
-    def _about(self, actor: Any, before: tuple[float, bool] | None) -> str:
-        """Return what is known of a process that does not answer; `before`: its use of processors when it was asked."""
+    def _about(
+        self, actor: Any, pid: int | None, before: tuple[float, bool] | None
+    ) -> Iterator[str]:
+        """Yield what is known of a mute process; its pid, and what it used before, on this node alone."""
         waited = time.monotonic() - self._began
-        words = [f"{self._name(actor)} does not answer within {_ANSWER_SECONDS:g} s"]
         with contextlib.suppress(Exception):  # another thread looks for signs of life meanwhile
             silent = max(self._context.silence(actor), waited)
-            words.append(f"its last sign of life came {silent:.1f} s ago")
-        place = self._places.get(actor)
-        if place is not None and place.node == ray.get_runtime_context().get_node_id():
-            if state := processor_state(place.pid):
-                words.append(f"it {state}")
-            after = processor_use(place.pid)
+            yield f"; its last sign of life came {silent:.1f} s ago"
+        if pid is not None:
+            if state := processor_state(pid):
+                yield f"; it {state}"
+            after = processor_use(pid)
             if before is not None and after is not None:
-                words.append(
-                    f"it used {after[0] - before[0]:.1f} s of processor time in {waited:.1f} s"
-                )
-        return "; ".join(words)
+                used = after[0] - before[0]
+                yield f"; it used {used:.1f} s of processor time in {waited:.1f} s"
 
-    def _grouped(self, found: Sequence[Activity]) -> list[str]:
+    def _grouped(self) -> list[str]:
         """Return the lines of the processes that have answered; the fewer share a stack, the earlier."""
         stacks: dict[str, list[Activity]] = {}
-        for activity in found:
+        for activity in list(self._answers):
             stacks.setdefault(activity.stack, []).append(activity)
         groups = sorted(stacks.items(), key=lambda group: len(group[1]))
         lines: list[str] = []
         for stack, processes in groups[:_MOST_STACKS]:
-            for process in processes[:_MOST_NAMES]:
-                lines += self._lines_of(process)
-            rest = len(processes) - _MOST_NAMES
-            lines += [f"{rest} more processes, in the same place"] if rest > 0 else []
+            of_each = ["\n".join(_lines_of(process)) for process in processes]
+            lines += _limited(of_each, _MOST_NAMES, "more processes, in the same place")
             lines += _indented("each of these is in:" if len(processes) > 1 else "it is in:", stack)
         rest = len(groups) - _MOST_STACKS
         return [*lines, *([f"processes in {rest} other places are left out"] if rest > 0 else [])]
-
-    def _lines_of(self, process: Activity) -> list[str]:
-        """Return the line of a process, and those of its roles."""
-        busy = f", busy for {process.busy:.1f} s" if process.busy > _BUSY_SECONDS else ""
-        lines = [f"{process.name} on {process.host} (pid {process.pid}){busy}:"]
-        for role, words in process.roles:
-            lines.append(f"    {role} {words}")
-        if process.computing is not None:
-            with contextlib.suppress(Exception):  # the job is being put together
-                step = self._context.share_in_words(process.computing)
-                lines += [f"    its share is of {step}"] if step else []
-        for stack in process.calls[:_MOST_CALLS]:
-            lines += _indented("a call is in:", stack)
-        return lines
 
     # -- the driver ----------------------------------------------------------------------------
 
@@ -258,24 +242,20 @@ class _Report:
         return [*lines, *([f"    and {others} threads of other code"] if others else [])]
 
 
-def _outside(frame: FrameType) -> FrameType | None:
-    """Return the frame that has called for the report, if one has; otherwise the frame that is given."""
-    at: FrameType | None = frame
-    each: FrameType | None = frame
-    while each is not None:
-        if each.f_globals.get("__name__") in _OWN_MODULES:
-            at = each.f_back
-        each = each.f_back
-    return at
+def _lines_of(process: Activity) -> list[str]:
+    """Return the line of a process, and those of its roles and calls."""
+    busy = f", busy for {process.busy:.1f} s" if process.busy > _BUSY_SECONDS else ""
+    lines = [f"{process.name} on {process.host} (pid {process.pid}){busy}:"]
+    lines += [f"    {role} {words}" for role, words in process.roles]
+    for stack in process.calls[:_MOST_CALLS]:
+        lines += _indented("a call is in:", stack)
+    return lines
 
 
-def _is_of_steepest(frame: FrameType | None) -> bool:
-    """Return whether a thread is in code of steepest, or in code that this has called."""
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == "steepest":
-            return True
-        frame = frame.f_back
-    return False
+def _limited(lines: Sequence[str], most: int, more: str) -> list[str]:
+    """Return lines, of too many the first and how many more there are."""
+    rest = len(lines) - most
+    return [*lines[:most], *([f"{rest} {more}"] if rest > 0 else [])]
 
 
 def _indented(title: str, stack: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import importlib.util
@@ -38,28 +39,25 @@ class RemoteError(Exception):
         return self.told["error"]
 
 
-def has_answered(call: Any) -> bool:
-    """Return whether a call of an actor has returned; False if it raised or has not ended."""
+def end_of(call: Any) -> tuple[bool, ray.exceptions.RayError | None]:
+    """Return whether a call of an actor has ended, and the error with which it did; None if it has returned."""
     if not ray.wait([call], timeout=0)[0]:
-        return False
+        return False, None
     try:
         ray.get(call)
-    except ray.exceptions.RayError:
-        return False
-    return True
+    except ray.exceptions.RayError as error:
+        return True, error
+    return True, None
+
+
+def has_answered(call: Any) -> bool:
+    """Return whether a call of an actor has returned; False if it raised or has not ended."""
+    return end_of(call) == (True, None)
 
 
 def never_ran(call: Any) -> bool:
     """Return whether a call failed because Ray could not start the actor's process."""
-    if not ray.wait([call], timeout=0)[0]:
-        return False
-    try:
-        ray.get(call)
-    except ray.exceptions.RayActorError:
-        return True
-    except ray.exceptions.RayError:
-        return False
-    return False
+    return isinstance(end_of(call)[1], ray.exceptions.RayActorError)
 
 
 def who_raised(error: ray.exceptions.RayTaskError, calls: Mapping[Any, str]) -> str:
@@ -67,27 +65,14 @@ def who_raised(error: ray.exceptions.RayTaskError, calls: Mapping[Any, str]) -> 
     if calls:
         ray.wait(list(calls), num_returns=len(calls), timeout=_ALIKE_SECONDS)
     words = _words_of(error)
-    found = [name for call, name in calls.items() if _words_of(_error_of(call)) == words]
+    found = [name for call, name in calls.items() if _words_of(end_of(call)[1]) == words]
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     return ", ".join(found[:_NAMED]) + more or "a process"
 
 
-def _error_of(call: Any) -> ray.exceptions.RayTaskError | None:
-    """Return what a call of an actor has raised; None if it has not."""
-    if not ray.wait([call], timeout=0)[0]:
-        return None
-    try:
-        ray.get(call)
-    except ray.exceptions.RayTaskError as error:
-        return error
-    except ray.exceptions.RayError:
-        return None
-    return None
-
-
-def _words_of(error: ray.exceptions.RayTaskError | None) -> str:
-    """Return the class and message of what a call raised; "" for None."""
-    if error is None:
+def _words_of(error: ray.exceptions.RayError | None) -> str:
+    """Return the class and message of what a call raised; "" for another end."""
+    if not isinstance(error, ray.exceptions.RayTaskError):
         return ""
     return error.cause.told["error"] if isinstance(error.cause, RemoteError) else last_line(error)
 
@@ -114,7 +99,12 @@ def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoR
             f"{who} was not sent what it needs to {what}, because a process died: {last_line(error)}"
         ) from None
     if isinstance(cause, RemoteError):
-        _raise_described(cause.told, who, what)
+        if (own := described_error(cause.told, f"{who}: ")) is not None:
+            raise own
+        hint = unimportable(cause.told["error"])
+        raise ModelRaisedError(
+            f"{who} could not {what}: {cause.told['error']}{hint and f'; {hint}'}"
+        ) from RemoteTraceback(cause.told["traceback"])
     if isinstance(cause, ray.exceptions.RaySystemError):
         words = last_line(error)
         raise ConfigurationError(
@@ -146,16 +136,6 @@ def unimportable(words: str) -> str:
         f"workers cannot import {name!r}, which the driver finds in {folder}: put that folder on "
         f'PYTHONPATH before Ray starts, or give ray.init(runtime_env={{"working_dir": "{folder}"}})'
     )
-
-
-def _raise_described(described: Mapping[str, str], who: str, what: str) -> NoReturn:
-    """Raise an error that travelled as text (`describe_error`), see `raise_remote`."""
-    if (own := described_error(described, f"{who}: ")) is not None:
-        raise own
-    hint = unimportable(described["error"])
-    raise ModelRaisedError(
-        f"{who} could not {what}: {described['error']}{hint and f'; {hint}'}"
-    ) from RemoteTraceback(described["traceback"])
 
 
 def last_line(error: BaseException) -> str:
@@ -195,10 +175,6 @@ class _Part(NamedTuple):
     def inner(self, suffix: str, value: Any) -> _Part:
         """Return a part of this part, at its name with a suffix."""
         return self._replace(value=value, name=(self.name + suffix).removeprefix("."))
-
-    def variable_of(self, function: str, name: str) -> _Part:
-        """Return the value of a variable that this part, a function, takes from outside."""
-        return _Part(self.value, name, function, name, type(self.value).__name__)
 
 
 def why_unpicklable(value: Any, error: BaseException) -> str:
@@ -265,23 +241,18 @@ def _parts(part: _Part) -> Iterator[_Part]:
 
 
 def _variables(function: types.FunctionType) -> Iterator[_Part]:
-    """Yield the variables that a function takes from outside."""
-    name = function.__name__
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    for free, cell in cells:
-        try:
-            yield _Part(cell.cell_contents).variable_of(name, free)
-        except ValueError:
-            continue  # it has no value yet
-    for used in _globals_in(function.__code__):
-        if used in function.__globals__:
-            yield _Part(function.__globals__[used]).variable_of(name, used)
-    code = function.__code__
-    named = code.co_varnames[: code.co_argcount]
+    """Yield the variables that a function takes from outside, and the defaults of its arguments."""
+    code, found = function.__code__, list[tuple[str, Any]]()
+    for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it has no value yet
+            found.append((free, cell.cell_contents))
+    known = function.__globals__
+    found += [(name, known[name]) for name in _globals_in(code) if name in known]
     defaults = function.__defaults__ or ()
-    pairs = [*zip(named[len(named) - len(defaults) :], defaults, strict=True)]
-    for argument, default in (*pairs, *(function.__kwdefaults__ or {}).items()):
-        yield _Part(default).variable_of(name, argument)
+    named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    found += [*zip(named, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
+    for name, value in found:
+        yield _Part(value, name, function.__name__, name, type(value).__name__)
 
 
 def _globals_in(code: types.CodeType) -> Iterator[str]:

@@ -130,10 +130,6 @@ class JobContext:
         """Return the handles of all processes, with a role or without; any thread may ask."""
         return list(self.actors.values())
 
-    def share_in_words(self, share: int) -> str:
-        """Return the step of which a share is, in words."""
-        return f"step {share // self.job.shares + 1}"
-
     def samples_of(self, share: int) -> str:
         """Return the samples of a share in words; "" where data choose their own samples."""
         job, plan = self.job, self.plan[0]

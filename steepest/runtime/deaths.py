@@ -9,12 +9,11 @@ from typing import Any, NoReturn, TypeVar
 
 import ray
 
-from steepest.errors import PeerLostError, StepError
+from steepest.errors import PeerLostError, RemoteTraceback, StepError
 from steepest.messages.message import Peer
-from steepest.runtime.calls import RemoteError
+from steepest.runtime.calls import RemoteError, end_of
 from steepest.runtime.context import JobContext
-from steepest.runtime.diagnostics import raise_lost
-from steepest.runtime.places import kill
+from steepest.runtime.places import fetch_last_lines, kill
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 5.0
@@ -80,7 +79,7 @@ class Deaths:
         if (cause := self.cause(peer)) is not None:
             return cause
         self._known[self._context.watches[peer]] = Death(why, believed=True)
-        self._kill(peer)
+        kill(self._context.places[peer], self._context.actors[peer])
         return why
 
     def is_repeated(self, peer: Peer, seat: int) -> bool:
@@ -130,8 +129,16 @@ class Deaths:
         self.raise_lost(process, why)
 
     def raise_lost(self, peer: Peer, why: str) -> NoReturn:
-        """Raise PeerLostError for a process, see `diagnostics.raise_lost`."""
-        raise_lost(peer, self._context.places.get(peer), why, self.traceback(peer))
+        """Raise PeerLostError for a process, with its place and its last lines of output."""
+        where, lines, traceback = "", ["(nothing)"], self.traceback(peer)
+        if (place := self._context.places.get(peer)) is not None:
+            where = f" on {place.host} (node {place.node[:12]}, pid {place.pid})"
+            lines = fetch_last_lines(place) or lines
+        text = "\n".join(f"    {line}" for line in lines)
+        raise PeerLostError(
+            f"{peer}{where} died: {why}; the weights of the last commit are still there unless it "
+            f"held them (weights(), save()); its last lines:\n{text}"
+        ) from (RemoteTraceback(traceback) if traceback else None)
 
     def _death(self, peer: Peer) -> Death | None:
         watch = self._context.watches[peer]
@@ -141,16 +148,13 @@ class Deaths:
         if death is not None:
             self._known[watch] = death
             if death.traceback:
-                place = self._context.places[peer]
+                place, actor = self._context.places[peer], self._context.actors[peer]
                 log.warning(
                     "%s on %s (pid %d): %s; the process is killed; %s",
                     peer, place.host, place.pid, death.cause, death.traceback.rstrip(),
                 )  # fmt: skip
-                self._kill(peer)
+                kill(place, actor)
         return death
-
-    def _kill(self, peer: Peer) -> None:
-        kill(self._context.places[peer], self._context.actors[peer])
 
 
 def persistently(start: Callable[[], T], allowed: int) -> T:
@@ -165,22 +169,20 @@ def persistently(start: Callable[[], T], allowed: int) -> T:
 
 def death_of(watch: Any) -> Death | None:
     """Return how an actor ended, by a call of its `Process.watch`; None while it serves."""
-    ready, _ = ray.wait([watch], timeout=0)
-    if not ready:
-        return None
-    try:
-        ray.get(watch)
-    except ray.exceptions.RayActorError as error:
-        text = " ".join(str(error).split())
-        if "connection error code 2" in text:
-            return Death("its process is gone: killed by a signal, or for want of memory")
-        for mark in ("The actor is dead because", "Worker exits", "Worker unexpectedly exits"):
-            if mark in text:
-                return Death(text[text.index(mark) :].partition(" Some common causes")[0][:300])
-        return Death(text[:300])
-    except ray.exceptions.RayTaskError as error:
+    ended, error = end_of(watch)
+    if error is None:
+        return Death("it was stopped") if ended else None
+    if isinstance(error, ray.exceptions.RayTaskError):
         if isinstance(error.cause, RemoteError):
             described = error.cause.told
             return Death(f"its router ended: {described['error']}", described["traceback"])
         return Death(f"its router ended: {error.cause}", str(error))
-    return Death("it was stopped")
+    if not isinstance(error, ray.exceptions.RayActorError):
+        raise error
+    text = " ".join(str(error).split())
+    if "connection error code 2" in text:
+        return Death("its process is gone: killed by a signal, or for want of memory")
+    for mark in ("The actor is dead because", "Worker exits", "Worker unexpectedly exits"):
+        if mark in text:
+            return Death(text[text.index(mark) :].partition(" Some common causes")[0][:300])
+    return Death(text[:300])

@@ -1,4 +1,4 @@
-"""Why a step failed or a process died, in words for the user."""
+"""Why a step failed, in words for the user."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from steepest.errors import (
     ModelError,
     ModelRaisedError,
     NonFiniteError,
-    PeerLostError,
     RemoteTraceback,
     described_error,
 )
 from steepest.messages.driver import Failure
 from steepest.messages.message import Peer, worker_peer
-from steepest.runtime.places import Place, fetch_last_lines
+from steepest.runtime.places import Place
 
 
 def raise_step_error(
@@ -35,7 +34,17 @@ def raise_step_error(
     """
     step = failure.step + 1
     if failure.reason == "raised":
-        _raise_of_worker(failure, places)
+        assert failure.worker is not None
+        place = places.get(worker_peer(failure.worker))
+        who = f"worker {failure.worker}{f' on {place.host}' if place else ''}"
+        described = {"kind": failure.kind, "error": failure.error, "traceback": failure.traceback}
+        own = described_error(described, f"{who}, step {step}: ")
+        if isinstance(own, ModelError):
+            raise own
+        raise ModelRaisedError(
+            f"{who}: the model or its data raised in step {step}: {failure.error}; nothing of the "
+            "step was applied: mend them and step again"
+        ) from RemoteTraceback(failure.traceback)
     if failure.reason == "schedule":
         raise ModelRaisedError(
             f"the learning-rate schedule raised in step {step}: {failure.error}; nothing of the "
@@ -66,51 +75,19 @@ def update_error(
     now: int | None,  # steps committed in the state with which the job continues, if it can
 ) -> ModelRaisedError:
     """Return the error for a server's optimizer that raised in the middle of an update."""
-    step, where = failure.step + 1, ""
     assert failure.peer is not None
-    if (
-        place := places.get(failure.peer) or places.get(worker_peer(failure.peer.index))
-    ) is not None:
-        where = f" on {place.host}"
+    place = places.get(failure.peer) or places.get(worker_peer(failure.peer.index))
     then = (
-        f"the job is set back: weights and optimizer state are those after step {now}; mend it and "
-        "step again"
+        "there is no snapshot to go back to, so this trainer can only be shut down: restore a "
+        "checkpoint with a new one, and leave FailureConfig(snapshot_every=) as it is"
+        if now is None
+        else f"the job is set back: weights and optimizer state are those after step {now}; mend it "
+        "and step again"
     )
-    if now is None:
-        then = (
-            "there is no snapshot to go back to, so this trainer can only be shut down: restore a "
-            "checkpoint with a new one, and leave FailureConfig(snapshot_every=) as it is"
-        )
     error = ModelRaisedError(
-        f"{failure.peer}{where}: the optimizer raised in step {step}: {failure.error}; parts of the "
-        f"model had the update by then and others not, so {then}"
+        f"{failure.peer}{f' on {place.host}' if place else ''}: the optimizer raised in step "
+        f"{failure.step + 1}: {failure.error}; parts of the model had the update by then and others "
+        f"not, so {then}"
     )
     error.__cause__ = RemoteTraceback(failure.traceback)
     return error
-
-
-def _raise_of_worker(failure: Failure, places: Mapping[Peer, Place]) -> NoReturn:
-    assert failure.worker is not None
-    step, place = failure.step + 1, places.get(worker_peer(failure.worker))
-    who = f"worker {failure.worker}{f' on {place.host}' if place else ''}"
-    described = {"kind": failure.kind, "error": failure.error, "traceback": failure.traceback}
-    own = described_error(described, f"{who}, step {step}: ")
-    if isinstance(own, ModelError):
-        raise own
-    raise ModelRaisedError(
-        f"{who}: the model or its data raised in step {step}: {failure.error}; nothing of the "
-        "step was applied: mend them and step again"
-    ) from RemoteTraceback(failure.traceback)
-
-
-def raise_lost(peer: Peer, place: Place | None, why: str, traceback: str = "") -> NoReturn:
-    """Raise PeerLostError for a process, with its place and its last lines of output."""
-    where, lines = "", ["(nothing)"]
-    if place is not None:
-        where = f" on {place.host} (node {place.node[:12]}, pid {place.pid})"
-        lines = fetch_last_lines(place) or lines
-    text = "\n".join(f"    {line}" for line in lines)
-    raise PeerLostError(
-        f"{peer}{where} died: {why}; the weights of the last commit are still there unless it held "
-        f"them (weights(), save()); its last lines:\n{text}"
-    ) from (RemoteTraceback(traceback) if traceback else None)

@@ -164,6 +164,7 @@ class Process:
         self._change = 0  # for which they are retained
         self._member: MemberCollective | None = None
         self._index = -1
+        self._shares = 1  # of a step
         self._token, self._identity = token, identity
         self.router = Router()
         self._use(CallTransport(self.router.destination))
@@ -212,7 +213,9 @@ class Process:
 
     def doing(self) -> Activity:
         """Return what the process is doing; also while the router is in the middle of a long step."""
-        return activity_of(self._name, self._place, self.router, self.where()[0])
+        share = self.where()[0]
+        step = None if share is None else share // self._shares + 1
+        return activity_of(self._name, self._place, self.router, step)
 
     def lost_peers(self) -> list[Peer]:
         """Return the peers whose channels to this process have closed."""
@@ -319,6 +322,7 @@ class Process:
 
         That is without host and port where it is reached by calls of `exchange`.
         """
+        self._shares = job.shares
         role = server_peer(servers[0]) if self._replicas is None else worker_peer(self._index)
         self._take_name(f"steepest {role}")
         aggregators = [i for i in servers if i in job.places.aggregators]
