@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,12 +32,12 @@ class Process:
 def carried(before: dict[int, list[Process]], after: dict[int, list[Process]]) -> None:
     waited: list[str] = []
 
-    def get(calls: list[Any], what: str, of: Collection[Process]) -> list[Any]:
-        assert len(calls) == len(of)
+    def get(calls: list[Any], what: str, names: list[Process]) -> list[Any]:
+        assert len(calls) == len(names)
         waited.append(what)
         return calls
 
-    carry(before, after, get)
+    carry(SimpleNamespace(get=get, names=list), before, after)
     assert len(waited) == 1
     for process in {each for holders in after.values() for each in holders}:
         had = {chunk for chunk, holders in before.items() if process in holders}

@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -187,84 +187,62 @@ class JobContext:
         *,
         after_step: bool = False,  # processes may have to end a step before
     ) -> list[Any]:
-        """Return what calls return that end before the starting deadline, see `results_of`.
+        """Return what calls of processes return, while these start or are put together anew.
 
         The deadline is counted from the job's start, or from the last `extend_deadline`.
+
+        Raises:
+            ModelRaisedError: the user's code raised; its traceback is the cause. Our own errors are
+                raised as they are.
+            PeerLostError: a process died.
+            DeadlineError: not all calls ended before the deadline.
         """
         more = self.run_config.deadlines.step if after_step else 0.0
-        limit = self.run_config.deadlines.start * (1 + _UP_FACTOR) + more
-        who, until = [str(name) for name in names], self._deadline + more
+        named = dict(zip(refs, map(str, names), strict=True))
         try:
-            return results_of(refs, what, who, until, limit, self.meanwhile, self.owner)
-        except DeadlineError as error:
-            log_report(self, str(error))
-            raise
+            return self._awaited(refs, self._deadline + more)
+        except ray.exceptions.GetTimeoutError:
+            _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
+            late = [name for ref, name in named.items() if ref in waiting]
+            others = [name for name in named.values() if name not in late]
+            did = f" ({listed(others)} did)" if others else ""
+            limit = self.run_config.deadlines.start * (1 + _UP_FACTOR) + more
+            error = f"{listed(late)} did not {what} within {limit:g} s{did}"
+            log_report(self, error)
+            raise DeadlineError(f"{error}: raise DeadlineConfig(start=...)") from None
+        except ray.exceptions.RayTaskError as error:
+            name = who_raised(error, named)
+            try:
+                raise_remote(error, name, what)
+            except ShutdownError as ended:  # its router, not this trainer
+                raise PeerLostError(f"{name} ended before it could {what}") from ended
+        except ray.exceptions.RayActorError as error:
+            raise PeerLostError(
+                f"a process died before it could {what}: {' '.join(str(error).split())}"
+            ) from None
+
+    def _awaited(self, refs: list[Any], deadline: float) -> list[Any]:
+        """Return what calls return; raise what the first one raises, or `GetTimeoutError`."""
+        looked = time.monotonic()
+        while True:
+            now = time.monotonic()
+            left = max(deadline - now, 0.1)
+            try:
+                results: list[Any] = ray.get(refs, timeout=min(left, _SLICE_SECONDS))
+                return results
+            except ray.exceptions.GetTimeoutError:
+                if left <= _SLICE_SECONDS:
+                    raise
+            except ray.exceptions.RayError:
+                drop_calls(refs)
+                raise
+            self.owner.attend(0.0)
+            if now - looked >= LOOK_SECONDS:
+                self.meanwhile()
+                looked = time.monotonic()
 
     def substitute(self, peer: Peer, actor: Any, place: Place, listening: Address) -> None:
         """Note that another process is a worker now."""
         self.lives[peer.index] += 1
         self.actors[peer], self.watches[peer] = actor, actor.watch.remote()
         self.places[peer], self.listening[peer.index] = place, listening
-
-
-def results_of(
-    refs: list[Any],
-    what: str,
-    names: Sequence[str],  # of the process of each call
-    deadline: float,  # of `time.monotonic`
-    limit: float,  # the seconds that the deadline allowed, for errors
-    meanwhile: Callable[[], None],
-    owner: Owner,
-) -> list[Any]:
-    """Return what calls of a job's processes return, while it starts or is put together anew.
-
-    Raises:
-        ModelRaisedError: the user's code raised; its traceback is the cause. Our own errors are
-            raised as they are.
-        PeerLostError: a process died.
-        DeadlineError: not all calls ended before the deadline.
-    """
-    try:
-        return _awaited(refs, deadline, meanwhile, owner)
-    except ray.exceptions.GetTimeoutError:
-        _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
-        late = [name for ref, name in zip(refs, names, strict=True) if ref in waiting]
-        others = [name for name in names if name not in late]
-        did = f" ({listed(others)} did)" if others else ""
-        raise DeadlineError(
-            f"{listed(late)} did not {what} within {limit:g} s{did}: raise "
-            "DeadlineConfig(start=...)"
-        ) from None
-    except ray.exceptions.RayTaskError as error:
-        name = who_raised(error, dict(zip(refs, names, strict=True)))
-        try:
-            raise_remote(error, name, what)
-        except ShutdownError as ended:  # its router, not this trainer
-            raise PeerLostError(f"{name} ended before it could {what}") from ended
-    except ray.exceptions.RayActorError as error:
-        raise PeerLostError(
-            f"a process died before it could {what}: {' '.join(str(error).split())}"
-        ) from None
-
-
-def _awaited(
-    refs: list[Any], deadline: float, meanwhile: Callable[[], None], owner: Owner
-) -> list[Any]:
-    """Return what calls return; raise what the first one raises, or `GetTimeoutError`."""
-    looked = time.monotonic()
-    while True:
-        now = time.monotonic()
-        left = max(deadline - now, 0.1)
-        try:
-            results: list[Any] = ray.get(refs, timeout=min(left, _SLICE_SECONDS))
-            return results
-        except ray.exceptions.GetTimeoutError:
-            if left <= _SLICE_SECONDS:
-                raise
-        except ray.exceptions.RayError:
-            drop_calls(refs)
-            raise
-        owner.attend(0.0)
-        if now - looked >= LOOK_SECONDS:
-            meanwhile()
-            looked = time.monotonic()

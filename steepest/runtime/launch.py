@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
@@ -104,18 +104,11 @@ class Cluster(JobContext):
         try:
             end_on_sigterm()
             report_on_sigusr1(self)
-            bundle = self.bundle = worker_bundle(
+            self.bundle = worker_bundle(
                 chosen.devices_per_worker, chosen.gpu, run_config.resources.cpus_per_worker
             )
             self._check_serving_hosts(strategy)
-            num_workers = self._workers_at_first(*bounds)
-            self.placement.add(
-                reserve(
-                    num_workers, bundle, run_config.deadlines.start, lambda: who_else(self.holder)
-                )
-            )
-            self.holder.workers, self.holder.bundle = num_workers, bundle
-            self._reserve_for_servers()
+            num_workers = self._reserve(*bounds)
             self.check_ways(strategy)
             self._start(model_creator, num_workers, strategy)
         except BaseException:
@@ -133,18 +126,19 @@ class Cluster(JobContext):
                 'processes: leave serving_hosts out, or give a strategy that has, such as "ps"'
             )
 
-    def _workers_at_first(self, least: int, most: int) -> int:
-        """Return with how many workers the job starts."""
-        if least == most or self.run_config.resources.serving_hosts:
-            return least  # others join where no node is wanted for servers alone
-        return max(least, min(most, fitting(self.bundle)))
-
-    def _reserve_for_servers(self) -> None:
-        """Reserve nodes that have no worker, if any are asked for."""
-        if hosts := self.run_config.resources.serving_hosts:
-            working, limit = {*self.placement.nodes()}, self.run_config.deadlines.start
-            room = reserve_for_servers(hosts, working, limit, lambda: who_else(self.holder))
+    def _reserve(self, least: int, most: int) -> int:
+        """Reserve room for workers, and nodes for servers alone if any are asked for; return how many workers."""
+        hosts, limit = self.run_config.resources.serving_hosts, self.run_config.deadlines.start
+        count, holder = least, self.holder
+        if least < most and not hosts:  # others join where no node is wanted for servers alone
+            count = max(least, min(most, fitting(self.bundle)))
+        self.placement.add(reserve(count, self.bundle, limit, lambda: who_else(holder)))
+        holder.workers, holder.bundle = count, self.bundle
+        if hosts:
+            working = {*self.placement.nodes()}
+            room = reserve_for_servers(hosts, working, limit, lambda: who_else(holder))
             self.placement.add(room, serves=True)
+        return count
 
     def _start(self, model_creator: ModelCreator, num_workers: int, config: Strategy) -> None:
         creator = self.creator = travelling("model_creator", model_creator)
@@ -291,12 +285,8 @@ class Cluster(JobContext):
             ConfigurationError: processes cannot talk in that way; nothing has changed.
             PeerLostError, DeadlineError: a process died, or is late.
         """
-        config, num_workers, keep, added = (
-            wanted.config,
-            wanted.num_workers,
-            wanted.keep,
-            wanted.added,
-        )
+        config, num_workers = wanted.config, wanted.num_workers
+        keep, added = wanted.keep, wanted.added
         self.placement.look()
         kept = {new: self.placement.order[old] for new, old in keep.items()}
         order = self.placement.arranged(num_workers, {**kept, **wanted.placement})
@@ -310,9 +300,8 @@ class Cluster(JobContext):
         )
         free = (server_peer(i) for i in itertools.count() if server_peer(i) not in added)
         before |= dict(zip(free, servers_before, strict=False))
-        processes = dict(
-            sorted({**{new: self.actors[old] for new, old in before.items()}, **added}.items())
-        )
+        kept_on = {new: self.actors[old] for new, old in before.items()}
+        processes = dict(sorted({**kept_on, **added}.items()))
         workers = {p: actor for p, actor in processes.items() if p.role == "worker"}
         # a server that is called needs a thread for each caller: such ones are started anew
         serving = 0 if by_calls(config) else self.serving(config, num_workers)
@@ -329,12 +318,8 @@ class Cluster(JobContext):
             self.placement.order = order_before
             raise
         self.disconnect()
-        cut, actors, watches, lives = (
-            replace(config.cut, unfrozen=wanted.unfrozen),
-            self.actors,
-            self.watches,
-            self.lives,
-        )
+        cut = replace(config.cut, unfrozen=wanted.unfrozen)
+        actors, watches, lives = self.actors, self.watches, self.lives
         self._leaving |= {
             actor: (self.places[peer], watches[peer])
             for peer, actor in actors.items()
@@ -474,14 +459,10 @@ class Cluster(JobContext):
             self.router.attach(connect(transport, end, self.run_config.deadlines.start))
         self.router.start("steepest driver")
         if held is not None:  # before servers send what they have to all who join
-            carry(held, self.holdings(), self._results_of)
+            carry(self, held, self.holdings())
         workers = {peer: actor for peer, actor in self.actors.items() if peer.role == "worker"}
         joins = [actor.join.remote(self.stored_job, self.listening) for actor in workers.values()]
         self.get(joins, "join", workers)
-
-    def _results_of(self, calls: list[Any], what: str, of: Iterable[Any]) -> list[Any]:
-        """Return what calls of processes return, given by Ray's handles."""
-        return self.get(calls, what, self.names(of))
 
     def _host_in_driver(self, initial: Any) -> None:
         """Host the coordinator and the only server in this process, see `SimpleStrategy`."""

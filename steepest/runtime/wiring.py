@@ -88,11 +88,7 @@ def holdings(job: Job, process_of: Callable[[Peer], Any]) -> Holdings:
     }
 
 
-def carry(
-    before: Holdings,
-    after: Holdings,
-    get: Callable[..., list[Any]],  # as `Cluster._results_of`
-) -> None:
+def carry(context: JobContext, before: Holdings, after: Holdings) -> None:
     """Give servers that were just made their chunks, see `RetainedChunks`.
 
     Ray carries all chunks that one process has for another as one object, which neither the
@@ -117,4 +113,4 @@ def carry(
     for (giver, process), chunks in gifts.items():
         given[process].append(giver.give.remote(chunks))
     taking = [process.take_over.remote(*gifts) for process, gifts in given.items()]
-    get(taking, "take over what others held", of=given)
+    context.get(taking, "take over what others held", context.names(given))
