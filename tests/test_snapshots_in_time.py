@@ -13,12 +13,13 @@ import torch
 from steepest import FailureConfig, RunConfig
 from steepest.engine.client import Position, Snapshot
 from steepest.engine.job import Job
+from steepest.engine.survivors import RecoveredState
 from steepest.engine.worker_state import WorkerState
 from steepest.errors import PeerLostError
 from steepest.messages.message import worker_peer
 from steepest.state import snapshots
 from steepest.state.snapshots import Snapshots
-from steepest.state.stock import Copy
+from steepest.state.stock import Stock
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.tensors.dtypes import Tensors
 from steepest.testing import InProcessCluster
@@ -76,7 +77,7 @@ class Driver:
     def on_router(self, function: Callable[[], Any]) -> Any:
         return function()
 
-    def copy(self, found: Snapshot, workers: Any, commits: Any = None) -> Copy:
+    def stock(self, found: RecoveredState, workers: Any) -> Stock:
         return SimpleNamespace(found=found, workers=workers)  # type: ignore[return-value]
 
     def be_at(self, version: int, after: float = 0.0) -> None:

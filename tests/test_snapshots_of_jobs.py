@@ -16,12 +16,11 @@ from torch import nn
 
 from steepest.config.compression import Int8, PowerSGD, TopK
 from steepest.engine.replicas import Replicas
-from steepest.engine.survivors import RecoveredState
 from steepest.engine.worker_state import WorkerState, worker_state
 from steepest.errors import PeerLostError
 from steepest.messages.message import Kind, Message, Peer
 from steepest.runtime import remote_functions
-from steepest.state.stock import Copy, Stock
+from steepest.state.stock import Stock, recovered
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
@@ -104,29 +103,27 @@ def all_bits(cluster: InProcessCluster) -> Weights:
     return bits_of(cluster.job.description.layout, found, own_states(cluster))
 
 
-def ask(cluster: InProcessCluster, version: int) -> Callable[[], Copy | None]:
+def ask(cluster: InProcessCluster, version: int) -> Callable[[], Stock | None]:
     """Asks for a copy of a version; what is returned gives it, or None where a worker was past it."""
     job = cluster.job
     take = partial(worker_state, step=job.step_of(version))
     parts = [worker.exactly_at(0, version, take) for worker in cluster.workers]
     read = cluster.client.read("state", version)
 
-    def copy() -> Copy | None:
+    def copy() -> Stock | None:
         found = cluster.wait(read, "the servers' part")
         workers = [cluster.wait(part, "a worker's part") for part in parts]
         own = [each for each in workers if each is not None]
         if len(own) < len(workers) or found.version != version:
             return None
-        held = RecoveredState(found.version, found.state, None, found.weights, found.records)
-        return Copy(job, job.plan(), job.seed, held, cluster.log(), own)
+        return Stock(job, job.plan(), job.seed, recovered(found, None), cluster.log(), own)
 
     return copy
 
 
-def go_back(cluster: InProcessCluster, copy: Copy) -> None:
+def go_back(cluster: InProcessCluster, copy: Stock) -> None:
     """Continues from a copy, as the driver has processes do after a death."""
-    stock, job = Stock.from_copy(copy), cluster.job
-    stock = stock.renumbered({})  # the dead are among those that it has
+    job, stock = cluster.job, copy.renumbered({})  # the dead are among those that it has
 
     def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
         run = lambda replicas: function(replicas, *arguments)  # noqa: E731
@@ -318,9 +315,8 @@ def test_other_workers_get_the_mean_of_a_copy() -> None:
     trained(cluster, 4)
     found = copy()
     assert found is not None
-    stock = Stock.from_copy(found)
-    assert stock.renumbered({0: 0, 2: 1}) is stock, "it is of all workers that there were"
-    own, mean = stock.buffers() or ({}, {})
+    assert found.renumbered({0: 0, 2: 1}) is found, "it is of all workers that there were"
+    own, mean = found.buffers() or ({}, {})
     assert sorted(own) == [0, 1, 2]
     for name in ("1.running_mean", "1.running_var"):
         expected = sum(state[name] for state in own.values()) / 3

@@ -46,7 +46,7 @@ class Applying:
         successors = self._successors({p: dead.get(p, "") for p in replaced}, numbers)
         # after deaths the job goes on as it was: another strategy, if one is wanted, comes next
         wished = not (dead or replaced or left or stock.copied or state.pending)
-        before = cluster.job if stock.found.holders is None else stock.copy.job
+        before = cluster.job if stock.found.holders is None else stock.job
         config = observation.config_for(
             transition.workers, transition.servers, None if wished else before.config
         )
@@ -56,16 +56,15 @@ class Applying:
         )
         seats = {peer: cluster.seat_of(peer) for peer in workers if peer in replaced | left}
         stock = stock.only_in(cluster.living())
-        same = state.pending is None and stock.copy.job is cluster.job and not left
+        same = state.pending is None and stock.job is cluster.job and not left
         same &= transition.workers == world.workers
         same_servers = transition.servers == world.servers and config == cluster.job.config
         same_servers &= wanted.unfrozen == cluster.job.unfrozen
         # then version and samples' places stay, in the middle of a step too
         as_before = same and (bool(dead) or same_servers)
-        put = state.put_back if as_before else state.put_together
         actors = cluster.actors
         try:
-            put(stock, wanted)
+            state.put_together(stock, wanted, as_before=as_before)
         finally:
             if cluster.actors is not actors:  # also where another death has ended it too early
                 observation.starting.joined(cluster.actors.values())

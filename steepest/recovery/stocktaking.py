@@ -97,23 +97,24 @@ def take_stock(
     """
     torn = cluster.client.torn
     standing = _standing(cluster, state, change, dead, config)
-    copy = snapshots.taken if standing is None else state.copy(standing)
-    if copy is None and torn is not None:
-        raise update_error(torn, cluster.places, None)
-    if copy is None:
+    if standing is None:
+        if (copy := snapshots.taken) is not None:
+            return copy
+        if torn is not None:
+            raise update_error(torn, cluster.places, None)
         peer, cause = next(iter(dead.items()))
         cluster.deaths.raise_lost(
             peer, f"{cause}; too many died together: of some chunks no copy is left"
         )
-    if standing is None:
-        return Stock.from_copy(copy)
     living = {p.index: a for p, a in _living(cluster, dead).items() if p.role == "worker"}
 
     def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
         calls = [actor.call.remote((0, -1), 0, function, *arguments) for actor in living.values()]
         return cluster.get(calls, "tell its state", map(worker_peer, living))
 
-    return state.stock(copy, OptimizerState.collect(cluster, copy.found, living, copy.step, call))
+    step = cluster.job.step_of(standing.version)
+    optimizer = OptimizerState.collect(cluster.job, standing, living, step, call)
+    return state.stock(standing, collected=optimizer)
 
 
 def _standing(

@@ -35,7 +35,6 @@ from steepest.runtime.launch import Cluster
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.state.job_state import JobState
 from steepest.state.snapshots import Snapshots
-from steepest.state.stock import Stock
 from steepest.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
@@ -352,7 +351,7 @@ class Supervisor:
         transition = self._decided(world, dead) or _as_it_is(world)
         copy = self.snapshots.taken
         if transition.source == "snapshot" and not change.stock.copied and copy is not None:
-            change.stock = Stock.from_copy(copy)
+            change.stock = copy
         cluster.signs.forget()
         with change.part("applying"):
             self._applying.apply(change, transition, world, dead)

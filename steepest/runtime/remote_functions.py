@@ -11,7 +11,7 @@ import torch
 from steepest.data.sampler import SamplePlan
 from steepest.data.streams import StreamPlace
 from steepest.engine.lent_models import lent_to
-from steepest.engine.local_sgd import InnerOptimizerState, LocalReplicas
+from steepest.engine.local_sgd import LocalReplicas
 from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import ConfigurationError, describe_error
 from steepest.models.protocol import Model
@@ -100,12 +100,6 @@ def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, Tensors]:
     return states
 
 
-def inner_state(replicas: Replicas, step: int) -> InnerOptimizerState:
-    """Return what a worker's own optimizer remembers, see `LocalReplicas.inner_state`."""
-    assert isinstance(replicas, LocalReplicas)
-    return replicas.inner_state(step)
-
-
 def load_inner_state(
     replicas: Replicas,
     own: dict[int, dict[str, torch.Tensor]],
@@ -118,22 +112,12 @@ def load_inner_state(
     replicas.load_inner_state(own.get(replicas.worker, mean), plain, schedule)
 
 
-def left_out(replicas: Replicas) -> dict[str, torch.Tensor]:
-    """Return what compression has left out of a worker's gradients (`GradientCompressor.state`)."""
-    return {} if replicas.compressor is None else replicas.compressor.state()
-
-
 def load_left_out(
     replicas: Replicas, own: dict[int, dict[str, torch.Tensor]], mean: dict[str, torch.Tensor]
 ) -> None:
     """Set what compression has left out of a worker's gradients, if it compresses: its `own`, or the `mean`."""
     if replicas.compressor is not None:
         replicas.compressor.load_state(own.get(replicas.worker, mean))
-
-
-def unpushed_rows(replicas: Replicas, step: int) -> Tensors:
-    """Return the gradients of rows that a worker has not pushed, see `RowCollector.unpushed`."""
-    return Tensors() if replicas.rows is None else replicas.rows.unpushed(step)
 
 
 def push_rows_later(replicas: Replicas, own: Mapping[int, Tensors]) -> None:

@@ -30,7 +30,7 @@ from steepest.runtime.launch import Cluster
 from steepest.runtime.owner import Moment, owned
 from steepest.state.optimizer_state import OptimizerState
 from steepest.state.row_read import RowRead, read_apart
-from steepest.state.stock import Copy, Stock
+from steepest.state.stock import Stock, recovered
 from steepest.strategies.strategy import Strategy
 from steepest.tensors.dtypes import Tensors
 
@@ -184,22 +184,22 @@ class JobState:
             self._unpushed,
         )
 
-    def _close_log(self, copy: Copy, version: int) -> None:
+    def _close_log(self, stock: Stock, version: int) -> None:
         """Keep the log of a job whose processes have got other roles, and begin another one at `version`.
 
         Where a part of the log is lost, what came before does not explain the weights.
         """
-        last = copy.found.version
+        last = stock.found.version
         commits: Sequence[Commit] | None
-        if copy.part < len(self._logs):
-            closed = self._logs[copy.part]
+        if stock.part < len(self._logs):
+            closed = self._logs[stock.part]
             commits = None if closed is None else closed.commits
         else:
-            commits = () if last == copy.log.start else copy.found.log
+            commits = () if last == stock.log.start else stock.found.log
         part = None
         if commits is not None:
-            part = replace(copy.log, commits=_newest(commits, copy.log.start, last))
-        self._logs[copy.part :] = [part]
+            part = replace(stock.log, commits=_newest(commits, stock.log.start, last))
+        self._logs[stock.part :] = [part]
         self._start = version
 
     def install(
@@ -301,7 +301,7 @@ class JobState:
         owner = self._owner(mean_states(states, [1.0] * len(states)))
         everybody = range(self._cluster.job.num_workers)
         found = OptimizerState.collect(
-            self._cluster, snapshot, everybody, step, self._cluster.workers.call
+            self._cluster.job, snapshot, everybody, step, self._cluster.workers.call
         )
         about["schedule"] = found.schedule
         return files.gather(
@@ -396,23 +396,15 @@ class JobState:
             self.give_roles_anew()
         return bool(ahead)
 
-    def copy(
+    def stock(
         self,
-        found: RecoveredState | Snapshot,
-        workers: Sequence[WorkerState] = (),
-        commits: list[Commit] | None = None,  # of a `Snapshot`, and perhaps later ones
-    ) -> Copy:
+        found: RecoveredState,
+        workers: Sequence[WorkerState] | None = None,
+        collected: OptimizerState | None = None,
+    ) -> Stock:
         """Return a state of the job as it is, with what is needed to continue from it as another job."""
-        plan, seed = self._cluster.plan
-        if isinstance(found, Snapshot):
-            found = RecoveredState(
-                found.version, found.state, commits, found.weights, found.records
-            )
-        return Copy(self._cluster.job, plan, seed, found, self.part(), workers, len(self._logs))
-
-    def stock(self, copy: Copy, optimizer: OptimizerState) -> Stock:
-        """Return a state together with that of the workers that there are."""
-        return Stock(copy, optimizer, self._cluster.job.num_workers)
+        plan, log = self._cluster.plan, self.part()
+        return Stock(self._cluster.job, *plan, found, log, workers, collected, len(self._logs))
 
     @contextlib.contextmanager
     def _changing(self, stock: Stock, keep: Mapping[int, int]) -> Iterator[int]:
@@ -427,41 +419,58 @@ class JobState:
         self.pending = None
         self._cluster.settle(self._change)
 
-    def put_together(self, stock: Stock, wanted: Membership) -> None:
-        """Make another job of some processes, which continues with what there is.
+    def put_together(self, stock: Stock, wanted: Membership, *, as_before: bool) -> None:
+        """Put the job together of some processes, which continues with what there is.
+
+        It is another job, unless as many workers as before are to be `as_before`: then version, plan
+        and the place of each share in it stay as they were.
 
         Raises:
             PeerLostError, DeadlineError: a process died, or did not answer. If the old job is no
                 more by then, `pending` is the state with which to begin again.
         """
         with self._changing(stock, wanted.keep) as change:
-            self._put_together(stock, wanted, change)
+            version, optimizer = (self._put_back if as_before else self._remake)(
+                stock, wanted, change
+            )
+            self._continue(stock, wanted)
+            self._close_log(stock, version)
+            self._unpushed = optimizer.rows_for(self._cluster.job)
+            if wanted.unfrozen != stock.job.unfrozen:
+                self._logs = [None]  # a replay does not unfreeze
 
-    def _put_together(self, stock: Stock, wanted: Membership, change: int) -> None:
-        cluster, copy, found = self._cluster, stock.copy, stock.found
-        step, rest = copy.step, copy.remaining
-        if copy.plan is not None:
-            epoch_ends(copy.plan, self._ends, step)
-        weights = (
-            None if found.weights is None else copy.job.description.layout.named(found.weights)
-        )
-        cluster.reform(wanted, step, copy.job.updates_before(step), found.holders, change)
-        layout = cluster.job.description.layout
-        flat = None if weights is None else layout.allocate()
-        if flat is not None and weights is not None:
-            layout.write(flat, weights)
+    def _remake(self, stock: Stock, wanted: Membership, change: int) -> tuple[int, OptimizerState]:
+        """Make another job; return the version with which it begins, and its optimizer's state."""
+        cluster, job, found = self._cluster, stock.job, stock.found
+        step, rest = stock.step, stock.remaining
+        if stock.plan is not None:
+            epoch_ends(stock.plan, self._ends, step)
+        weights = None if found.weights is None else job.description.layout.named(found.weights)
+        cluster.reform(wanted, step, job.updates_before(step), found.holders, change)
+        layout, flat = cluster.job.description.layout, None
+        if weights is not None:
+            layout.write(flat := layout.allocate(), weights)
         state = {"history": found.state["history"]}  # the ledger begins anew, with the plan
         optimizer = stock.renumbered({was: now for now, was in wanted.keep.items()}).optimizer
         version = cluster.job.version_of(step)
-        records = optimizer.place(cluster, same=stock.workers == wanted.num_workers)
+        records = optimizer.place(cluster, same=job.num_workers == wanted.num_workers)
         self.install(version, flat, records, state, optimizer.schedule)
-        plan = cluster.job.plan(step, rest, copy.seed)
-        cluster.use_plan(plan, copy.seed)
-        self._continue(stock, wanted)
-        self._close_log(copy, version)
-        self._unpushed = optimizer.rows_for(cluster.job)
-        if wanted.unfrozen != copy.job.unfrozen:
-            self._logs = [None]  # a replay does not unfreeze
+        cluster.use_plan(cluster.job.plan(step, rest, stock.seed), stock.seed)
+        return version, optimizer
+
+    def _put_back(
+        self, stock: Stock, wanted: Membership, change: int
+    ) -> tuple[int, OptimizerState]:
+        """Put the same job together again, with new processes in the places of dead ones, see `_remake`."""
+        cluster, job, found, plan = self._cluster, stock.job, stock.found, self._cluster.plan
+        step, optimizer = stock.step, stock.optimizer
+        everyone = replace(wanted, keep={index: index for index in range(wanted.num_workers)})
+        cluster.reform(everyone, step, job.updates_before(step), found.holders, change)
+        cluster.use_plan(*plan)
+        schedule = optimizer.schedule if wanted.config.local else None
+        optimizer.place(cluster, same=True)
+        self.install(found.version, found.weights, found.records, found.state, schedule)
+        return found.version, optimizer
 
     def _continue(self, stock: Stock, wanted: Membership) -> None:
         """Give workers their place in the data, and buffers.
@@ -485,29 +494,6 @@ class JobState:
         states = all_states(partial(call, workers=old))
         call(remote_functions.load_buffers, mean_states(states, [1.0] * len(states)), workers=new)
 
-    def put_back(self, stock: Stock, wanted: Membership) -> None:
-        """Put the same job together again, with new processes in the places of dead ones, see `put_together`.
-
-        Version, plan and the place of each share in it stay as they were.
-        """
-        with self._changing(stock, wanted.keep) as change:
-            self._put_back(stock, wanted, change)
-
-    def _put_back(self, stock: Stock, wanted: Membership, change: int) -> None:
-        cluster, found = self._cluster, stock.found
-        plan = cluster.plan
-        everybody = {index: index for index in range(wanted.num_workers)}
-        step, job = stock.copy.step, stock.copy.job
-        everyone = replace(wanted, keep=everybody)
-        cluster.reform(everyone, step, job.updates_before(step), found.holders, change)
-        cluster.use_plan(*plan)
-        schedule = stock.optimizer.schedule if wanted.config.local else None
-        stock.optimizer.place(cluster, same=True)
-        self.install(found.version, found.weights, found.records, found.state, schedule)
-        self._continue(stock, wanted)
-        self._close_log(stock.copy, found.version)
-        self._unpushed = stock.optimizer.rows_for(cluster.job)
-
     def stopped(self, config: Strategy) -> RecoveredState:
         """Stop the workers, and return the job's state; the coordinator and all servers must live.
 
@@ -518,12 +504,9 @@ class JobState:
         stays = self._stays(config)
         found = self.snapshot("standing" if stays else "state")
         if stays:
-            return RecoveredState(
-                found.version, found.state, self._commits(), holders=cluster.holdings()
-            )
-        return RecoveredState(
-            found.version, found.state, self._commits(), found.weights, found.records
-        )
+            log, holders = self._commits(), cluster.holdings()
+            return RecoveredState(found.version, found.state, log, holders=holders)
+        return recovered(found, self._commits())
 
     def _stays(self, config: Strategy) -> bool:
         """Return whether servers keep their chunks: the model is cut alike, the kind of servers is the same."""

@@ -16,6 +16,7 @@ from steepest.engine.job import Job
 from steepest.engine.local_sgd import InnerOptimizerState
 from steepest.engine.replica_states import mean_states
 from steepest.engine.survivors import RecoveredState
+from steepest.engine.worker_state import WorkerState, worker_state
 from steepest.optim.portable import is_text
 from steepest.optim.spec import ScheduleState
 from steepest.runtime import remote_functions
@@ -54,52 +55,34 @@ class OptimizerState:
     @classmethod
     def collect(
         cls,
-        cluster: Cluster,
-        held: Snapshot | RecoveredState,
-        numbers: Iterable[int],
+        job: Job,
+        held: Snapshot | RecoveredState,  # of servers and coordinator
+        numbers: Iterable[int],  # of the workers, in the order in which `call` asks them
         step: int,
-        call: Call,
+        call: Call,  # used with local SGD, compression, embedding tables
     ) -> OptimizerState:
-        """Return the optimizer's state of a job.
-
-        Args:
-            held: what servers and the coordinator hold.
-            numbers: the workers' indices, in the order in which `call` asks them.
-            call: runs a function on workers' replicas: with local SGD, compression, embedding tables.
-        """
-        left_out: Own = {}
-        inner: Mapping[int, InnerOptimizerState] = {}
-        rows: Own = {}
-        numbers = list(numbers)
-        if cluster.job.tables is not None:
-            rows = dict(zip(numbers, call(remote_functions.unpushed_rows, step), strict=True))
-        if cluster.job.config.local:
-            inner = dict(zip(numbers, call(remote_functions.inner_state, step), strict=True))
-        elif cluster.job.compresses:
-            left_out = dict(zip(numbers, call(remote_functions.left_out), strict=True))
-        return cls.of(cluster.job, held, left_out, inner, rows)
+        """Return the optimizer's state of a job."""
+        own: dict[int, WorkerState] = {}
+        if job.tables is not None or job.compresses or job.config.local:
+            own = dict(zip(numbers, call(worker_state, step), strict=True))
+        return cls.of(job, held, own)
 
     @classmethod
     def of(
-        cls,
-        job: Job,
-        held: Snapshot | RecoveredState,
-        left_out: Own,
-        inner: Mapping[int, InnerOptimizerState],
-        rows: Own,
+        cls, job: Job, held: Snapshot | RecoveredState, workers: Mapping[int, WorkerState]
     ) -> OptimizerState:
         """Return the optimizer's state of a job of which all parts are known, those of workers by index."""
-        parts = ((_LEFT_OUT, left_out), (_ROWS, rows))
-        apart = {
-            f"{prefix}{worker}/{name}": value
-            for prefix, own in parts
-            for worker, state in own.items()
-            for name, value in state.items()
-        }
+        local = job.config.local
+        apart: dict[str, torch.Tensor] = {}
+        for worker, own in workers.items():
+            left_out = Tensors() if local else own.left_out
+            for prefix, part in ((_LEFT_OUT, left_out), (_ROWS, own.rows)):
+                apart |= {f"{prefix}{worker}/{name}": value for name, value in part.items()}
         on_servers, plain = files.assemble(job.description.layout, held.records)
-        if not job.config.local:
+        if not local:
             return cls(on_servers, plain, apart, held.state.get("schedule"))
         apart |= {_OUTER + name: value for name, value in on_servers.items()}
+        inner = {worker: own.inner for worker, own in workers.items() if own.inner is not None}
         for worker, (state, _, _) in inner.items():
             apart |= {f"{_OWN}{worker}/{name}": value for name, value in state.items()}
         mean, plain, schedule = mean_inner(list(inner.values()))

@@ -23,7 +23,7 @@ from steepest.runtime.calls import raise_remote
 from steepest.runtime.launch import Cluster
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.state.job_state import JobState
-from steepest.state.stock import Copy
+from steepest.state.stock import Stock, recovered
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Snapshots:
         self._cluster = cluster
         self._state = state
         self._stale = False  # whether the last one is of a form that the job has no more
-        self._taken: Copy | None = None
+        self._taken: Stock | None = None
         # the commits that the coordinator's log had, and the client that has read them
         self._commits: list[Commit] = []
         self._reader: Client | None = None
@@ -112,7 +112,7 @@ class Snapshots:
         self._told = False  # whether the user was told that there are none
 
     @property
-    def taken(self) -> Copy | None:
+    def taken(self) -> Stock | None:
         """The last copy that has come; None before the first, and after `forget`."""
         self._collect()
         return self._taken
@@ -252,7 +252,7 @@ class Snapshots:
             self._notice = min(2 * self._notice, _MOST_NOTICE_SECONDS)
             return
         commits = list(self._commits) if request.log is not None else None
-        self._taken, self._stale = self._state.copy(snapshot, own, commits), False
+        self._taken, self._stale = self._state.stock(recovered(snapshot, commits), own), False
         self._tell_of_size(snapshot)
         if self._cluster.run_config.failure.snapshot_every is not None:
             self._due = now
