@@ -148,8 +148,8 @@ def test_a_call_that_does_not_return_is_shown_where_it_is() -> None:
     finally:
         going_on.set()
         thread.join()
-    (stack,) = found.calls
-    assert "in persistently" in stack
+    # beside threads that are kept for later simulations
+    assert len([stack for stack in found.calls if "in persistently" in stack]) == 1
 
 
 def test_chunks_in_words() -> None:
