@@ -68,7 +68,7 @@ def test_a_loss_that_was_handled_meanwhile_is_no_second_death() -> None:
         kill(trainer, server_peer(1))
         trainer.evaluate(TASK.data)  # handles it
         assert before[0].lost_peer == server_peer(1)
-        assert supervisor.is_struck(before)
+        assert supervisor.has_died_since(before)
         assert supervisor.suspects(server_peer(1), "its channel closed", before[0])
         train(trainer, 5)
         assert trainer.stats().step == 10

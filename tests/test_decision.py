@@ -67,18 +67,18 @@ def check(world: World, target: Target) -> None:
     assert (found.source == "processes") == world.whole
     assert not found.replaced & world.worn_out, "nobody takes a worn-out place"
     assert found.replaced <= world.dead
-    assert found.workers == world.workers - len(found.left) >= 1
+    assert found.workers == world.workers - len(found.missing) >= 1
     if not world.stuck and found.replaced:
-        assert (found.replaced, found.left) == (world.dead & world.ready, NOBODY)
+        assert (found.replaced, found.missing) == (world.dead & world.ready, NOBODY)
         return
     assert found.servers == world.servers - len(dead_servers - found.replaced)
     if not enough or found.replaced - needed:
         assert found.replaced == world.dead - in_vain, "all that come are awaited"
-        assert found.left == dead_workers & in_vain
+        assert found.missing == dead_workers & in_vain
         assert not in_vain or at_last
         return
     assert found.replaced == needed, "some server serves"
-    assert found.left == dead_workers
+    assert found.missing == dead_workers
     if found.replaced == world.dead:
         return
     if world.stuck:
@@ -96,10 +96,10 @@ def check_living(world: World, target: Target, found: Transition | None) -> None
             return
         assert found.servers == world.servers
         assert (found.source == "processes") == world.whole
-        assert found.replaced | found.left == world.leaving
+        assert found.replaced | found.missing == world.leaving
         assert found.replaced <= world.ready
-        assert found.workers == world.workers - len(found.left)
-        assert not found.left or (world.full and found.workers >= target.least)
+        assert found.workers == world.workers - len(found.missing)
+        assert not found.missing or (world.full and found.workers >= target.least)
         return
     workers = min(world.workers + world.joining, target.workers)
     opened = world.servers + world.opening >= target.servers

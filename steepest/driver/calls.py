@@ -49,7 +49,7 @@ class Calls:
             try:
                 return function()
             except (PeerLostError, DeadlineError):
-                if not self._supervisor.is_struck(before):
+                if not self._supervisor.has_died_since(before):
                     raise
 
     def surviving_here(self, collect: Callable[[], T], then: Callable[[T], object]) -> None:
@@ -65,7 +65,7 @@ class Calls:
                 return
             except (PeerLostError, DeadlineError, ShutdownError):
                 self.owner.raise_ended()
-                if not supervisor.is_struck(before):
+                if not supervisor.has_died_since(before):
                     raise
 
     @owned(Moment.FREE)
@@ -109,7 +109,7 @@ class Calls:
                 return [function()]
             except (PeerLostError, DeadlineError, ShutdownError):
                 self.owner.raise_ended()
-                if not supervisor.is_struck(before):
+                if not supervisor.has_died_since(before):
                     raise
                 return []
 

@@ -36,16 +36,16 @@ class Applying:
         """
         cluster, state, observation = self._cluster, self._state, self._observation
         assert change.stock is not None
-        stock, replaced, left = change.stock, transition.replaced, transition.left
+        stock, replaced, missing = change.stock, transition.replaced, transition.missing
         workers = [peer for peer in sorted(cluster.actors) if peer.role == "worker"]
-        staying = [peer for peer in workers if peer not in left]
+        staying = [peer for peer in workers if peer not in missing]
         more = transition.workers > len(staying) and not dead
         joined = observation.joining() if more else {}
         free = [number for number in range(transition.workers) if number not in joined]
         numbers = dict(zip(staying, free, strict=False))
         successors = self._successors({p: dead.get(p, "") for p in replaced}, numbers)
         # after deaths the job goes on as it was: another strategy, if one is wanted, comes next
-        wished = not (dead or replaced or left or stock.copied or state.pending)
+        wished = not (dead or replaced or missing or stock.copied or state.pending)
         before = cluster.job if stock.found.holders is None else stock.job
         config = observation.config_for(
             transition.workers, transition.servers, None if wished else before.config
@@ -54,9 +54,9 @@ class Applying:
             self._membership(transition, config, dead, numbers, successors, joined),
             unfrozen=cluster.unfrozen if wished else before.unfrozen,
         )
-        seats = {peer: cluster.seat_of(peer) for peer in workers if peer in replaced | left}
+        seats = {peer: cluster.seat_of(peer) for peer in workers if peer in replaced | missing}
         stock = stock.only_in(cluster.living())
-        same = state.pending is None and stock.job is cluster.job and not left
+        same = state.pending is None and stock.job is cluster.job and not missing
         same &= transition.workers == world.workers
         same_servers = transition.servers == world.servers and config == cluster.job.config
         same_servers &= wanted.unfrozen == cluster.job.unfrozen
@@ -146,7 +146,7 @@ class Applying:
         """Note what follows from a transition that was applied; return it in words, if it is news."""
         cluster, starting = self._cluster, self._observation.starting
         leaving, worn_out = self._observation.leaving, []
-        for peer in sorted(transition.left & dead.keys()):
+        for peer in sorted(transition.missing & dead.keys()):
             if peer in world.worn_out:
                 worn_out.append(seats[peer])
             elif (start := starting.instead.pop(peer, None)) is not None:
@@ -162,4 +162,4 @@ class Applying:
                 self._observation.reserve.leave(leaving.nodes)
             leaving.end()
         starting.give_up(list(starting.instead.values()))
-        return cluster.placement.leave_out(worn_out) if transition.left & dead.keys() else ""
+        return cluster.placement.leave_out(worn_out) if transition.missing & dead.keys() else ""

@@ -26,13 +26,13 @@ class Applied:
     transition: Transition
     dead: Collection[Peer]
     joined: Mapping[int, Start]  # further workers, by number
-    then: str  # what becomes of workers that were left out, in words
+    then: str  # what becomes of missing workers, in words
 
     @property
     def replaced(self) -> int:
         """How many dead processes have successors now, or are done without for good."""
         returned = sum(bool(start.cause) for start in self.joined.values())
-        if self.transition.replaced or self.transition.left:
+        if self.transition.replaced or self.transition.missing:
             return returned + len(self.transition.replaced & set(self.dead))
         return returned + len(self.dead)
 

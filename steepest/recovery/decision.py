@@ -21,7 +21,7 @@ class World:
     leaving: Set[Peer] = frozenset()  # living processes on nodes that will go
     # those of `dead` and `leaving` in whose place another process stands ready
     ready: Set[Peer] = frozenset()
-    # those of `dead` in whose place processes died too often; nobody takes it again
+    # those of `dead` in whose place processes died too often; no process takes it again
     worn_out: Set[Peer] = frozenset()
     # those of `dead` whose successors are not awaited any more, because they are late; they may still come
     late: Set[Peer] = frozenset()
@@ -38,7 +38,7 @@ class World:
 class Target:
     """What the user wants, and what the strategy can do."""
 
-    # the fewest workers that train without the others; one alone, which holds all weights, only if nobody comes
+    # the fewest workers that train without the others; one alone, which holds all weights, only if no other comes
     least: int
     workers: int
     servers: int  # processes that are servers only
@@ -55,7 +55,7 @@ class Transition:
     source: Source  # where its state comes from
     replaced: frozenset[Peer]  # processes whose successors are part of the job before it continues
     # workers without which the others continue; successors of dead ones join later, unless worn out
-    left: frozenset[Peer]
+    missing: frozenset[Peer]
     workers: int
     servers: int  # processes that are servers only
 
@@ -78,7 +78,7 @@ def decide(world: World, target: Target) -> Transition | Impossible | None:
         >>> dead = {Peer("worker", 1), Peer("server", 0)}
         >>> world = World(workers=4, servers=2, dead=dead, stuck=True)
         >>> found = decide(world, Target(least=2, workers=4, servers=2))
-        >>> found.left, found.workers, found.servers, found.source
+        >>> found.missing, found.workers, found.servers, found.source
         (frozenset({Peer(role='worker', index=1)}), 3, 1, 'processes')
     """
     if not world.whole and not world.snapshot:
@@ -101,14 +101,14 @@ def _without_the_dead(
     survivors only miss workers, successors that stand ready join, and others are awaited until
     they are overdue. Where they miss more, successors that stand ready, all of them, are awaited in
     any case, because that takes no longer. If no server lives, the successors of servers are
-    awaited, whatever becomes of workers. If nobody comes in some places, the job continues without
+    awaited, whatever becomes of workers. If no process comes in some places, the job continues without
     these as soon as the others are enough.
     """
-    left = frozenset(peer for peer in world.dead if peer.role == "worker")
-    servers = frozenset(world.dead - left)
+    missing = frozenset(peer for peer in world.dead if peer.role == "worker")
+    servers = frozenset(world.dead - missing)
     needed = servers if len(servers) == world.servers else frozenset[Peer]()
     fewer = Transition(
-        source, needed, left, world.workers - len(left), world.servers - len(servers - needed)
+        source, needed, missing, world.workers - len(missing), world.servers - len(servers - needed)
     )
     in_vain = world.worn_out | world.late
     least = target.least if in_vain or not world.stuck else max(target.least, 2)
@@ -118,29 +118,29 @@ def _without_the_dead(
             return Transition(source, ready, frozenset(), world.workers, world.servers)
         if enough:
             return fewer if world.overdue or in_vain else None
-        return None if world.dead - in_vain else _nobody_comes(world, target)
+        return None if world.dead - in_vain else _no_successor(world, target)
     if enough and (in_vain or not (target.waits or world.dead <= world.ready)):
         return fewer
-    gone = in_vain & servers
+    unreplaced = in_vain & servers
     found = Transition(
         source,
         frozenset(world.dead - in_vain),
-        left & in_vain,
-        world.workers - len(left & in_vain),
-        world.servers - len(gone),
+        missing & in_vain,
+        world.workers - len(missing & in_vain),
+        world.servers - len(unreplaced),
     )
-    if in_vain and (not _is_enough(found, target, least) or len(gone) == world.servers > 0):
-        return _nobody_comes(world, target)
+    if in_vain and (not _is_enough(found, target, least) or len(unreplaced) == world.servers > 0):
+        return _no_successor(world, target)
     return found
 
 
 def _is_enough(found: Transition, target: Target, least: int) -> bool:
-    """Return whether processes train without those that are left out."""
-    return target.movable and (not found.left or found.workers >= max(least, 1))
+    """Return whether processes train without those that will be missing."""
+    return target.movable and (not found.missing or found.workers >= max(least, 1))
 
 
-def _nobody_comes(world: World, target: Target) -> Impossible:
-    """Return why the others cannot continue without processes in whose places nobody comes."""
+def _no_successor(world: World, target: Target) -> Impossible:
+    """Return why the others cannot continue without processes in whose places no process comes."""
     if world.worn_out:
         return Impossible(min(world.worn_out), "processes died there too often")
     why = "no successor has come up"
@@ -155,10 +155,10 @@ def _away(world: World, target: Target, source: Source) -> Transition | None:
     leaving, ready = frozenset(world.leaving), world.leaving <= world.ready
     if ready:
         return Transition(source, leaving, frozenset(), world.workers, world.servers)
-    left = frozenset(peer for peer in leaving if peer.role == "worker")
-    workers = world.workers - len(left)
-    if world.full and leaving - left <= world.ready and workers >= target.least:
-        return Transition(source, leaving - left, left, workers, world.servers)
+    missing = frozenset(peer for peer in leaving if peer.role == "worker")
+    workers = world.workers - len(missing)
+    if world.full and leaving - missing <= world.ready and workers >= target.least:
+        return Transition(source, leaving - missing, missing, workers, world.servers)
     return None
 
 

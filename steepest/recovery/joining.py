@@ -21,7 +21,7 @@ from steepest.runtime.places import Place
 from steepest.tensors.dtypes import Tensors
 
 _LOOK_SECONDS = 0.1
-_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
+_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is dead
 
 
 class Joining:
@@ -41,7 +41,7 @@ class Joining:
         cluster, starting = self._cluster, self._observation.starting
         starts = {peer: starting.instead[peer] for peer in sorted(transition.replaced)}
         moved = [p for p, start in starts.items() if start.place.node != cluster.places[p].node]
-        if transition.left or moved:
+        if transition.missing or moved:
             return None
         missing = set(dead)
         for peer, start in starts.items():
@@ -50,9 +50,9 @@ class Joining:
                 self._join(peer, start, missing)
             except BaseException as error:
                 died = isinstance(error, (PeerLostError, DeadlineError))
-                struck = died and self._is_struck(peer, start, dead.keys())
+                explained = died and self._has_died(peer, start, dead.keys())
                 starting.give_up([start])
-                if struck:
+                if explained:
                     break
                 raise
             missing.remove(peer)
@@ -62,7 +62,7 @@ class Joining:
         self._observation.fill_reserve()
         return len(dead) - len(missing)
 
-    def _is_struck(self, peer: Peer, start: Start, dead: Set[Peer]) -> bool:
+    def _has_died(self, peer: Peer, start: Start, dead: Set[Peer]) -> bool:
         """Return whether a process that was about to join, or another one of the job's, is dead."""
         observation, watches = self._observation, self._cluster.watches
         patience = max(_NOTICE_SECONDS, 4 * self._cluster.run_config.failure.heartbeat)

@@ -27,7 +27,7 @@ from steepest.state.snapshots import Snapshots
 from steepest.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
-_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
+_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is dead
 _TELL_SECONDS = 10.0
 _SPARE_AFTER_SECONDS = 20.0  # of training, before a spare process is worth its memory
 _TOGETHER_SECONDS = 2.0  # that one who is up waits for others, so that all join in one pause
@@ -47,7 +47,7 @@ class Observation:
         self._failures: Counter[int] = Counter()  # by seat
         self._counted: set[object] = set()  # deaths among them, by the calls that watched
         self._job_knows: set[object] = set()  # of deaths, by the calls that watched
-        self._told: set[Start] = set()  # of whose absence it was said that it is long
+        self._told: set[Start] = set()  # that were already reported as slow
         self._up_since = math.inf  # when the first of the further workers was up
 
     # -- who is dead -----------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Observation:
         return self._failures[seat]
 
     def late(self, dead: Collection[Peer]) -> frozenset[Peer]:
-        """Return those of the dead for whose successors nobody waits any more."""
+        """Return those of the dead whose successors are so late that they are not awaited any more."""
         starting = self.starting
         waited = {peer: start for peer, start in starting.instead.items() if peer in dead}
         return frozenset(peer for peer, start in waited.items() if starting.is_late(start))

@@ -128,7 +128,7 @@ class Starting:
         return _STARTS * self._cluster.run_config.deadlines.start
 
     def is_late(self, start: Start) -> bool:
-        """Return whether a process has not come up for so long that nobody waits for it any more."""
+        """Return whether a process has not come up for so long that it is not awaited any more."""
         return time.monotonic() - start.awaited > self.patience and not start.is_up
 
     def check_models(self, starts: Mapping[Peer, Start], what: str) -> None:
@@ -140,10 +140,10 @@ class Starting:
     def lose(self, start: Start) -> None:
         """End a process that is silent; `again` starts another."""
         kill(start.place, start.actor)
-        gone = replace(start, watch=ray.put(None))  # Ray takes a while to say so
-        self.instead = {peer: gone if s is start else s for peer, s in self.instead.items()}
-        self.workers = [gone if s is start else s for s in self.workers]
-        self.servers = [gone if s is start else s for s in self.servers]
+        dead = replace(start, watch=ray.put(None))  # Ray takes a while to say so
+        self.instead = {peer: dead if s is start else s for peer, s in self.instead.items()}
+        self.workers = [dead if s is start else s for s in self.workers]
+        self.servers = [dead if s is start else s for s in self.servers]
 
     def again(self, start: Start) -> Start:
         """Return the start of another process if one has died before it joined; else the same.
@@ -171,10 +171,10 @@ class Starting:
 
     def give_up(self, starts: Iterable[Start]) -> None:
         """End some of the processes."""
-        gone = list(starts)
-        for start in gone:
+        dead = list(starts)
+        for start in dead:
             ray.kill(start.actor, no_restart=True)
-        self.joined([start.actor for start in gone])
+        self.joined([start.actor for start in dead])
 
 
 class _Spare(NamedTuple):

@@ -38,7 +38,7 @@ from steepest.state.snapshots import Snapshots
 from steepest.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
-_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
+_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is dead
 _SHORT_SECONDS = 0.02  # between two looks while processes start
 _LONG_SECONDS = 1.0
 _UNEXPLAINED = 3  # failures of one change for which no death of a member is found
@@ -225,7 +225,7 @@ class Supervisor:
         return decided
 
     def hear(self, lost: WorkerLost) -> None:
-        """Take the coordinator's word that a worker is gone."""
+        """Take the coordinator's word that a worker is dead."""
         self.observation.hear(lost)
         self._looked = 0.0
 
@@ -312,7 +312,7 @@ class Supervisor:
                 return self._try(change, dead, patient=patient)
             except (PeerLostError, DeadlineError) as error:
                 observation.starting.joined(cluster.actors.values())
-                change.suspect = self._struck(change.said, error)
+                change.suspect = self._suspect_of(change.said, error)
                 dead = self._see(change)
                 known = {cluster.watches[peer] for peer in dead} <= change.said.keys()
                 if known and observation.in_vain(dead) == in_vain:
@@ -365,7 +365,7 @@ class Supervisor:
         name = change.names.get(self._cluster.watches[peer], peer)
         return f"{name} on {self._cluster.places[peer].host} ({why})"
 
-    def _struck(self, said: Collection[Any], error: Exception) -> tuple[Peer, str] | None:
+    def _suspect_of(self, said: Collection[Any], error: Exception) -> tuple[Peer, str] | None:
         """Return the process whose channel has closed, if that ended a change, and what is said of it."""
         cluster = self._cluster
         lost = cluster.client.lost_peer
@@ -450,7 +450,7 @@ class Supervisor:
         return self._cluster.client, {*self._cluster.watches.values()}
 
     @owned(Moment.ANY)
-    def is_struck(self, before: Processes) -> bool:
+    def has_died_since(self, before: Processes) -> bool:
         """Return whether a process is dead, or a channel has closed; the next change handles it."""
         torn = before[0].torn is not None
         known = torn or self._change is not None
@@ -478,6 +478,6 @@ class Supervisor:
 
 
 def _as_it_is(world: World) -> Transition:
-    """Return the transition that changes nothing, to finish a change whose cause is gone."""
+    """Return the transition that changes nothing, to finish a change whose cause is no more."""
     source: Source = "processes" if world.whole else "snapshot"
     return Transition(source, frozenset(), frozenset(), world.workers, world.servers)

@@ -22,8 +22,8 @@ def tell(cluster: Cluster, change: Change, number: int, lost: int) -> None:
     if said:
         what = f"{lost} updates since the last copy are lost{then}" if lost else ""
         kind, line = _of_deaths(cluster, applied, before, said, what, sizes, took)
-    elif transition.replaced or transition.left:
-        who = ", ".join(map(str, sorted(transition.replaced | transition.left)))
+    elif transition.replaced or transition.missing:
+        who = ", ".join(map(str, sorted(transition.replaced | transition.missing)))
         line = f"{change.hosts}: {who} moved away; {job.num_workers} workers, {sizes}; {took}"
         kind = "moved"
     elif applied.joined and any(start.cause for start in applied.joined.values()):
@@ -108,7 +108,7 @@ def _decision(change: Change) -> str:
         parts = (
             [f"others in the places of {listed(sorted(made.replaced))}"] if made.replaced else []
         )
-        parts += [f"go on without {listed(sorted(made.left))}"] if made.left else []
+        parts += [f"go on without {listed(sorted(made.missing))}"] if made.missing else []
         parts += [f"{len(applied.joined)} workers join"] if applied.joined else []
         state = "the driver's copy" if made.source == "snapshot" else "the processes' own state"
         found.append(f"{', '.join(parts) or 'roles are given anew'}, with {state}")
@@ -142,7 +142,7 @@ def _of_deaths(
     if transition.replaced:
         line = f"{who}; others took over what they held at step {cluster.step + 1}, {what}; {took}"
         return "recovered", line
-    left = [f"{job.num_workers} workers"] if transition.left else []
+    left = [f"{job.num_workers} workers"] if transition.missing else []
     if transition.servers and job.num_servers < before.num_servers:
         left.append(f"{job.num_servers} servers, which took over")
     then = f"{applied.then}; " if applied.then else ""
