@@ -172,7 +172,7 @@ class Process:
             self.router.start(name, start_thread)
         else:
             self.router.start(name)
-        self._set_threads(threads)
+        self.router.call(functools.partial(_use_threads, threads)).result()
         self._lease = None if lease is None else ProcessLease(name, lease)
 
     def __repr__(self) -> str:
@@ -187,10 +187,6 @@ class Process:
     def _use(self, transport: WireTransport | CallTransport) -> None:
         self._transport = transport
         self.router.use(transport)
-
-    @on_router
-    def _set_threads(self, threads: int) -> None:
-        _use_threads(threads)
 
     def alive(self) -> None:
         """Return, as a sign of life; also while the router is in the middle of a long step."""
@@ -243,16 +239,7 @@ class Process:
         cut: ChunkSpec,
         size: StepSize,
     ) -> Description:
-        """Make a worker's models; return what they have in common.
-
-        Args:
-            model_creator: called once for each device.
-            worker: index of the worker.
-            devices: number of replicas.
-            seed: of initial weights and random state.
-            cut: how the model is cut into chunks.
-            size: of the job's steps.
-        """
+        """Make a worker's models, one for each device, with `seed`; return what they have in common."""
         self._index = worker
         self._models, description = build_models(model_creator, worker, devices, seed, cut, size)
         self._memory = memory_for(description.layout)
@@ -476,7 +463,12 @@ class Process:
     ) -> Any:
         """Run a function on the replicas once they hold the weights of a generation and version; return its result."""
         assert self._worker is not None
-        run = functools.partial(_run, function, arguments, self._member, number)
+        member = self._member
+
+        def run(replicas: Replicas) -> Any:
+            with member.call(number) if member is not None else contextlib.nullcontext():
+                return function(replicas, *arguments)
+
         at_version = functools.partial(self._worker.at_version, *position, run)
         with _as_text():
             return self.router.call(at_version).result().result()
@@ -531,18 +523,6 @@ class Process:
     def stop(self) -> None:
         """Close every channel and end the router's thread."""
         self.router.stop()
-
-
-def _run(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    member: MemberCollective | None,
-    number: int,
-    replicas: Replicas,
-) -> Any:
-    """Run a function on the replicas, with collective operations if the process has a member."""
-    with member.call(number) if member is not None else contextlib.nullcontext():
-        return function(replicas, *arguments)
 
 
 @contextlib.contextmanager

@@ -143,7 +143,34 @@ class Seat:
             remove_placement_group(self.group)
 
 
-class Room:
+class _Asked:
+    """Placement groups that Ray was asked for, of so many bundles each."""
+
+    def __init__(self, groups: Sequence[PlacementGroup] = (), bundles: int = 1) -> None:
+        self._groups, self._bundles = list(groups), bundles
+
+    @property
+    def is_there(self) -> bool:
+        """Whether all of it is there; to be asked again and again."""
+        return all(map(is_placed, self._groups))
+
+    @property
+    def seats(self) -> list[Seat]:
+        """The seats, when all are there."""
+        return [Seat(group, at) for group in self._groups for at in range(self._bundles)]
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the placement groups that are asked for now."""
+        return {group.id.hex() for group in self._groups}
+
+    def release(self) -> None:
+        """Give the room back."""
+        for group in self._groups:
+            remove_placement_group(group)
+
+
+class Room(_Asked):
     """Room for some workers that was asked for: all of it is there, or none of it is kept for long.
 
     Ray places a placement group as a whole, and takes it back as a whole too. So that single seats
@@ -164,12 +191,11 @@ class Room:
                 f"{count} more workers do not fit into the placement group that this runs in: give "
                 "it more bundles with tune.with_resources(trainable, DistributedSGD.resources(...))"
             )
+        super().__init__()
         self.began = time.monotonic()
         self._count = count
         self._bundle = dict(bundle)
         self._without = without
-        self._groups: list[PlacementGroup] = []
-        self._apart = True
         nodes = packed(count, bundle, without)
         if nodes is not None or count == 1:
             self._ask_apart(nodes or [""])
@@ -190,10 +216,10 @@ class Room:
     @property
     def is_there(self) -> bool:
         """Whether all of it is there; to be asked again and again."""
-        placed = all(map(is_placed, self._groups))
+        placed = super().is_there
         if self._apart and placed:
             return True
-        if not self._apart and placed:
+        if placed:
             (group,) = self._groups
             nodes = placement_group_table(group)["bundles_to_node_id"].values()
             remove_placement_group(group)
@@ -202,20 +228,6 @@ class Room:
             self.release()
             self._ask_together()
         return False
-
-    @property
-    def seats(self) -> list[Seat]:
-        """The seats, when all are there."""
-        return [Seat(group, 0) for group in self._groups]
-
-    def groups(self) -> set[str]:
-        """Return the names of the placement groups that are asked for now."""
-        return {group.id.hex() for group in self._groups}
-
-    def release(self) -> None:
-        """Give the room back."""
-        for group in self._groups:
-            remove_placement_group(group)
 
 
 def reserve(
@@ -243,11 +255,7 @@ def reserve(
     check_possible(workers, bundle, ray.nodes(), may_grow())
     gc.collect()  # a trainer that was dropped may be part of a cycle, such as a traceback
     room = Room(workers, bundle)
-    _await(
-        lambda: room.is_there, room.groups, room.release,
-        f"{workers} workers", asked(workers, bundle), timeout, who_else,
-    )  # fmt: skip
-    return room.seats
+    return _seats_in(room, f"{workers} workers", asked(workers, bundle), timeout, who_else)
 
 
 def reserve_for_servers(
@@ -274,31 +282,21 @@ def reserve_for_servers(
             f"{what}: this Ray has {len(others)} nodes without workers, and no node will join it; "
             "connect to a larger cluster first, ray.init(address=...), or leave serving_hosts out"
         )
-    group = _ask(hosts, _SERVING, working, "STRICT_SPREAD")
-    _await(
-        lambda: is_placed(group), lambda: {group.id.hex()}, lambda: remove_placement_group(group),
-        what, "1 CPU on each, where no worker is", timeout, who_else,
-    )  # fmt: skip
-    return [Seat(group, index) for index in range(hosts)]
+    room = _Asked([_ask(hosts, _SERVING, working, "STRICT_SPREAD")], hosts)
+    return _seats_in(room, what, "1 CPU on each, where no worker is", timeout, who_else)
 
 
-def _await(
-    is_there: Callable[[], bool],
-    groups: Callable[[], set[str]],
-    release: Callable[[], None],
-    what: str,
-    asked_for: str,
-    timeout: float,
-    who_else: Callable[[], str],
-) -> None:
-    """Return when room is there; give it back when anything raises, such as ResourcesError after `timeout`."""
+def _seats_in(
+    room: _Asked, what: str, asked_for: str, timeout: float, who_else: Callable[[], str]
+) -> list[Seat]:
+    """Return the seats of a room when it is there; give it back when anything raises, as after `timeout`."""
     deadline = time.monotonic() + timeout
     try:
-        while not is_there():
+        while not room.is_there:
             if time.monotonic() > deadline:
                 free = summary(ray.available_resources())
                 total = summary(ray.cluster_resources())
-                others = _reserved_by_others(placement_group_table(), groups())
+                others = _reserved_by_others(placement_group_table(), room.names)
                 raise ResourcesError(
                     f"the cluster did not place {what} within {timeout:g} s: asked {asked_for}, free "
                     f"{free} of {total}{others}{who_else()}; ask for fewer, stop what holds the rest, "
@@ -306,8 +304,9 @@ def _await(
                 )
             time.sleep(_LOOK_SECONDS)
     except BaseException:
-        release()
+        room.release()
         raise
+    return room.seats
 
 
 def group_around() -> PlacementGroup | None:

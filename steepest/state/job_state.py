@@ -157,57 +157,37 @@ class JobState:
     def part(self, commits: Sequence[Commit] = ()) -> CommitLog:
         """Return the log of the job as it is now, without the jobs that it was before."""
         job, (plan, seed) = self._cluster.job, self._cluster.plan
-        where = (
-            job.config,
-            job.num_workers,
-            job.devices_per_worker,
-            seed,
-            job.hosts,
-            job.micro_batches,
-        )
-        workers = job.description.threads
-        servers = (
-            workers
-            if job.servers_in_workers
-            else torch.get_num_threads()
-            if job.strategy.in_driver
-            else 1
-        )
+        workers = servers = job.description.threads
+        if not job.servers_in_workers:
+            servers = torch.get_num_threads() if job.strategy.in_driver else 1
         return CommitLog(
-            tuple(commits),
-            *where,
-            self._start,
-            plan,
-            (job.shares, job.parts),
-            (workers, servers),
-            self._cluster.rates.changes,
-            self._unpushed,
-        )
+            tuple(commits), job.config, job.num_workers, job.devices_per_worker, seed, job.hosts,
+            job.micro_batches, self._start, plan, (job.shares, job.parts), (workers, servers),
+            self._cluster.rates.changes, self._unpushed,
+        )  # fmt: skip
 
     def _close_log(self, stock: Stock, version: int) -> None:
         """Keep the log of a job whose processes have got other roles, and begin another one at `version`.
 
         Where a part of the log is lost, what came before does not explain the weights.
         """
-        last = stock.found.version
-        commits: Sequence[Commit] | None
+        first, last = stock.log.start, stock.found.version
+        commits: Sequence[Commit] | None = () if last == first else stock.found.log
         if stock.part < len(self._logs):
             closed = self._logs[stock.part]
             commits = None if closed is None else closed.commits
-        else:
-            commits = () if last == stock.log.start else stock.found.log
         part = None
         if commits is not None:
-            part = replace(stock.log, commits=_newest(commits, stock.log.start, last))
+            part = replace(stock.log, commits=_newest(commits, first, last))
         self._logs[stock.part :] = [part]
         self._start = version
 
     def install(
         self,
         version: int,
-        weights: torch.Tensor | None,  # None to keep those that servers hold
-        records: list[files.Record]
-        | None,  # None to keep the optimizer's state, and samples' order
+        # None to keep the weights that servers hold; the optimizer's state, and the order of samples
+        weights: torch.Tensor | None,
+        records: list[files.Record] | None,
         state: dict[str, Any] | None = None,  # None if the weights do not follow from the log
         schedule: ScheduleState | None = None,  # if `state` does not hold it
         unpushed: UnpushedRows = MappingProxyType({}),
@@ -284,25 +264,24 @@ class JobState:
 
     def _without_rows(self, snapshot: Snapshot) -> files.Checkpoint:
         """Return what a checkpoint holds beside rows, with the servers' part given."""
-        step, rest = self._cluster.job.step_of(snapshot.version), self.remaining()
+        cluster, job, rest = self._cluster, self._cluster.job, self.remaining()
+        step = job.step_of(snapshot.version)
         about = {
             "step": step,
             "epoch": rest.epoch,
             "offset": rest.offset,
             "left": rest.left,
             "begun": rest.begun,
-            "updates": self._cluster.job.updates_before(step),
+            "updates": job.updates_before(step),
             "ends": list(self.ends()),
-            "seed": self._cluster.plan[1],
-            "unfrozen": sorted(self._cluster.job.unfrozen),
-            "rates": self._cluster.rates.state(step),
+            "seed": cluster.plan[1],
+            "unfrozen": sorted(job.unfrozen),
+            "rates": cluster.rates.state(step),
         }
         states = self.buffers()
         owner = self._owner(mean_states(states, [1.0] * len(states)))
-        everybody = range(self._cluster.job.num_workers)
-        found = OptimizerState.collect(
-            self._cluster.job, snapshot, everybody, step, self._cluster.workers.call
-        )
+        everybody, call = range(job.num_workers), cluster.workers.call
+        found = OptimizerState.collect(job, snapshot, everybody, step, call)
         about["schedule"] = found.schedule
         return files.gather(
             owner, snapshot.weights, (found.state, found.plain), states, about, found.apart
@@ -388,9 +367,8 @@ class JobState:
         updates leave it where it is.
         """
         cluster, step = self._cluster, about["step"]
-        ahead = about.get("updates", cluster.job.updates_before(step)) - cluster.job.updates_before(
-            step
-        )
+        updates = cluster.job.updates_before(step)
+        ahead = about.get("updates", updates) - updates
         if ahead:
             cluster.shift_schedule(ahead)
             self.give_roles_anew()
