@@ -138,7 +138,7 @@ def go_back(cluster: InProcessCluster, copy: Stock) -> None:
     )
     buffers = stock.buffers()
     if buffers is None:
-        call(remote_functions.use_plan, copy.plan, copy.seed)
+        call(Replicas.use_plan, copy.plan, copy.seed)
     else:
         call(remote_functions.continue_from, copy.plan, copy.seed, *buffers, job.replicas)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from steepest.data.streams import StreamPlace
 from steepest.engine.replica_states import all_states, mean_states
+from steepest.engine.replicas import Replicas
 from steepest.errors import DeadlineError, PeerLostError
 from steepest.messages.message import Peer, worker_peer
 from steepest.recovery.decision import Transition
 from steepest.recovery.observation import Observation
 from steepest.recovery.starting import Start
 from steepest.recovery.telling import nothing_lost, record_line
-from steepest.runtime import remote_functions
 from steepest.runtime.launch import Cluster
 from steepest.runtime.places import Place
 from steepest.tensors.dtypes import Tensors
@@ -144,7 +144,7 @@ class Joining:
         if self._cluster.plan[0] is not None or not others:
             return None
         ask = partial(self._cluster.workers.call, waits=False, workers=others[:1])
-        found: StreamPlace | None = ask(remote_functions.stream_place)[0]
+        found: StreamPlace | None = ask(Replicas.stream_place)[0]
         return found
 
     def _tell(self, workers: Collection[Peer]) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
@@ -59,17 +59,7 @@ class DriverLease:
                 log.debug("the lease of a process is not renewed: %s", error)
 
 
-class Word(Protocol):
-    """What a process has heard from the driver; a `threading.Event` is one."""
-
-    def wait(self, timeout: float) -> bool:
-        """Return whether something is heard within `timeout` seconds, or was since `clear`."""
-
-    def clear(self) -> None:
-        """Forget what was heard."""
-
-
-def wait_for_silence(word: Word, seconds: float) -> None:
+def wait_for_silence(word: threading.Event, seconds: float) -> None:
     """Return when nothing was heard for `seconds`, or a tenth longer.
 
     That are several waits in a row, each in vain. So a process that was stopped itself, or whose

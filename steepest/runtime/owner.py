@@ -62,7 +62,7 @@ class Request:
             with contextlib.suppress(InvalidStateError):  # the job has ended meanwhile
                 self.future.set_result(found)
         finally:
-            self.function = _nothing  # which may hold what the caller wants to be collected
+            self.function = lambda: None  # which may hold what the caller wants to be collected
 
     def fail(self, error: BaseException) -> None:
         """Set an error as the future's, unless it is done."""
@@ -265,11 +265,7 @@ class Owner:
     def _serve(self) -> bool:
         """Run what has been asked for and may run now; return whether anything did, or a wait was ended."""
         served = False
-        while True:  # what has arrived, without waiting
-            try:
-                arrived = self._queue.get_nowait()
-            except queue.Empty:
-                break
+        for arrived in self._arrived():
             served = True
             if arrived is not None:
                 self._waiting.append(arrived)
@@ -287,6 +283,12 @@ class Owner:
             self._check()
         return served
 
+    def _arrived(self) -> Iterator[Request | None]:
+        """Yield what has arrived, without waiting."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._queue.get_nowait()
+
     def _next(self) -> Request | None:
         """Take the first request that may run now; None if there is none."""
         waiting = self._waiting  # an end puts another list there
@@ -297,8 +299,7 @@ class Owner:
         return None
 
     def _check(self) -> None:
-        if self._ended.is_set():
-            raise ShutdownError(self._why)
+        self.raise_ended()
         if not self._shielded and self._running and self._running[-1].given_up:
             raise GivenUp
 
@@ -322,13 +323,7 @@ class Owner:
     def _refuse(self) -> None:
         """Fail the requests that wait."""
         waiting, self._waiting = self._waiting, []
-        while True:
-            try:
-                request = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            if request is not None:
-                waiting.append(request)
+        waiting += [request for request in self._arrived() if request is not None]
         for request in waiting:
             request.fail(ShutdownError(self._why))
         self._queue.put(None)  # for the owner's thread, which may be about to wait
@@ -365,7 +360,3 @@ def owned(
         return cast("Callable[Concatenate[S, P], T]", run)
 
     return decorate
-
-
-def _nothing() -> None:
-    """Do nothing."""

@@ -8,8 +8,6 @@ from typing import Any
 import ray
 import torch
 
-from steepest.data.sampler import SamplePlan
-from steepest.data.streams import StreamPlace
 from steepest.engine.lent_models import lent_to
 from steepest.engine.local_sgd import LocalReplicas
 from steepest.engine.replicas import Replicas, WorkerResult
@@ -124,21 +122,6 @@ def push_rows_later(replicas: Replicas, own: Mapping[int, Tensors]) -> None:
     """Have a worker push gradients of rows, given by worker, with its next step (`RowCollector.push_later`)."""
     if replicas.rows is not None:
         replicas.rows.push_later(own.get(replicas.worker, Tensors()))
-
-
-def use_plan(replicas: Replicas, plan: SamplePlan | None, seed: int) -> None:
-    """Set which samples belong to which worker from now on."""
-    replicas.use_plan(plan, seed)
-
-
-def stream_place(replicas: Replicas) -> StreamPlace | None:
-    """Return where the job is in its pass over a stream, see `Replicas.stream_place`."""
-    return replicas.stream_place()
-
-
-def continue_streams(replicas: Replicas, place: StreamPlace | None) -> None:
-    """Set where the job is in its pass over streams, see `Replicas.continue_streams`."""
-    replicas.continue_streams(place)
 
 
 def continue_from(

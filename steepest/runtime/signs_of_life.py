@@ -78,17 +78,14 @@ class SignsOfLife:
         if self.silence(actor) < self._limit:
             return False
         waits = self._looked - self._looking[actor][1] if actor in self._looking else 0.0
-        return self._alone(actor) or self._seen[actor] > 1 or waits >= self._limit / 3
+        here = self._places[actor].node == self._node
+        alone = not here and next(self._neighbours(actor), None) is None
+        return alone or self._seen[actor] > 1 or waits >= self._limit / 3
 
     def _neighbours(self, actor: Any) -> Iterator[Any]:
         """Return the other processes on the node of a process."""
         node = self._places[actor].node
         return (one for one, at in self._places.items() if one != actor and at.node == node)
-
-    def _alone(self, actor: Any) -> bool:
-        """Return whether neither the driver nor another process is on the node of a process."""
-        here = self._places[actor].node == self._node
-        return not here and next(self._neighbours(actor), None) is None
 
     def forget(self, actor: Any = None) -> None:
         """Forget what a process was asked; without an argument, what all were."""

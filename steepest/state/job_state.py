@@ -17,6 +17,7 @@ from steepest.data.sampler import Remaining, epoch_ends
 from steepest.engine.client import Snapshot, read_log
 from steepest.engine.commit_log import Commit, CommitLog, UnpushedRows
 from steepest.engine.replica_states import all_states, mean_states
+from steepest.engine.replicas import Replicas
 from steepest.engine.survivors import RecoveredState
 from steepest.engine.worker_state import WorkerState
 from steepest.errors import CheckpointError, ConfigurationError
@@ -352,7 +353,7 @@ class JobState:
             remote_functions.continue_from, plan, seed, own, averaged, cluster.job.replicas
         )
         if plan is None:
-            cluster.workers.call(remote_functions.continue_streams, None)
+            cluster.workers.call(Replicas.continue_streams, None)
 
     def _unfreeze(self, about: Mapping[str, Any]) -> None:
         """Train what a checkpoint's job had unfrozen; processes get their roles anew for that."""
@@ -460,13 +461,13 @@ class JobState:
         new = [p.index for p in wanted.added if p.role == "worker"]
         old = [index for index in wanted.keep if index not in new]
         if plan[0] is None and old:
-            place = call(remote_functions.stream_place)[old[0]]
+            place = call(Replicas.stream_place)[old[0]]
             if place is not None:  # streams that are not divided stay open where they are
-                call(remote_functions.continue_streams, place)
+                call(Replicas.continue_streams, place)
         if (buffers := stock.buffers()) is not None:
             call(remote_functions.continue_from, *plan, *buffers, self._cluster.job.replicas)
             return
-        call(remote_functions.use_plan, *plan)
+        call(Replicas.use_plan, *plan)
         if not new or not old:
             return
         states = all_states(partial(call, workers=old))
