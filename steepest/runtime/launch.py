@@ -54,8 +54,6 @@ from steepest.transport.sockets import check_ways
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-#: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
-_UP_FACTOR = 4.0
 _CLOSE_SECONDS = 5.0
 _THREADS = 16
 
@@ -107,8 +105,7 @@ class Cluster(JobContext):
             self.bundle = worker_bundle(
                 chosen.devices_per_worker, chosen.gpu, run_config.resources.cpus_per_worker
             )
-            self._check_serving_hosts(strategy)
-            num_workers = self._reserve(*bounds)
+            num_workers = self._reserve(strategy, *bounds)
             self.check_ways(strategy)
             self._start(model_creator, num_workers, strategy)
         except BaseException:
@@ -117,19 +114,15 @@ class Cluster(JobContext):
 
     # -- starting ------------------------------------------------------------------------------
 
-    def _check_serving_hosts(self, config: Strategy) -> None:
-        """Refuse hosts that are to serve alone where nobody serves."""
-        strategy, hosts = config, self.run_config.resources.serving_hosts
-        if hosts and (strategy.in_workers or strategy.in_driver):
+    def _reserve(self, config: Strategy, least: int, most: int) -> int:
+        """Reserve room for workers, and nodes for servers alone if any are asked for; return how many workers."""
+        hosts, limit = self.run_config.resources.serving_hosts, self.run_config.deadlines.start
+        count, holder = least, self.holder
+        if hosts and (config.in_workers or config.in_driver):
             raise ConfigurationError(
                 f'serving_hosts={hosts} with strategy="{config.name}", which has no server '
                 'processes: leave serving_hosts out, or give a strategy that has, such as "ps"'
             )
-
-    def _reserve(self, least: int, most: int) -> int:
-        """Reserve room for workers, and nodes for servers alone if any are asked for; return how many workers."""
-        hosts, limit = self.run_config.resources.serving_hosts, self.run_config.deadlines.start
-        count, holder = least, self.holder
         if least < most and not hosts:  # others join where no node is wanted for servers alone
             count = max(least, min(most, fitting(self.bundle)))
         self.placement.add(reserve(count, self.bundle, limit, lambda: who_else(holder)))
@@ -170,8 +163,7 @@ class Cluster(JobContext):
 
     def serving(self, config: Strategy, num_workers: int) -> int:
         """Return the number of processes that host servers only."""
-        strategy = config
-        if strategy.in_workers or strategy.in_driver or num_workers == 1:
+        if config.in_workers or config.in_driver or num_workers == 1:
             return 0
         return self._num_servers(config, num_workers)
 
@@ -215,11 +207,8 @@ class Cluster(JobContext):
             placement, servers = self.placement, self.job.num_servers
             here = {self.places[p].node for p in self.actors if self.deaths.cause(p) is None}
             seats = self._seats_of_servers(self.job.num_workers)
-            seats = [
-                seat
-                for seat in seats
-                if seat in placement.serving or placement.nodes([seat])[0] in here
-            ] or seats
+            there = zip(seats, placement.nodes(seats), strict=True)
+            seats = [at for at, node in there if at in placement.serving or node in here] or seats
             seat = seats[spread(placement.nodes(seats), max(servers, index + 1))[index]]
         return self.start_process(str(server_peer(index)), seat, 0, 0, 0)
 

@@ -18,21 +18,15 @@ _FAILED_SEATS = 2  # from which on a node is not used any more
 
 
 class Placement:
-    """The seats of a job: every reserved bundle, by a number that it keeps.
-
-    Attributes:
-        order: seats in use or free: those of worker 0, 1, ... first, then the free ones.
-        left: seats on nodes that the job has left; they are given back when no process has them.
-        retired: seats in which processes died too often, with the node on which they did; they stay
-            reserved while they are there, so that no other process of the job is placed there.
-        serving: seats of servers alone, on nodes without workers; they stay reserved.
-    """
+    """The seats of a job: every reserved bundle, by a number that it keeps."""
 
     def __init__(self) -> None:
-        self.order: list[int] = []
-        self.left: list[int] = []
+        self.order: list[int] = []  # in use or free: those of worker 0, 1, ..., then the free ones
+        self.left: list[int] = []  # on nodes that the job has left; to be given back
+        # in which processes died too often, with the node on which they did: reserved while they
+        # are there, so that no other process of the job is placed there
         self.retired: dict[int, str] = {}
-        self.serving: list[int] = []
+        self.serving: list[int] = []  # of servers alone, on nodes without workers; stay reserved
         self._seats: dict[int, Seat] = {}
         self._nodes: dict[int, str] = {}
         self._next = 0
@@ -88,11 +82,8 @@ class Placement:
     def failing(self) -> set[str]:
         """Ids of nodes with two seats or more left out, where no process is placed; empty if no other would remain."""
         found = {node for node, count in self._failed.items() if count >= _FAILED_SEATS}
-        return (
-            found
-            if found and {node["NodeID"] for node in ray.nodes() if node["Alive"]} > found
-            else set()
-        )
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if found else set()
+        return found if living > found else set()
 
     def surplus(self, workers: int) -> list[int]:
         """Return the seats that are not needed: those that were left, and free ones.

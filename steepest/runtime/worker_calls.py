@@ -21,11 +21,10 @@ from steepest.runtime.calls import (
     travelling,
     who_raised,
 )
-from steepest.runtime.context import JobContext
+from steepest.runtime.context import LOOK_SECONDS, JobContext
 from steepest.runtime.deaths import Deaths
 from steepest.runtime.remote_functions import name_of
 
-_LOOK_SECONDS = 0.3
 _NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
 
 
@@ -75,7 +74,7 @@ class WorkerCalls:
         deadline = time.monotonic() + seconds
         try:
             while refs:
-                done = context.owner.await_calls(list(refs), min(_LOOK_SECONDS, seconds), 1)
+                done = context.owner.await_calls(list(refs), min(LOOK_SECONDS, seconds), 1)
                 for ref in done:  # raises what it raised, without waiting long for the others
                     results[refs[ref]] = self._result(ref, refs, what)
                     del refs[ref]
