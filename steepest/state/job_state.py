@@ -306,8 +306,7 @@ class JobState:
             optimizer = rows.dealt(saved.optimizer, cluster.job.tables)
             self._unfreeze(about)
             layout = cluster.job.description.layout
-            apart, replicas = OptimizerState.split(saved.replicas)
-            state = OptimizerState(optimizer, about["plain"], apart, about.get("schedule"))
+            state, replicas = OptimizerState.saved(optimizer, about, saved.replicas)
             records = state.place(cluster)
         except CheckpointError as error:
             raise CheckpointError(

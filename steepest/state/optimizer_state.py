@@ -28,29 +28,24 @@ from steepest.tensors.dtypes import Tensors
 Call = Callable[..., list[Any]]
 #: State by worker, each by name.
 Own = Mapping[int, Mapping[str, torch.Tensor]]
+Apart = Mapping[str, torch.Tensor]  # a checkpoint's tensors by replica, and others
 _OWN, _OUTER, _LEFT_OUT, _ROWS = "local:", "outer:", "compression:", "rows:"
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What the model's optimizer remembers, in a form that fits any strategy.
+    """What the model's optimizer remembers, in a form that fits any strategy."""
 
-    Attributes:
-        state: tensors by "parameter/key"; with local SGD the mean over workers.
-        plain: names of those that stand for other values, see `steepest.optim.portable`.
-        apart: with local SGD each worker's own state, as "local:WORKER/parameter/key", and the
-            outer optimizer's, as "outer:parameter/key". With compression what each worker has
-            left out, as "compression:WORKER/left/parameter", see `GradientCompressor.state`. The
-            gradients of rows that each worker has not pushed, as "rows:WORKER/group", see
-            `DelayedRows.state`.
-        schedule: where the learning-rate schedule stands, or stood some steps before; None if
-            its state cannot be told.
-    """
-
-    state: dict[str, torch.Tensor]
-    plain: list[str]
-    apart: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: dict[str, torch.Tensor]  # by "parameter/key"; with local SGD the mean over workers
+    plain: list[str]  # names of those that stand for other values, see `optim.portable`
+    # where the learning-rate schedule stands, or stood some steps before; None if it cannot tell
     schedule: ScheduleState | None = None
+    # with local SGD each worker's own state, and the outer optimizer's
+    own: Own = field(default_factory=dict)
+    outer: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    left_out: Own = field(default_factory=dict)  # with compression, see `GradientCompressor.state`
+    # gradients of rows that workers have not pushed, see `DelayedRows.state`
+    rows: Own = field(default_factory=dict)
 
     @classmethod
     def collect(
@@ -72,38 +67,64 @@ class OptimizerState:
         cls, job: Job, held: Snapshot | RecoveredState, workers: Mapping[int, WorkerState]
     ) -> OptimizerState:
         """Return the optimizer's state of a job of which all parts are known, those of workers by index."""
-        local = job.config.local
-        apart: dict[str, torch.Tensor] = {}
-        for worker, own in workers.items():
-            left_out = Tensors() if local else own.left_out
-            for prefix, part in ((_LEFT_OUT, left_out), (_ROWS, own.rows)):
-                apart |= {f"{prefix}{worker}/{name}": value for name, value in part.items()}
         on_servers, plain = files.assemble(job.description.layout, held.records)
-        if not local:
-            return cls(on_servers, plain, apart, held.state.get("schedule"))
-        apart |= {_OUTER + name: value for name, value in on_servers.items()}
-        inner = {worker: own.inner for worker, own in workers.items() if own.inner is not None}
-        for worker, (state, _, _) in inner.items():
-            apart |= {f"{_OWN}{worker}/{name}": value for name, value in state.items()}
+        rows = {worker: each.rows for worker, each in workers.items() if each.rows}
+        if not job.config.local:
+            left_out = {worker: each.left_out for worker, each in workers.items() if each.left_out}
+            schedule = held.state.get("schedule")
+            return cls(on_servers, plain, schedule, left_out=left_out, rows=rows)
+        inner = {worker: each.inner for worker, each in workers.items() if each.inner is not None}
         mean, plain, schedule = mean_inner(list(inner.values()))
-        return cls(mean, plain, apart, schedule)
+        own = {worker: state for worker, (state, _, _) in inner.items() if state}
+        return cls(mean, plain, schedule, own, on_servers, rows=rows)
+
+    @classmethod
+    def saved(
+        cls, state: dict[str, torch.Tensor], about: Mapping[str, Any], apart: Apart
+    ) -> tuple[OptimizerState, Apart]:
+        """Return a checkpoint's state, and those of its tensors by replica that are of something else."""
+
+        def by_worker(prefix: str) -> Own:
+            found: dict[int, dict[str, torch.Tensor]] = {}
+            for key, value in apart.items():
+                if key.startswith(prefix):
+                    worker, _, name = key.removeprefix(prefix).partition("/")
+                    found.setdefault(int(worker), {})[name] = value
+            return found
+
+        outer = {k.removeprefix(_OUTER): v for k, v in apart.items() if k.startswith(_OUTER)}
+        own, left_out, rows = map(by_worker, (_OWN, _LEFT_OUT, _ROWS))
+        found = cls(state, about["plain"], about.get("schedule"), own, outer, left_out, rows)
+        prefixes = (_OWN, _OUTER, _LEFT_OUT, _ROWS)
+        return found, {k: v for k, v in apart.items() if not k.startswith(prefixes)}
+
+    @property
+    def apart(self) -> dict[str, torch.Tensor]:
+        """What is apart in a checkpoint: "local:WORKER/...", "outer:...", "compression:WORKER/...", "rows:..."."""
+        parts = ((_OWN, self.own), (_LEFT_OUT, self.left_out), (_ROWS, self.rows))
+        return {_OUTER + name: value for name, value in self.outer.items()} | {
+            f"{prefix}{worker}/{name}": value
+            for prefix, own in parts
+            for worker, state in own.items()
+            for name, value in state.items()
+        }
 
     def renumbered(self, numbers: Mapping[int, int]) -> OptimizerState:
         """Return the same state with other numbers of workers, by old ones, without those that have none.
 
         The gradients of rows that these have not pushed are left to be pushed by any worker.
         """
-        apart = {key: value for key, value in self.apart.items() if key.startswith(_OUTER)}
-        for prefix in (_OWN, _LEFT_OUT):
-            for worker, state in self._by_worker(prefix).items():
-                if worker in numbers:
-                    new = f"{prefix}{numbers[worker]}/"
-                    apart |= {new + name: value for name, value in state.items()}
+
+        def staying(own: Own) -> Own:
+            return {numbers[worker]: state for worker, state in own.items() if worker in numbers}
+
         others = itertools.count(max(numbers.values(), default=-1) + 1)
-        for worker, state in self._by_worker(_ROWS).items():
-            number = numbers[worker] if worker in numbers else next(others)
-            apart |= {f"{_ROWS}{number}/{name}": value for name, value in state.items()}
-        return replace(self, apart=apart)
+        rows = {
+            numbers[worker] if worker in numbers else next(others): state
+            for worker, state in self.rows.items()
+        }
+        own, left_out = staying(self.own), staying(self.left_out)
+        return replace(self, own=own, left_out=left_out, rows=rows)
 
     def place(self, cluster: Cluster, *, same: bool = False) -> list[files.Record]:
         """Give workers' state to them; return the servers' state.
@@ -122,28 +143,20 @@ class OptimizerState:
         if not cluster.job.config.local:
             records = files.disassemble(layout, self.state, self.plain)
             if cluster.job.compresses:
-                own = self._by_worker(_LEFT_OUT)
-                check_residuals(layout, own.values())
-                if same and own:
-                    parts: tuple[Own, Mapping[str, torch.Tensor]] = (
-                        {worker: own.get(worker, {}) for worker in workers},
-                        {},
-                    )
-                else:
-                    parts = _own_or_mean(own, len(workers))
-                cluster.workers.call(remote_functions.load_left_out, *parts)
+                left_out, mean = self.left_out, dict[str, torch.Tensor]()
+                check_residuals(layout, left_out.values())
+                if same and left_out:
+                    left_out = {worker: left_out.get(worker, {}) for worker in workers}
+                elif left_out and len(left_out) != len(workers):
+                    left_out, mean = {}, _mean_left_out(left_out)
+                cluster.workers.call(remote_functions.load_left_out, dict(left_out), mean)
             return records
         files.disassemble(layout, self.state, self.plain)  # raises before anything is changed
-        own = self._by_worker(_OWN)
-        if not same and len(own) != len(workers):
-            own = {}
+        own = dict(self.own) if same or len(self.own) == len(workers) else {}
         cluster.workers.call(
             remote_functions.load_inner_state, own, self.state, self.plain, self.schedule
         )
-        outer = {
-            key.removeprefix(_OUTER): v for key, v in self.apart.items() if key.startswith(_OUTER)
-        }
-        return files.disassemble(layout, outer, [])
+        return files.disassemble(layout, dict(self.outer), [])
 
     def rows_for(self, job: Job) -> dict[int, Tensors]:
         """Return by worker of a job the gradients of rows that it is to push.
@@ -153,7 +166,7 @@ class OptimizerState:
         Raises:
             CheckpointError: they are not of the job's tables.
         """
-        found = self._by_worker(_ROWS)
+        found = self.rows
         if not found or job.tables is None:
             return {}
         from steepest.engine.delayed_rows import divided  # needs what only tables need
@@ -161,26 +174,6 @@ class OptimizerState:
         pushers = job.num_workers if job.strategy.rule.together else 1
         states = [found[worker] for worker in sorted(found)]
         return dict(enumerate(divided(job.tables, states, pushers)))
-
-    def _by_worker(self, prefix: str) -> dict[int, dict[str, torch.Tensor]]:
-        found: dict[int, dict[str, torch.Tensor]] = {}
-        for key, value in self.apart.items():
-            if key.startswith(prefix):
-                worker, _, name = key.removeprefix(prefix).partition("/")
-                found.setdefault(int(worker), {})[name] = value
-        return found
-
-    @staticmethod
-    def split(
-        replicas: Mapping[str, torch.Tensor],
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return, of a checkpoint's tensors by replica, those of `apart`, and the others."""
-        apart = {
-            key: value
-            for key, value in replicas.items()
-            if key.startswith((_OWN, _OUTER, _LEFT_OUT, _ROWS))
-        }
-        return apart, {key: value for key, value in replicas.items() if key not in apart}
 
 
 def mean_inner(found: Sequence[InnerOptimizerState]) -> InnerOptimizerState:
@@ -204,18 +197,12 @@ def _can_be_averaged(values: Sequence[torch.Tensor]) -> bool:
     return alike and not (is_text(first) and any(not torch.equal(first, v) for v in values))
 
 
-def _own_or_mean(own: Own, workers: int) -> tuple[Own, Mapping[str, torch.Tensor]]:
-    """Return what compression has left out of each worker's gradients, or a mean for all.
-
-    The mean is used when there are other workers than those that left it; the sum of all parts
-    stays.
-    """
-    if len(own) == workers or not own:
-        return own, {}
+def _mean_left_out(own: Own) -> dict[str, torch.Tensor]:
+    """Return the mean of what compression has left out, for other workers; the sum of all parts stays."""
     names = {name for state in own.values() for name in state if name.startswith("left/")}
     mean: dict[str, torch.Tensor] = {}
     for name in sorted(names):
         parts = [state[name] for state in own.values() if name in state]
         mean[name] = torch.stack(parts).sum(0).div_(len(own))
     factors = {name: value for name, value in own[min(own)].items() if not name.startswith("left/")}
-    return {}, {**mean, **factors}
+    return {**mean, **factors}
