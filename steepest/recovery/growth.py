@@ -152,9 +152,9 @@ class Growth:
                 servers.append(self._starting.server(peer, actor=actor))
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether processes are on their way."""
-        return self._room is not None or bool(self._starting.workers or self._starting.servers)
+    def asks_for_room(self) -> bool:
+        """Whether room for further workers is asked for."""
+        return self._room is not None
 
     @property
     def awaits_successors(self) -> bool:

@@ -13,7 +13,7 @@ from steepest.engine.replicas import Replicas
 from steepest.errors import DeadlineError, PeerLostError
 from steepest.messages.message import Peer, worker_peer
 from steepest.recovery.decision import Transition
-from steepest.recovery.observation import Observation
+from steepest.recovery.observation import NOTICE_SECONDS, Observation
 from steepest.recovery.starting import Start
 from steepest.recovery.telling import nothing_lost, record_line
 from steepest.runtime.launch import Cluster
@@ -21,7 +21,6 @@ from steepest.runtime.places import Place
 from steepest.tensors.dtypes import Tensors
 
 _LOOK_SECONDS = 0.1
-_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is dead
 
 
 class Joining:
@@ -65,7 +64,7 @@ class Joining:
     def _has_died(self, peer: Peer, start: Start, dead: Set[Peer]) -> bool:
         """Return whether a process that was about to join, or another one of the job's, is dead."""
         observation, watches = self._observation, self._cluster.watches
-        patience = max(_NOTICE_SECONDS, 4 * self._cluster.run_config.failure.heartbeat)
+        patience = max(NOTICE_SECONDS, 4 * self._cluster.run_config.failure.heartbeat)
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             observation.ask_for_signs()  # one may be cut off
@@ -158,6 +157,6 @@ class Joining:
             try:
                 cluster.get([call], "join again", [peer], after_step=True)
             except PeerLostError:
-                cluster.owner.await_calls([cluster.watches[peer]], _NOTICE_SECONDS)
+                cluster.owner.await_calls([cluster.watches[peer]], NOTICE_SECONDS)
                 if cluster.deaths.cause(peer) is None:
                     raise

@@ -22,7 +22,8 @@ class Leaving:
     """Starts other processes for those on nodes that are to be left, while these still train."""
 
     def __init__(self, cluster: Cluster, starting: Starting) -> None:
-        self.nodes: dict[str, str] = {}  # to be left, and why
+        self.nodes: frozenset[str] = frozenset()  # to be left
+        self._why = ""
         self.full = False  # whether there is no room elsewhere for the workers there
         self._cluster = cluster
         self._starting = starting
@@ -37,6 +38,12 @@ class Leaving:
         """The processes on these nodes."""
         places = self._cluster.places
         return frozenset(peer for peer, place in places.items() if place.node in self.nodes)
+
+    @property
+    def in_words(self) -> str:
+        """The hosts that are being left, and why; "" if none is."""
+        hosts = sorted({self._cluster.places[peer].host for peer in self.peers})
+        return f"{', '.join(hosts)} {self._why}" if hosts else ""
 
     def look(self, least: int) -> None:
         """Find nodes that will go, ask for room elsewhere, and start processes there."""
@@ -68,7 +75,7 @@ class Leaving:
                 late[0].peer, starting.patience, ", ".join(sorted(self.nodes)),
             )  # fmt: skip
             starting.give_up(moving.values())
-            self.nodes, self.full = {}, False
+            self.nodes, self.full = frozenset(), False
             return
         starting.instead |= {peer: starting.again(start) for peer, start in moving.items()}
 
@@ -78,7 +85,7 @@ class Leaving:
         here = {place.node for place in cluster.places.values()}
         going = {node: at for node, at in nodes.items() if node in here - self._known}
         self._known |= going.keys()
-        self.nodes = dict.fromkeys(going, why)
+        self.nodes, self._why = frozenset(going), why
         left = [max(at - time.time(), 0.0) / 3 for at in going.values() if at]
         self._patience = min([cluster.run_config.deadlines.start, *left])
         if not going:
@@ -94,7 +101,7 @@ class Leaving:
                 self._start([])
         except ResourcesError as error:
             log.warning("%s", error)
-            self.nodes = {}
+            self.nodes = frozenset()
 
     def _tell(self, going: Mapping[str, float]) -> None:
         """Note, once for each node, that it goes, when, and what is moved away from it."""
@@ -112,9 +119,7 @@ class Leaving:
 
     def _without_room(self, least: int) -> None:
         """Give up the room that was asked for; the others go on without the workers, or nobody moves."""
-        assert self._room is not None
-        self._room.release()
-        self._room = None
+        self._release()
         workers = sum(peer.role == "worker" for peer in self.peers)
         if self._cluster.job.num_workers - workers >= least:
             self.full = True
@@ -123,9 +128,9 @@ class Leaving:
         log.warning(
             "%s %s, and there is no room elsewhere for %d workers, of which %d at least must stay: "
             "add nodes",
-            ", ".join(sorted(self.nodes)), next(iter(self.nodes.values())), workers, least,
+            ", ".join(sorted(self.nodes)), self._why, workers, least,
         )  # fmt: skip
-        self.nodes = {}
+        self.nodes = frozenset()
 
     def _start(self, seats: list[int]) -> None:
         """Start the processes that take over."""
@@ -140,11 +145,14 @@ class Leaving:
             beside = staying[number % len(staying)]
             starting.instead[peer] = starting.server(peer, seat=beside)
 
-    def end(self) -> None:
-        """Have left the nodes, or give the move up; nodes that are still used are found again."""
+    def _release(self) -> None:
         if self._room is not None:
             self._room.release()
             self._room = None
+
+    def end(self) -> None:
+        """Have left the nodes, or give the move up; nodes that are still used are found again."""
+        self._release()
         here = {place.node for place in self._cluster.places.values()}
-        self._known -= here & self.nodes.keys()
-        self.nodes, self.full, self._looked = {}, False, 0.0
+        self._known -= here & self.nodes
+        self.nodes, self.full, self._looked = frozenset(), False, 0.0

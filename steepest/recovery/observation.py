@@ -27,7 +27,7 @@ from steepest.state.snapshots import Snapshots
 from steepest.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
-_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is dead
+NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is dead
 _TELL_SECONDS = 10.0
 _SPARE_AFTER_SECONDS = 20.0  # of training, before a spare process is worth its memory
 _TOGETHER_SECONDS = 2.0  # that one who is up waits for others, so that all join in one pause
@@ -117,7 +117,7 @@ class Observation:
         if peer not in cluster.watches or cluster.lives[lost.worker] != lost.life:
             return
         if cluster.deaths.cause(peer) is None:
-            ray.wait([cluster.watches[peer]], timeout=_NOTICE_SECONDS)
+            ray.wait([cluster.watches[peer]], timeout=NOTICE_SECONDS)
             cluster.deaths.declare(peer, lost.why)
 
     def is_plain(self, peer: Peer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -221,27 +221,21 @@ class Reserve:
                 return actor
         return None
 
-    def leave(self, nodes: Collection[str]) -> None:
-        """End spare processes on nodes that will go."""
-        for spare in list(self._spares):
-            if has_answered(spare.placing) and ray.get(spare.placing).node in nodes:
-                self._end(spare)
-
     @property
     def actors(self) -> list[Any]:
         """The spare processes."""
         return [spare.actor for spare in self._spares]
 
+    def leave(self, nodes: Collection[str]) -> None:
+        """End spare processes on nodes that will go."""
+        self.end(lambda s: has_answered(s.placing) and ray.get(s.placing).node in nodes)
+
     def end_in(self, seats: Collection[int]) -> None:
         """End spare processes in seats that are to be given back; others are started elsewhere."""
-        for spare in [spare for spare in self._spares if spare.seat in seats]:
-            self._end(spare)
+        self.end(lambda spare: spare.seat in seats)
 
-    def end(self) -> None:
-        """End all spare processes."""
-        for spare in list(self._spares):
-            self._end(spare)
-
-    def _end(self, spare: _Spare) -> None:
-        self._spares.remove(spare)
-        ray.kill(spare.actor, no_restart=True)
+    def end(self, which: Callable[[_Spare], bool] = lambda spare: True) -> None:
+        """End spare processes; all by default."""
+        for spare in list(filter(which, self._spares)):
+            self._spares.remove(spare)
+            ray.kill(spare.actor, no_restart=True)

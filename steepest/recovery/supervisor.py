@@ -25,7 +25,7 @@ from steepest.recovery.change import Change
 from steepest.recovery.decision import Impossible, Source, Transition, World, decide
 from steepest.recovery.growth import Wanted
 from steepest.recovery.joining import Joining
-from steepest.recovery.observation import Observation
+from steepest.recovery.observation import NOTICE_SECONDS, Observation
 from steepest.recovery.stocktaking import find_dead, take_stock
 from steepest.recovery.telling import tell
 from steepest.recovery.wishes import Wishes
@@ -38,7 +38,6 @@ from steepest.state.snapshots import Snapshots
 from steepest.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
-_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is dead
 _SHORT_SECONDS = 0.02  # between two looks while processes start
 _LONG_SECONDS = 1.0
 _UNEXPLAINED = 3  # failures of one change for which no death of a member is found
@@ -178,7 +177,7 @@ class Supervisor:
     def pause(self) -> float:
         """Seconds between two looks: few while processes start."""
         observation = self.observation
-        if list(observation.starting) or observation.growth.is_waiting:
+        if list(observation.starting) or observation.growth.asks_for_room:
             return _SHORT_SECONDS
         return min(_LONG_SECONDS, self._cluster.run_config.failure.heartbeat / 6)
 
@@ -239,16 +238,21 @@ class Supervisor:
         process = self._cluster.process_of(peer)
         if not self.observation.can_replace(process):
             return False
-        self._change = self._change or self._begun()
-        self._change.suspect = process, why
+        self._begin_change().suspect = process, why
         return True
 
     # -- changing --------------------------------------------------------------------------------
 
+    def _begin_change(self) -> Change:
+        """Return the change that has begun and is not applied; begin one if there is none."""
+        if self._change is None:
+            self._change = Change.of(self._cluster, self.observation.leaving.in_words)
+        return self._change
+
     def change(self, *, patient: bool = False) -> None:
         """Put the job together as it is decided; once more whenever a process dies meanwhile."""
         cluster = self._cluster
-        change = self._change = self._change or self._begun()
+        change = self._begin_change()
         cluster.stand(change.step)
         self._doing = "changing"
         try:
@@ -270,14 +274,6 @@ class Supervisor:
         cluster.stand(None)
         if applied:
             self._conclude(change)
-
-    def _begun(self) -> Change:
-        """Return the change that begins now, with the nodes that are being left, and why, in words."""
-        leaving = self.observation.leaving
-        hosts = sorted({self._cluster.places[peer].host for peer in leaving.peers})
-        return Change.of(
-            self._cluster, f"{', '.join(hosts)} {next(iter(leaving.nodes.values()), '')}"
-        )
 
     def _conclude(self, change: Change) -> None:
         """Note what follows from a change that was applied, and tell of it."""
@@ -375,7 +371,7 @@ class Supervisor:
                 return process, str(error)
         others = [watch for watch in cluster.watches.values() if watch not in said]
         if others and isinstance(error, PeerLostError):
-            self.owner.await_calls(others, _NOTICE_SECONDS, 1)
+            self.owner.await_calls(others, NOTICE_SECONDS, 1)
         return None
 
     # -- between steps ---------------------------------------------------------------------------
@@ -459,7 +455,7 @@ class Supervisor:
             return True
         if (peer := before[0].lost_peer) is not None:
             return self.suspects(peer, "its channel closed", before[0])
-        self.owner.await_calls(list(self._cluster.watches.values()), _NOTICE_SECONDS, 1)
+        self.owner.await_calls(list(self._cluster.watches.values()), NOTICE_SECONDS, 1)
         return bool(self.observation.dead()) or self.processes() != before
 
     @property

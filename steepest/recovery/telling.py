@@ -82,7 +82,7 @@ def _cause(cluster: Cluster, change: Change) -> str:
     before, job, torn = change.job, cluster.job, change.client.torn
     causes = [f"{', '.join(change.said.values())} died"] if change.said else []
     causes += ["the optimizer raised"] if torn is not None else []
-    if not causes and change.hosts.strip():
+    if not causes and change.hosts:
         causes = [change.hosts]
     if before.config != job.config and not change.said:
         causes.append(f"{job.config.name} instead of {before.config.name} was asked for")
