@@ -17,7 +17,6 @@ from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.files import Checkpoints
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
-from steepest.data.sampler import SamplePlan
 from steepest.driver.calls import Calls
 from steepest.driver.checkpoint_manager import CheckpointManager
 from steepest.driver.directory_lock import DirectoryLock
@@ -215,10 +214,6 @@ class DistributedSGD(Steering):
     @property
     def _job(self) -> Job:
         return self._training.cluster.job
-
-    @property
-    def _plan(self) -> SamplePlan | None:
-        return self._training.cluster.plan[0]
 
     # -- training ------------------------------------------------------------------------------
 
