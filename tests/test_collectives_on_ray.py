@@ -13,10 +13,9 @@ from steepest import (
     AllreduceStrategy,
     DistributedSGD,
     ParameterServerStrategy,
-    SimpleStrategy,
     collectives,
 )
-from steepest.errors import ConfigurationError, ModelRaisedError, PeerLostError
+from steepest.errors import ModelRaisedError, PeerLostError
 from steepest.models.torch import TorchModel
 from steepest.testing import linear_model_creator
 
@@ -127,13 +126,9 @@ def test_one_worker_is_alone() -> None:
         ) == [[1.0, 1.0]]
 
 
-@pytest.mark.parametrize(
-    "strategy", [SimpleStrategy(), ParameterServerStrategy(transport="ray")], ids=["simple", "ps"]
-)
-def test_by_actor_calls_there_are_none(strategy: Any) -> None:
-    with DistributedSGD(CREATOR, num_workers=2, strategy=strategy) as sgd:
-        with pytest.raises(ConfigurationError, match='give DistributedSGD strategy="ps"'):
-            sgd.foreach_worker(lambda view: collectives.rank())
+def test_workers_of_a_driver_that_serves_have_them_too() -> None:
+    with DistributedSGD(CREATOR, num_workers=2, strategy="simple") as sgd:
+        assert sgd.foreach_worker(lambda view: collectives.rank()) == [0, 1]
         sgd.step()
 
 

@@ -211,10 +211,9 @@ def use(server: steepest.ParameterServer) -> tuple[int, bool]:
 @pytest.mark.few(1)
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("transport", ["wire", "ray"])
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_a_task_that_uses_a_parameter_server_with_numpy_arrays_never_imports_torch(
-    transport: str, optimizer: bool
+    optimizer: bool,
 ) -> None:
     import ray
     import torch
@@ -227,5 +226,5 @@ def test_a_task_that_uses_a_parameter_server_with_numpy_arrays_never_imports_tor
     fresh = {
         "env_vars": {"STEEPEST_TEST": secrets.token_hex(8)}
     }  # a process that has run nothing else
-    with steepest.ParameterServer(initial(), optimizer=descend, transport=transport) as server:
+    with steepest.ParameterServer(initial(), optimizer=descend) as server:
         assert ray.get(ray.remote(use).options(runtime_env=fresh).remote(server)) == (3, False)

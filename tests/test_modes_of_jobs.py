@@ -21,7 +21,7 @@ CREATOR = linear_model_creator(
     "strategy",
     [
         ParameterServerStrategy(mode="async", num_servers=2, chunk_bytes=32),
-        ParameterServerStrategy(mode="async", transport="ray"),
+        ParameterServerStrategy(mode="async", transport="tcp"),
         ParameterServerStrategy(mode="ssp", staleness=1, correction="learning_rate"),
         ParameterServerStrategy(backup_workers=1),
     ],

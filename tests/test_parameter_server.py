@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 SECONDS = 60.0
 SIZE = 300_000  # three chunks
 TRANSPORTS = pytest.mark.parametrize(
-    "transport", ["wire", pytest.param("ray", marks=pytest.mark.long)]
+    "transport", ["wire", pytest.param("tcp", marks=pytest.mark.long)]
 )
 
 
@@ -143,7 +143,7 @@ class Holder:
         ray.actor.exit_actor()
 
 
-@pytest.fixture(scope="module", params=["wire", "ray"])
+@pytest.fixture(scope="module", params=["wire", "tcp"])
 def shared(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[ParameterServer]:
     """A server that many tests push ones to."""
     with ParameterServer(
@@ -478,11 +478,7 @@ def test_a_server_that_is_stopped_ends_in_a_deadline_and_goes_on_later(transport
         assert (pulled.min(), pulled.max()) == (2, 2)
 
 
-def in_a_forked_child(server: ParameterServer, refused: bool) -> None:
-    if refused:
-        with pytest.raises(ConfigurationError, match="forked"):
-            server.pull()
-        return
+def in_a_forked_child(server: ParameterServer) -> None:
     for _ in range(20):
         server.push(np.ones(SIZE))
     assert len({*server.pull()}) == 1
@@ -498,14 +494,14 @@ def test_a_forked_child_has_a_connection_of_its_own_and_its_parent_is_not_harmed
     with ParameterServer(np.zeros(SIZE), 2, transport=transport, timeout=SECONDS) as server:
         server.push(np.ones(SIZE))
         child = multiprocessing.get_context("fork").Process(
-            target=in_a_forked_child, args=(server, transport == "ray"), daemon=True
+            target=in_a_forked_child, args=(server,), daemon=True
         )
         child.start()
         for version in range(20):
             assert server.push(np.ones(SIZE)) >= version + 2
         child.join(SECONDS)
         assert child.exitcode == 0
-        assert {*server.pull()} == {21 if transport == "ray" else 42}
+        assert {*server.pull()} == {42}
 
 
 def test_who_does_not_know_the_secret_cannot_connect() -> None:
@@ -567,7 +563,7 @@ def test_servers_that_do_not_start_in_time_are_given_up(monkeypatch: pytest.Monk
         ({"nonfinite": "ignore"}, "nonfinite='ignore': give one of 'refuse', 'skip', 'pass'"),
         (
             {"transport": "mpi"},
-            "transport='mpi': give one of 'wire', 'shared', 'unix', 'tcp', 'ray'",
+            "transport='mpi': give one of 'wire', 'shared', 'unix', 'tcp'",
         ),
         ({"timeout": 0}, "timeout=0: give a positive number of seconds"),
         ({"timeout": float("inf")}, "timeout=inf"),

@@ -55,9 +55,9 @@ def _quiet() -> Iterator[None]:
     [
         ParameterServerStrategy(chunk_bytes=32),
         ParameterServerStrategy(chunk_bytes=32, replication=2),
-        ParameterServerStrategy(chunk_bytes=32, transport="ray"),
+        ParameterServerStrategy(chunk_bytes=32, transport="tcp"),
     ],
-    ids=["ps", "copies", "calls"],
+    ids=["ps", "copies", "tcp"],
 )
 def test_a_server_runs_on_each_host(strategy: Any, workers: int, hosts: int) -> None:
     simulation = Simulation(1, cpus=(1,) * (workers + hosts))

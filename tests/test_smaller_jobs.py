@@ -162,10 +162,11 @@ def test_the_others_go_on_under_any_strategy(strategy: Any) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "strategy"),
-    [(2, "simple"), (3, ParameterServerStrategy(transport="ray", num_servers=2))],
+    [(2, "simple"), (3, ParameterServerStrategy(transport="tcp", num_servers=2))],
 )
-def test_those_whose_channels_are_ray_wait(workers: int, strategy: Any) -> None:
-    """Two do as ever; and where servers would have to start anew for the others, a successor is there as soon."""
+def test_those_whose_driver_serves_or_whose_channels_are_tcp_go_on(
+    workers: int, strategy: Any
+) -> None:
     straight = InProcessCluster(TASK.creator(), num_workers=workers)
     straight.step(40)
     with DistributedSGD(TASK.creator(), num_workers=workers, strategy=strategy) as trainer:

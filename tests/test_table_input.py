@@ -141,16 +141,6 @@ def test_strategies_without_servers_have_no_tables(strategy: str) -> None:
         trainer.step()
 
 
-def test_rows_travel_by_calls_of_actors_too() -> None:
-    def losses(transport: str) -> list[float | None]:
-        with simulated(strategy=ParameterServerStrategy(transport=transport)) as trainer:
-            return [trainer.step().loss for _ in range(3)]
-
-    found = losses("ray")
-    assert found == losses("wire")
-    assert len(set(found)) == 3
-
-
 def test_one_name_has_one_description_in_a_module() -> None:
     class Both(Net):
         def __init__(self) -> None:

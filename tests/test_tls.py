@@ -18,11 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from steepest import DistributedSGD, ParameterServer, RunConfig, TLSConfig
+from steepest import DistributedSGD, RunConfig, TLSConfig
 from steepest.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -521,8 +520,3 @@ def test_what_tls_takes(given: Any) -> None:
     with pytest.raises(ConfigurationError, match="TLSConfig key=.*: give the path"):
         TLSConfig(certificate="a", key=given if given != "yes" else "", ca="b")
     assert RunConfig().tls is False
-
-
-def test_rays_channels_are_not_encrypted_by_it_and_that_is_said() -> None:
-    with pytest.raises(ConfigurationError, match="by Ray's channels.* RAY_USE_TLS"):
-        ParameterServer(np.zeros(3), transport="ray", tls=True)

@@ -159,26 +159,19 @@ class TLSConfig:
                 )
 
 
-def check_tls(value: object, transport: str = "wire") -> None:
+def check_tls(value: object) -> None:
     """Check that a value is False, True or a `TLSConfig`, and goes with a transport.
 
     Args:
         value: as of `RunConfig.tls`.
-        transport: as of `ParameterServerStrategy`.
 
     Raises:
-        ConfigurationError: it is neither, or processes talk by Ray's channels.
+        ConfigurationError: it is neither.
     """
     if not isinstance(value, (bool, TLSConfig)):
         raise ConfigurationError(
             f"tls={value!r:.40}: give True for a certificate that the job makes, a TLSConfig for "
             "one of your own, or False"
-        )
-    if value and transport == "ray":
-        raise ConfigurationError(
-            f'tls={value!r} where processes talk by Ray\'s channels, with transport="ray" or the '
-            'strategy "simple": encrypt these by RAY_USE_TLS, see docs/security.md, or give '
-            'transport="wire"'
         )
 
 

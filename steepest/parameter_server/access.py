@@ -6,21 +6,18 @@ import functools
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
-from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
-from steepest.messages.message import COORDINATOR, server_peer
+from steepest.errors import DeadlineError, PeerLostError, ProtocolError
 from steepest.parameter_server.connection import Connection, Reach
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.pusher import Pusher
 from steepest.parameter_server.succession import Search, newest
 from steepest.transport.channel import Address
-from steepest.transport.connect import connect
-from steepest.transport.ray_calls import Callee, CallTransport
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
 from steepest.transport.tls import Identity
@@ -36,13 +33,13 @@ class Access:
     group: ServerGroup
     # handles of their actors, which live as long as any process holds these
     servers: tuple[Any, ...]
-    # at which servers listen; empty when they are reached by actor calls
+    # at which servers listen
     addresses: tuple[Address, ...]
     # the secret by which processes of this parameter server know each other
     token: bytes = field(repr=False)
     timeout: float  # seconds that a call may take
     max_in_flight: int  # asynchronous pushes of one process that may be uncommitted
-    ways: str  # the transport, see `ParameterServer`; "ray" for actor calls
+    ways: str  # the transport, see `ParameterServer`
     # the certificate of processes of this parameter server; None without TLS
     identity: Identity | None = None
 
@@ -51,15 +48,6 @@ class Access:
         """Name of the parameter server in error messages."""
         return f"parameter server of {self.group.num_servers} servers"
 
-    def callees(self, count: int) -> list[Address | Callee]:
-        """Return how to reach the first `count` servers: addresses, or actors to call."""
-        if self.addresses:
-            return list(self.addresses[:count])
-        hosted = [
-            (server_peer(i), COORDINATOR) if i == 0 else (server_peer(i),) for i in range(count)
-        ]
-        return [Callee(peers, actor) for peers, actor in zip(hosted, self.servers, strict=False)]
-
     def connect(self) -> Connection:
         """Connect this process to all servers within `timeout` seconds; return the connection.
 
@@ -67,20 +55,13 @@ class Access:
             PeerLostError: a server was shut down or died.
             DeadlineError: a server does not answer.
             ConfigurationError: this process is on another node, which the transport excludes, or
-                the certificate cannot be read there; or it was forked from a process that was
-                connected to Ray, and the servers are reached by actor calls.
+                the certificate cannot be read there.
         """
-        if not self.addresses and is_forked():
-            raise ConfigurationError(
-                f'{self.name}: transport="ray" reaches no server from a process that was forked '
-                'from one connected to Ray: give another transport, such as "wire", or pass the '
-                "handle to a Ray task or actor"
-            )
         deadline, group = time.monotonic() + self.timeout, self.group
         router = Router()
         pusher = group.host_user(router, secrets.randbelow(1 << 31))
         # Without copies not of `self`, whose actors the connection would keep alive.
-        reach, search = Reach(_always if self.addresses else _same_ray()), None
+        reach, search = Reach(_always), None
         if group.replication > 1:
             search = Search(self.token, self.servers, self.name)
             reach = Reach(mend=functools.partial(self._mend, router, pusher, search))
@@ -95,7 +76,7 @@ class Access:
         )
         try:
             if search is None:
-                self._open(router, pusher, self.callees(len(self.servers)), deadline)
+                self._open(router, pusher, self.addresses, deadline)
             else:
                 addresses = newest(self.token, self.addresses)
                 try:
@@ -114,19 +95,17 @@ class Access:
         return connection
 
     def _open(
-        self, router: Router, pusher: Pusher, others: Sequence[Address | Callee], deadline: float
+        self, router: Router, pusher: Pusher, others: Sequence[Address], deadline: float
     ) -> None:
         """Use a new transport, and connect to all servers before the deadline (monotonic); errors: see `connect`."""
         peers = self.group.user_peers(pusher.index)
-        transport: WireTransport | CallTransport = CallTransport(router.destination, peers)
-        if self.addresses:
-            node = ray.get_runtime_context().get_node_id()
-            transport = WireTransport(
-                self.token, peers, node, router.destination, self.ways, identity=self.identity
-            )
+        node = ray.get_runtime_context().get_node_id()
+        transport = WireTransport(
+            self.token, peers, node, router.destination, self.ways, identity=self.identity
+        )
         router.use(transport)
         for other in others:
-            router.attach(connect(transport, other, max(deadline - time.monotonic(), 0.001)))
+            router.attach(transport.connect(other, max(deadline - time.monotonic(), 0.001)))
 
     def _mend(self, router: Router, pusher: Pusher, search: Search, seconds: float) -> bool:
         """Look for the servers' successors, connect to them, go on with a user's requests."""
@@ -176,10 +155,3 @@ os.register_at_fork(after_in_child=_note_fork)
 def _always() -> bool:
     """Return True: sockets are usable whatever Ray does."""
     return True
-
-
-def _same_ray() -> Callable[[], bool]:
-    """Return a function that tells whether this process is still connected to the present Ray job."""
-    # Any call of Ray's would start another Ray if it were not.
-    job = ray.get_runtime_context().get_job_id()
-    return lambda: ray.is_initialized() and ray.get_runtime_context().get_job_id() == job

@@ -39,7 +39,6 @@ from steepest.runtime.signals import report_on_sigusr1
 from steepest.strategies.strategy import TRANSPORTS
 from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import segment_of
-from steepest.transport.ray_calls import threads_for
 from steepest.transport.sockets import check_ways
 from steepest.transport.tls import Identity, identity_of
 from steepest.validation import require_choice, require_count, require_seconds
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _START_SECONDS = 60.0  # for the servers to start, where `timeout` is shorter
-_USERS_BY_CALLS = 32  # processes that can use a server by actor calls at the same time
+_THREADS = 16  # of a server's actor: calls that it may answer at once
 
 # The handles of this process, by id.
 _handles: WeakValueDictionary[int, ParameterServer] = WeakValueDictionary()
@@ -80,7 +79,7 @@ class ParameterServer:
             as it has the handle; calls of all processes wait for that.
         nonfinite: what happens to a push with NaN or infinity: "refuse" (the push raises), "skip"
             (it is left out, and makes a version that changes nothing) or "pass" (it is applied).
-        transport: "wire", "shared", "unix", "tcp" or "ray": how processes communicate, as for
+        transport: "wire", "shared", "unix" or "tcp": how processes communicate, as for
             `ParameterServerStrategy`. With "shared" the servers, and all processes that use them,
             must be on this node.
         tls: whether connections between hosts are encrypted, as of `RunConfig`: False, True or a
@@ -124,11 +123,11 @@ class ParameterServer:
         require_choice("nonfinite", nonfinite, ("refuse", "skip", "pass"))
         require_choice("transport", transport, TRANSPORTS)
         check_ways(transport)
-        check_tls(tls, transport)
+        check_tls(tls)
         count = require_count("num_servers", num_servers)
         spec = None if optimizer is None else _read_optimizer(optimizer, initial)
         arrays = Arrays.plan(initial, spec, None)
-        copies = _require_replication(replication, count, transport)
+        copies = _require_replication(replication, count)
         group = ServerGroup(arrays, count, nonfinite, copies)
         limits = (
             require_seconds("timeout", timeout),
@@ -149,14 +148,13 @@ class ParameterServer:
                 for i, s in enumerate(servers)
             ]
             addresses = _get(opened, patience, "the servers to start")
-            listening = tuple(address for address in addresses if address)
             self._access = Access(
-                group, tuple(servers), listening, token, *limits, transport, identity
+                group, tuple(servers), tuple(addresses), token, *limits, transport, identity
             )
             _handles[id(self)] = self
             self._watched: WatchedServers | None = self._watch()
             report_on_sigusr1(self._watched)
-            first = self._access.callees(1)
+            first = self._access.addresses[:1]
             _get(
                 [s.connect.remote(first, patience) for s in servers[1:]],
                 patience,
@@ -441,7 +439,7 @@ class ParameterServer:
             return
         open_connections.flush(connection)
         others = [other for other in list(_handles.values()) if other is not self]
-        holds_actors = not access.addresses or access.group.replication > 1
+        holds_actors = access.group.replication > 1
         if holds_actors and all(other._access.token != access.token for other in others):
             open_connections.drop(access.token)  # with it, the actors would live on
 
@@ -511,12 +509,11 @@ def _start(
     count: int, copies: int, transport: str, token: bytes, identity: Identity | None
 ) -> list[Any]:
     """Return the handles of new servers' actors; dead ones start again where there are copies."""
-    concurrency = 16 + (threads_for(_USERS_BY_CALLS + count) if transport == "ray" else 0)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(ServerActor).options(
         num_cpus=0,
         scheduling_strategy=here if transport == "shared" else "SPREAD",
-        max_concurrency=concurrency,
+        max_concurrency=_THREADS,
         max_restarts=-1 if copies > 1 else 0,
     )
     return [actor.remote(f"steepest server {i}", token, identity) for i in range(count)]
@@ -528,16 +525,12 @@ def _access_of(handle: weakref.ref[ParameterServer]) -> Access | None:
     return None if server is None or server._shut_down else server._access
 
 
-def _require_replication(replication: int, num_servers: int, transport: str) -> int:
-    """Return how many servers hold each chunk; ConfigurationError: too few servers, or ones reached by actor calls."""
+def _require_replication(replication: int, num_servers: int) -> int:
+    """Return how many servers hold each chunk; ConfigurationError: there are too few servers."""
     copies = require_count("replication", replication)
     if copies > num_servers:
         raise ConfigurationError(
             f"replication={copies} with num_servers={num_servers}: give at least as many servers"
-        )
-    if copies > 1 and transport == "ray":
-        raise ConfigurationError(
-            f'replication={copies} with transport="ray": give another transport, such as "wire"'
         )
     return copies
 

@@ -19,7 +19,6 @@ from steepest.runtime.process import Process, on_router
 from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import allocate
 from steepest.transport.channel import Address
-from steepest.transport.ray_calls import CallTransport
 from steepest.transport.sockets import WireTransport
 from steepest.transport.tls import Identity
 
@@ -44,8 +43,8 @@ class ServerProcess(Process):
         index: int,
         initial: Mapping[str, Bytes],
         ways: str,
-    ) -> Address | None:
-        """Host server `index`; return the address at which it listens, None for actor calls ("ray" of `ways`)."""
+    ) -> Address:
+        """Host server `index`; return the address at which it listens."""
         # Called once, on any thread. spec: the optimizer; None where updates are added to the arrays; initial: memory
         # (flat, uint8) of all arrays by name; ways: the transport, see `ParameterServer`.
         layout = group.arrays.layout
@@ -62,12 +61,9 @@ class ServerProcess(Process):
         self.router.finished.add_done_callback(_log_end)
         return self._listen(index, ways)
 
-    def _listen(self, index: int, ways: str) -> Address | None:
-        """Use a new transport; return where it listens, or None for actor calls."""
+    def _listen(self, index: int, ways: str) -> Address:
+        """Use a new transport; return where it listens."""
         peers = (server_peer(index), COORDINATOR) if index == 0 else (server_peer(index),)
-        if ways == "ray":
-            self._use(CallTransport(self.router.destination, peers))
-            return None
         wire = WireTransport(
             self._token,
             peers,
@@ -93,7 +89,7 @@ class ServerProcess(Process):
         """Close all connections, keep the server's state until `succeed`."""
         # Return the coordinator's decisions that it has. None without a server.
         self.router.clear()
-        self._use(CallTransport(self.router.destination))
+        self._use(self._idle())
         self._servers = []
         if self._serving is None:
             self._retained = RetainedChunks()

@@ -14,7 +14,6 @@ from steepest.recovery.starting import Starting
 from steepest.runtime.launch import Cluster
 from steepest.runtime.ray_private import draining_nodes
 from steepest.runtime.room import Room, check_possible, fitting, may_grow
-from steepest.runtime.ways import by_calls
 from steepest.strategies.strategy import Strategy
 
 _LOOK_SECONDS = 1.0
@@ -140,8 +139,6 @@ class Growth:
     def _start_servers(self, config: Strategy, workers: int) -> None:
         """Start servers that are wanted when there are so many workers."""
         cluster, servers = self._cluster, self._starting.servers
-        if by_calls(config):
-            return  # `Cluster.reform` starts all of them anew
         have = sum(peer.role == "server" for peer in cluster.actors)
         wanted = cluster.serving(config, workers)
         if have + len(servers) > wanted:

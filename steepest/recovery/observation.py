@@ -22,7 +22,6 @@ from steepest.recovery.leaving import Leaving
 from steepest.recovery.starting import Reserve, Start, Starting
 from steepest.runtime.launch import Cluster
 from steepest.runtime.places import kill
-from steepest.runtime.ways import by_calls
 from steepest.state.snapshots import Snapshots
 from steepest.strategies.strategy import Strategy
 
@@ -278,7 +277,7 @@ class Observation:
         counts = Counter(peer.role for peer in cluster.actors)
         stuck = not all(self.is_plain(peer) for peer in dead)
         leaving = self.leaving.peers - dead.keys()
-        instead, calling = self.starting.instead, by_calls(self.wanted.config)
+        instead = self.starting.instead
         ready = {peer for peer, s in instead.items() if s.is_up or (stuck and s.spare)}
         opening = sum(start.is_up for start in self.starting.servers)
         return World(
@@ -293,7 +292,7 @@ class Observation:
             overdue=not patient and self._is_overdue(dead),
             full=self.leaving.full,
             joining=0 if dead or leaving else len(self.joining()),
-            opening=cluster.serving(self.wanted.config, self.wanted.most) if calling else opening,
+            opening=opening,
             snapshot=self._snapshots.taken is not None,
         )
 
@@ -323,7 +322,7 @@ class Observation:
             workers=self.wanted.most,
             servers=self._cluster.serving(self.wanted.config, workers),
             waits=self._cluster.run_config.failure.patience > 0,
-            movable=spreads and (job.strategy.in_driver or not by_calls(config)),
+            movable=spreads,
             switched=self.config_for(world.workers, world.servers) != config
             or self._cluster.unfrozen != job.unfrozen
             or self._cluster.roles_due,

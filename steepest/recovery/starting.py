@@ -199,7 +199,7 @@ class Reserve:
             cpus = cluster.run_config.resources.cpus_per_worker
             seats = cluster.placement.order
             seat = seats[number % len(seats)]
-            actor = cluster.start_process("spare", seat, 0, 0, 1, cpus)
+            actor = cluster.start_process("spare", seat, 0, 0, cpus)
             actor.prepare.remote(cluster.creator)
             self._spares.append(_Spare(actor, actor.place.remote(), seat))
 

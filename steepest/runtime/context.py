@@ -27,7 +27,6 @@ from steepest.runtime.seats import Placement
 from steepest.runtime.signs_of_life import SignsOfLife
 from steepest.strategies.strategy import Strategy
 from steepest.transport.channel import Address
-from steepest.transport.ray_calls import Callee
 from steepest.transport.router import Router
 from steepest.transport.tls import identity_of
 
@@ -62,7 +61,7 @@ class JobContext:
     client: Client  # the driver's end of the job; used through `Cluster.on_router`
     job: Job  # its facts as it is now
     stored_job: Any  # the same, in Ray's store
-    ends: list[Address | Callee]  # see `connect_processes`
+    ends: list[Address]  # see `connect_processes`
     listening: list[Address]
 
     def __init__(self, run_config: RunConfig, seed: int) -> None:

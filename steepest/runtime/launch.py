@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import ray
 
 from steepest.config.job import JobConfig
-from steepest.config.run import RunConfig, check_tls
+from steepest.config.run import RunConfig
 from steepest.engine.hosting import host_client, host_coordinator, host_server
 from steepest.engine.job import Description, Job, ModelCreator, check_agreement
 from steepest.errors import (
@@ -42,12 +42,10 @@ from steepest.runtime.ray_private import check as check_ray
 from steepest.runtime.room import fitting, reserve, reserve_for_servers, worker_bundle
 from steepest.runtime.seats import spread
 from steepest.runtime.signals import end_on_sigterm, report_on_sigusr1
-from steepest.runtime.ways import by_calls, hosts_of, make_transport, ways_of
-from steepest.runtime.wiring import Holdings, carry, connect_processes, holdings
+from steepest.runtime.ways import hosts_of, make_transport
+from steepest.runtime.wiring import Holdings, carry, connect_processes, connect_to, holdings
 from steepest.runtime.worker_calls import WorkerCalls
 from steepest.strategies.strategy import Strategy
-from steepest.transport.connect import connect
-from steepest.transport.ray_calls import threads_for
 from steepest.transport.router import Router
 from steepest.transport.sockets import check_ways
 
@@ -156,10 +154,9 @@ class Cluster(JobContext):
 
     def check_ways(self, config: Strategy, seats: Sequence[int] | None = None) -> None:
         """Raise ConfigurationError if processes in some seats (by default all) cannot talk as a strategy has it."""
-        check_tls(self.run_config.tls, ways_of(config))
         driver, placement = ray.get_runtime_context().get_node_id(), self.placement
         serving = [] if config.in_workers else placement.nodes(placement.serving)
-        check_ways(ways_of(config), driver, *placement.nodes(seats), *serving)
+        check_ways(config.transport, driver, *placement.nodes(seats), *serving)
 
     def serving(self, config: Strategy, num_workers: int) -> int:
         """Return the number of processes that host servers only."""
@@ -188,7 +185,6 @@ class Cluster(JobContext):
     def start_servers(self, config: Strategy, num_workers: int, first: int = 0) -> dict[Peer, Any]:
         """Start the processes that host servers only, from index `first`; return their handles without waiting."""
         served = self.serving(config, num_workers)
-        callers = num_workers + served if by_calls(config) else 0
         running = [
             self.places[peer].node for peer in map(server_peer, range(first)) if peer in self.places
         ]
@@ -197,7 +193,7 @@ class Cluster(JobContext):
             range(first, served), spread(self.placement.nodes(seats), served, running), strict=False
         )
         return {
-            server_peer(i): self.start_process(str(server_peer(i)), seats[at], 0, 0, callers)
+            server_peer(i): self.start_process(str(server_peer(i)), seats[at], 0, 0)
             for i, at in beside
         }
 
@@ -210,7 +206,7 @@ class Cluster(JobContext):
             there = zip(seats, placement.nodes(seats), strict=True)
             seats = [at for at, node in there if at in placement.serving or node in here] or seats
             seat = seats[spread(placement.nodes(seats), max(servers, index + 1))[index]]
-        return self.start_process(str(server_peer(index)), seat, 0, 0, 0)
+        return self.start_process(str(server_peer(index)), seat, 0, 0)
 
     def _take_up(
         self,
@@ -229,7 +225,7 @@ class Cluster(JobContext):
             places = self.get(starting, "start", self.actors)
             self.places = dict(zip(self.actors, places, strict=True))
             self.watches = {peer: actor.watch.remote() for peer, actor in self.actors.items()}
-        alike = by_calls(config) or len(workers) == 1
+        alike = config.in_driver or len(workers) == 1
         self.job = Job(
             description, config, len(workers), chosen.devices_per_worker, num_servers, chosen.seed,
             self.run_config.deadlines.step, self.run_config.keep_log,
@@ -292,8 +288,7 @@ class Cluster(JobContext):
         kept_on = {new: self.actors[old] for new, old in before.items()}
         processes = dict(sorted({**kept_on, **added}.items()))
         workers = {p: actor for p, actor in processes.items() if p.role == "worker"}
-        # a server that is called needs a thread for each caller: such ones are started anew
-        serving = 0 if by_calls(config) else self.serving(config, num_workers)
+        serving = self.serving(config, num_workers)
         servers = {
             p: actor for p, actor in processes.items() if p.role == "server" and p.index < serving
         }
@@ -402,16 +397,14 @@ class Cluster(JobContext):
         cpus = self.run_config.resources.cpus_per_worker
         gpus = self.chosen.devices_per_worker if self.chosen.gpu else 0
         seat = self.placement.order[index] if seat is None else seat
-        return self.start_process(str(worker_peer(index)), seat, cpus, gpus, 1, cpus)
+        return self.start_process(str(worker_peer(index)), seat, cpus, gpus, cpus)
 
-    def start_process(
-        self, name: str, seat: int, cpus: int, gpus: int, callers: int, threads: int = 1
-    ) -> Any:
-        """Start a process in a seat or beside it, which `callers` processes call at once; return its handle."""
+    def start_process(self, name: str, seat: int, cpus: int, gpus: int, threads: int = 1) -> Any:
+        """Start a process in a seat or beside it; return its handle without waiting."""
         made = _actor_class().options(
             num_cpus=cpus,
             num_gpus=gpus,
-            max_concurrency=_THREADS + threads_for(callers),
+            max_concurrency=_THREADS,
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=self.placement.strategy(seat),
@@ -445,8 +438,12 @@ class Cluster(JobContext):
         self.client = host_client(self.router, self.job, index)
         self.client.on_outcome = self.owner.wake
         for end in self.ends:
-            self.router.attach(connect(transport, end, self.run_config.deadlines.start))
+            self.router.attach(transport.connect(end, self.run_config.deadlines.start))
+        if self.job.strategy.in_driver:
+            self.ends = [transport.listen(ray.util.get_node_ip_address())]
         self.router.start("steepest driver")
+        if self.job.strategy.in_driver:
+            connect_to(self, self.ends, list(self.actors.values()))
         if held is not None:  # before servers send what they have to all who join
             carry(self, held, self.holdings())
         workers = {peer: actor for peer, actor in self.actors.items() if peer.role == "worker"}

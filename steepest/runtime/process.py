@@ -63,8 +63,6 @@ from steepest.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import AVAILABLE, segment_of
 from steepest.transport.channel import Address
-from steepest.transport.connect import connect
-from steepest.transport.ray_calls import Answer, Callee, CallTransport
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
 from steepest.transport.tls import Identity
@@ -75,10 +73,6 @@ Result = TypeVar("Result")
 #: What a job begins with: the flat weights, buffers, and the state with which the optimizer arrives.
 Initial = tuple[Bytes, Tensors, ArrivingState | None]
 _RESULT_SECONDS = 0.02  # the driver hears of short steps together
-_NO_COLLECTIVE = (
-    'the workers of this job talk by actor calls, which carry no collectives: give DistributedSGD strategy="ps" or '
-    '"allreduce", with a transport other than "ray"'
-)
 
 
 @dataclass(frozen=True)
@@ -167,7 +161,7 @@ class Process:
         self._shares = 1  # of a step
         self._token, self._identity = token, identity
         self.router = Router()
-        self._use(CallTransport(self.router.destination))
+        self._use(self._idle())
         if keep_memory and keep_freed_memory():
             self.router.start(name, start_thread)
         else:
@@ -184,7 +178,11 @@ class Process:
             self._name = name
             name_process(name)
 
-    def _use(self, transport: WireTransport | CallTransport) -> None:
+    def _idle(self) -> WireTransport:
+        """Return a transport without channels, on which the router waits for calls."""
+        return WireTransport(self._token, (), self._place.node, self.router.destination)
+
+    def _use(self, transport: WireTransport) -> None:
         self._transport = transport
         self.router.use(transport)
 
@@ -273,7 +271,7 @@ class Process:
         """
         self._index = index
         self.router.clear()
-        self._use(CallTransport(self.router.destination))
+        self._use(self._idle())
         if self._worker is not None:
             self._worker.leave()
         self._worker = self._member = None
@@ -340,9 +338,7 @@ class Process:
         for model in self._models:
             if getattr(model, "optimizer_state", None) is not None:
                 setattr(model, "optimizer_state", None)  # noqa: B010 - no part of the protocol
-        if isinstance(self._transport, WireTransport):
-            return self._transport.listen(self._place.host)
-        return Address(self._place.node, "", 0, "", peers)
+        return self._transport.listen(self._place.host)
 
     def _host_servers(
         self, job: Job, servers: Sequence[int], aggregators: Sequence[int], initial: Initial | None
@@ -386,10 +382,10 @@ class Process:
             self._retained, self._change = RetainedChunks(), 0
 
     @on_router
-    def connect(self, others: Sequence[Address | Callee], timeout: float) -> None:
+    def connect(self, others: Sequence[Address], timeout: float) -> None:
         """Connect to other processes, each within `timeout` seconds."""
         for other in others:
-            self.router.attach(connect(self._transport, other, timeout))
+            self.router.attach(self._transport.connect(other, timeout))
 
     @on_router
     def take_state(
@@ -410,9 +406,8 @@ class Process:
     def join(self, job: Job, workers: Sequence[Address]) -> None:
         """Tell the coordinator that this process' worker is ready; install collectives among workers."""
         assert self._worker is not None
-        if isinstance(self._transport, WireTransport):
-            self._member = self._member_of(job, workers, self._worker, self._transport)
-        operations.install(self._member or _NO_COLLECTIVE)
+        self._member = self._member_of(job, workers, self._worker, self._transport)
+        operations.install(self._member)
         self._worker.join()
 
     def _member_of(
@@ -447,11 +442,6 @@ class Process:
         for server in self._servers:
             catch_up(server, heard)
         return state_of(self._servers)
-
-    def exchange(self, call: bytes, *payloads: Bytes) -> Answer:
-        """Take a caller's messages; return this process' messages for it, see `CallTransport`."""
-        assert isinstance(self._transport, CallTransport)
-        return self._transport.answer(call, payloads).result()
 
     def watch(self) -> None:
         """Return when the process is stopped; raise RemoteError if its router has ended by an error."""

@@ -1,4 +1,4 @@
-"""The ways in which a job's processes talk: by memory or sockets, or by actor calls."""
+"""The ways in which a job's processes talk: by memory or sockets."""
 
 from __future__ import annotations
 
@@ -11,19 +11,8 @@ from steepest.runtime.places import Place
 from steepest.strategies.strategy import Strategy
 from steepest.tensors.shared_memory import AVAILABLE
 from steepest.transport.channel import ChannelSink
-from steepest.transport.ray_calls import CallTransport
 from steepest.transport.sockets import WireTransport
 from steepest.transport.tls import Identity
-
-
-def ways_of(config: Strategy) -> str:
-    """Return how a job's processes talk: "wire", "shared", "unix", "tcp" or "ray"."""
-    return config.transport
-
-
-def by_calls(config: Strategy) -> bool:
-    """Whether a job's processes talk by actor calls, and not on the wire."""
-    return ways_of(config) == "ray"
 
 
 def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: Strategy) -> HostMap:
@@ -31,7 +20,7 @@ def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: Strategy) -
     strategy, nodes = config, dict[str, int]()
 
     def number(peer: Peer) -> int:
-        node = str(peer) if ways_of(config) == "tcp" else places[peer].node
+        node = str(peer) if config.transport == "tcp" else places[peer].node
         return nodes.setdefault(node, len(nodes))
 
     workers = tuple(number(peer) for peer in places if peer.role == "worker")
@@ -40,7 +29,7 @@ def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: Strategy) -
         if strategy.in_workers
         else tuple(number(server_peer(i)) for i in range(num_servers))
     )
-    gathers = AVAILABLE and ways_of(config) in ("wire", "shared")
+    gathers = AVAILABLE and config.transport in ("wire", "shared")
     if strategy.in_workers and len(nodes) == 1:
         gathers = False  # each member updates its own weights, and nothing has to cross
     return HostMap(workers, servers, gathers)
@@ -53,11 +42,6 @@ def make_transport(
     node: str,
     sink: ChannelSink,
     identity: Identity | None = None,
-) -> WireTransport | CallTransport:
+) -> WireTransport:
     """Return a transport for one of a job's processes; ConfigurationError if its certificate cannot be read."""
-    ways = ways_of(job.config)
-    return (
-        CallTransport(sink, peers)
-        if ways == "ray"
-        else WireTransport(token, peers, node, sink, ways, identity=identity)
-    )
+    return WireTransport(token, peers, node, sink, job.config.transport, identity=identity)

@@ -10,18 +10,13 @@ from steepest.engine.job import Job
 from steepest.errors import PeerLostError
 from steepest.messages.message import Peer, server_peer
 from steepest.runtime.context import JobContext
-from steepest.runtime.ways import by_calls
 from steepest.transport.channel import Address
-from steepest.transport.ray_calls import Callee
 
-_PAUSE_SECONDS = 0.05  # in `simple` workers only answer
 #: The processes that have each chunk.
 Holdings = Mapping[int, Sequence[Any]]
 
 
-def connect_processes(
-    context: JobContext, initial: Any
-) -> tuple[list[Address | Callee], list[Address]]:
+def connect_processes(context: JobContext, initial: Any) -> tuple[list[Address], list[Address]]:
     """Have a job's processes open their roles, and connect them; the driver connects afterwards.
 
     A worker connects to all processes that host servers. Of two of these the later one connects to
@@ -40,25 +35,24 @@ def connect_processes(
     others = [worker for worker in workers if worker not in hosting]
     opened = _open(context, hosting, others, initial)
     listening = opened[len(hosting) :] if others else opened
-    ends: list[Address | Callee] = list(opened)
-    if by_calls(job.config):
-        pause = _PAUSE_SECONDS if in_driver else 0.0
-        ends = [
-            Callee(end.peers, actor, pause)
-            for end, actor in zip(opened, [*hosting, *others], strict=True)
-        ]
-    if not in_driver:
-        ends = ends[: len(hosting)]
-        exchanging = bool(job.places.aggregators) or job.servers_in_workers  # servers, chunks
-        earlier = [ends[: i if exchanging else 1] for i in range(1, len(hosting))]
-        calls = [
-            actor.connect.remote(to, timeout)
-            for actor, to in zip(hosting[1:], earlier, strict=True)
-        ]
-        context.get(calls, "connect the servers", context.names(hosting[1:]))
-        connecting = [worker.connect.remote(ends, timeout) for worker in others]
-        context.get(connecting, "connect the workers", context.names(others))
+    if in_driver:
+        return [], listening  # workers connect to the driver, once it listens
+    ends = opened[: len(hosting)]
+    exchanging = bool(job.places.aggregators) or job.servers_in_workers  # servers, chunks
+    earlier = [ends[: i if exchanging else 1] for i in range(1, len(hosting))]
+    calls = [
+        actor.connect.remote(to, timeout) for actor, to in zip(hosting[1:], earlier, strict=True)
+    ]
+    context.get(calls, "connect the servers", context.names(hosting[1:]))
+    connect_to(context, ends, others)
     return ends, listening
+
+
+def connect_to(context: JobContext, ends: Sequence[Address], workers: Sequence[Any]) -> None:
+    """Have workers without servers connect to the processes that host servers."""
+    timeout = context.run_config.deadlines.start
+    connecting = [worker.connect.remote(ends, timeout) for worker in workers]
+    context.get(connecting, "connect the workers", context.names(workers))
 
 
 def _open(

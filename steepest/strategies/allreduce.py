@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from steepest.config.compression import Compression
 from steepest.errors import ConfigurationError
-from steepest.strategies.strategy import TRANSPORTS, WireStrategy
+from steepest.strategies.strategy import WireStrategy
 from steepest.validation import require_choice, require_count
 
 _ALL = 1 << 30  # more servers than there are
@@ -73,7 +73,7 @@ class AllreduceStrategy(WireStrategy):
         require_choice("sharded", self.sharded, (None, False, True))
         require_count("replication", self.replication)
         require_choice("hierarchical", self.hierarchical, (False, True))
-        self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
+        self._check_wire()
         if self.sharded and self.compression is not None:
             raise ConfigurationError(
                 f"sharded=True with compression={self.compression!r}: sharded workers gather new "

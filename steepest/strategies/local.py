@@ -11,7 +11,7 @@ import torch
 
 from steepest.errors import ConfigurationError
 from steepest.optim.spec import OptimizerSpec
-from steepest.strategies.strategy import TRANSPORTS, ServerStrategy
+from steepest.strategies.strategy import ServerStrategy
 from steepest.validation import require_choice, require_count, require_number, require_positive
 
 
@@ -65,7 +65,7 @@ class LocalStrategy(ServerStrategy):
             raise ConfigurationError(
                 "nesterov=True with outer_momentum=0: give the momentum too, 0.9 say"
             )
-        self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
+        self._check_wire()
 
     @property
     def updates(self) -> int:

@@ -38,8 +38,7 @@ class ParameterServerStrategy(ServerStrategy):
         transport: how processes communicate. "wire": over shared memory and Unix-domain sockets
             inside a host, over TCP between hosts. To force a way: "shared" (shared memory and
             Unix-domain sockets alone; all processes must be on one node), "unix" (as "wire" without
-            shared memory), "tcp" (everywhere, as if each process were on a host of its own), "ray"
-            (actor calls, for networks where no other port is open).
+            shared memory), "tcp" (everywhere, as if each process were on a host of its own).
         wire_dtype: "fp16" or "bf16" to send float32 gradients and weights between hosts in half the
             bytes; servers add up, apply and keep them in float32. A pair sets it for pushes and for
             pulls: ``("fp16", None)``. A chunk that does not fit into fp16 is sent as float32.

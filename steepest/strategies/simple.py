@@ -12,7 +12,7 @@ _WHOLE = 1 << 62  # bytes of a chunk: more than a model has
 
 @dataclass(frozen=True, kw_only=True)
 class SimpleStrategy(Strategy):
-    """Average gradients on the driver, through Ray's object store.
+    """Average gradients on the driver.
 
     It is slow, and the reference for the other strategies.
 
@@ -24,11 +24,6 @@ class SimpleStrategy(Strategy):
     """
 
     name = "simple"
-
-    @property
-    def transport(self) -> str:
-        """Actor calls of Ray."""
-        return "ray"
 
     @property
     def cut(self) -> ChunkSpec:

@@ -17,7 +17,7 @@ from steepest.tensors.layout import ChunkSpec
 from steepest.validation import require_choice, require_count, require_positive
 
 #: The ways in which processes communicate, see `ParameterServerStrategy`.
-TRANSPORTS = ("wire", "shared", "unix", "tcp", "ray")
+TRANSPORTS = ("wire", "shared", "unix", "tcp")
 _HALF_DTYPES = (None, "fp16", "bf16")
 WireDtype = str | tuple[str | None, str | None] | None
 
@@ -133,7 +133,7 @@ class Strategy:
 
     @property
     def in_driver(self) -> bool:
-        """Whether the driver itself is the only server, reached through Ray's object store."""
+        """Whether the driver itself is the only server."""
         return False
 
     @property
@@ -203,12 +203,12 @@ class WireStrategy(Strategy):
         """How gradients are compressed; None for not at all."""
         return None
 
-    def _check_wire(self, transports: tuple[str, ...] = TRANSPORTS) -> None:
+    def _check_wire(self) -> None:
         super().__post_init__()
         if self.chunk_bytes is not None:
             require_count("chunk_bytes", self.chunk_bytes)
         require_choice("nonfinite", self.nonfinite, ("refuse", "skip", "pass"))
-        require_choice("transport", self.transport, transports)
+        require_choice("transport", self.transport, TRANSPORTS)
         if isinstance(self.wire_dtype, tuple):
             if len(self.wire_dtype) != 2:
                 raise ConfigurationError(

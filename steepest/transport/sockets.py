@@ -64,7 +64,7 @@ _BRISK_AFTER = 16  # short waits in a row; where processes compute, every step h
 def check_ways(ways: str, *nodes: str) -> None:
     """Check that processes on these nodes can talk in these ways.
 
-    Over "wire", "tcp" and "ray" they always can.
+    Over "wire" and "tcp" they always can.
 
     Args:
         ways: as of `ParameterServerStrategy.transport`.
