@@ -36,9 +36,9 @@ from steepest.runtime.activity import log_report
 from steepest.runtime.calls import RemoteError
 from steepest.runtime.connection import Holder, hold, let_go
 from steepest.runtime.signals import report_on_sigusr1
-from steepest.strategies.strategy import TRANSPORTS
 from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import segment_of
+from steepest.transport.channel import TRANSPORTS
 from steepest.transport.sockets import check_ways
 from steepest.transport.tls import Identity, identity_of
 from steepest.validation import require_choice, require_count, require_seconds

@@ -14,10 +14,9 @@ from steepest.optim.spec import OptimizerSpec
 from steepest.protocol.commit_rules import CommitAll, CommitRule
 from steepest.tensors.half_precision import WIRE_DTYPES
 from steepest.tensors.layout import ChunkSpec
+from steepest.transport.channel import TRANSPORTS
 from steepest.validation import require_choice, require_count, require_positive
 
-#: The ways in which processes communicate, see `ParameterServerStrategy`.
-TRANSPORTS = ("wire", "shared", "unix", "tcp")
 _HALF_DTYPES = (None, "fp16", "bf16")
 WireDtype = str | tuple[str | None, str | None] | None
 

@@ -8,6 +8,9 @@ from typing import NamedTuple, Protocol
 from steepest.messages.message import Message, Peer
 from steepest.tensors.memory import Memory, address_of
 
+#: The ways in which processes communicate, see `ParameterServerStrategy`.
+TRANSPORTS = ("wire", "shared", "unix", "tcp")
+
 
 class Address(NamedTuple):
     """The addresses at which a process listens: TCP, and a Unix-domain socket for its own node.
