@@ -246,7 +246,7 @@ def resize_seconds(workers: int, change: Mapping[str, int], creator: Any = None)
     strategy = ParameterServerStrategy(num_servers=1)
     with DistributedSGD(creator, num_workers=workers, strategy=strategy) as trainer:
         trainer.fit(steps=5, progress=False)
-        with told("steepest.runtime.launch") as said:
+        with told("steepest.runtime.cluster") as said:
             trainer.resize(**change)
         trainer.fit(steps=2, progress=False)
     (stopped,) = seconds_in(said, "training stopped for")

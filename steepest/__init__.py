@@ -9,6 +9,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the same to Python
+    from steepest.adapters.hugging_face import HuggingFaceModel as HuggingFaceModel
+    from steepest.adapters.jax import JaxModel as JaxModel
+    from steepest.adapters.lightning import LightningModel as LightningModel
+    from steepest.adapters.tensorflow import TensorFlowModel as TensorFlowModel
     from steepest.checkpoint.exported_table import ExportedTable as ExportedTable
     from steepest.checkpoint.files import Checkpoints as Checkpoints
     from steepest.collectives.ring import ring_allreduce as ring_allreduce
@@ -24,6 +28,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.data.ray_dataset import RayDataset as RayDataset
     from steepest.data.sources import IndexedStream as IndexedStream
     from steepest.driver.prometheus import Prometheus as Prometheus
+    from steepest.driver.trainer import DistributedSGD as DistributedSGD
     from steepest.engine.commit_log import Commit as Commit
     from steepest.engine.commit_log import CommitLog as CommitLog
     from steepest.engine.commit_log import LoggedPush as LoggedPush
@@ -39,12 +44,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.models.embedding import EmbeddingBag as EmbeddingBag
     from steepest.models.embedding import EmbeddingCollection as EmbeddingCollection
     from steepest.models.embedding import connect as connect
-    from steepest.models.hugging_face import HuggingFaceModel as HuggingFaceModel
-    from steepest.models.jax import JaxModel as JaxModel
-    from steepest.models.lightning import LightningModel as LightningModel
     from steepest.models.protocol import Computed as Computed
     from steepest.models.protocol import Model as Model
-    from steepest.models.tensorflow import TensorFlowModel as TensorFlowModel
     from steepest.models.torch import TorchModel as TorchModel
     from steepest.models.torch import accuracy as accuracy
     from steepest.observe.evaluations import EarlyStopping as EarlyStopping
@@ -71,7 +72,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.strategies.strategy import Strategy as Strategy
     from steepest.tables.table import Table as Table
     from steepest.tensors.layout import ParameterLayout as ParameterLayout
-    from steepest.trainer import DistributedSGD as DistributedSGD
 
 __version__ = "0.1.0"
 
@@ -84,7 +84,7 @@ _MODULES = {
     "CommitLog": "engine.commit_log",
     "Computed": "models.protocol",
     "DeadlineConfig": "config.run",
-    "DistributedSGD": "trainer",
+    "DistributedSGD": "driver.trainer",
     "EarlyStopping": "observe.evaluations",
     "EvaluationResult": "observe.results",
     "Embedding": "models.embedding",
@@ -94,11 +94,11 @@ _MODULES = {
     "ExportedTable": "checkpoint.exported_table",
     "FailureConfig": "config.run",
     "History": "observe.history",
-    "HuggingFaceModel": "models.hugging_face",
+    "HuggingFaceModel": "adapters.hugging_face",
     "IndexedStream": "data.sources",
     "Int8": "config.compression",
-    "JaxModel": "models.jax",
-    "LightningModel": "models.lightning",
+    "JaxModel": "adapters.jax",
+    "LightningModel": "adapters.lightning",
     "LocalStrategy": "strategies.local",
     "LoggedPush": "engine.commit_log",
     "MLflow": "observe.loggers",
@@ -121,7 +121,7 @@ _MODULES = {
     "TLSConfig": "config.run",
     "Table": "tables.table",
     "TensorBoard": "observe.loggers",
-    "TensorFlowModel": "models.tensorflow",
+    "TensorFlowModel": "adapters.tensorflow",
     "TopK": "config.compression",
     "TorchModel": "models.torch",
     "Trackio": "observe.loggers",

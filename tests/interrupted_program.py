@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from steepest import Callback, Checkpoints, DistributedSGD, StepResult, TorchModel
-from steepest.launch import existing, local
+from steepest.places import existing, local
 from steepest.testing import InProcessCluster
 
 WORKERS, STEPS, BATCH = 2, 10, 20

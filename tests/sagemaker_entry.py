@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from steepest.cli.main import main
-from steepest.launch import sagemaker_processes
+from steepest.places import sagemaker_processes
 from tests.forked_workers import RAY
 
 sagemaker_processes._RAY = (sys.executable, *RAY)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from steepest import Checkpoints, DistributedSGD, FailureConfig, RunConfig, TorchModel
-from steepest.launch import sagemaker
+from steepest.places import sagemaker
 from steepest.testing import InProcessCluster
 
 STEPS = 10

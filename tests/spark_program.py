@@ -35,7 +35,7 @@ from steepest import (
 )
 from steepest.cli.main import main
 from steepest.data.spark import ParquetRows, from_dataframe
-from steepest.launch.spark import cluster
+from steepest.places.spark import cluster
 
 psutil: Any = importlib.import_module("psutil")  # which Ray brings along
 

@@ -23,7 +23,7 @@ from steepest import (
     TorchModel,
 )
 from steepest.messages.message import Peer, server_peer, worker_peer
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.testing import replay
 from tests.pairs import diagonal, mostly_full
 from tests.reference import Task, same_bits, samples, sgd

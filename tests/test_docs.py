@@ -36,7 +36,7 @@ MODULES = sorted(
 @pytest.mark.few(55)
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_run(name: str) -> None:
-    if name.startswith("steepest.models.keras_"):
+    if name.startswith("steepest.adapters.keras_"):
         pytest.importorskip("tensorflow", reason="needs TensorFlow: make test-tensorflow has it")
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.failed == 0

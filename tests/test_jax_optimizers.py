@@ -16,8 +16,8 @@ import optax
 import optax.contrib
 import torch
 
+from steepest.adapters.optax_rules import optax_spec
 from steepest.errors import ConfigurationError
-from steepest.optim.optax_rules import optax_spec
 from steepest.optim.spec import OptimizerSpec
 
 SHAPES = {"a": {"bias": (3,), "weight": (4, 6)}, "b": (256, 130)}

@@ -16,9 +16,9 @@ import pytest
 import tensorflow as tf
 
 from steepest.strategies.parameter_server import ParameterServerStrategy
-from steepest.data.tf_dataset import TensorFlowDataset
+from steepest.adapters.tf_dataset import TensorFlowDataset
 from steepest.errors import ConfigurationError
-from steepest.models.tensorflow import TensorFlowModel
+from steepest.adapters.tensorflow import TensorFlowModel
 from steepest.testing import Fault, InProcessCluster, replay
 from tests.reference import same_bits
 
@@ -38,7 +38,7 @@ def rows(source: TensorFlowDataset, *shares: list[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("count", [3, 50, 2000])
 def test_any_element_can_be_asked_for(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steepest.data.tf_dataset._READ", 7)
+    monkeypatch.setattr("steepest.adapters.tf_dataset._READ", 7)
     source = TensorFlowDataset(numbers().shuffle(count) if count < 2000 else numbers())
     shares = [[0, 1, 2], [2, 1], [7, 6], [49, 3, 48], [20, 21, 4], [0]]
     assert rows(source, *shares) == shares

@@ -19,8 +19,8 @@ import torch
 
 from steepest.engine.generators import seed_everything
 from steepest.errors import ConfigurationError, ModelError
-from steepest.models.keras_variables import KerasVariables
-from steepest.models.tensorflow import TensorFlowModel
+from steepest.adapters.keras_variables import KerasVariables
+from steepest.adapters.tensorflow import TensorFlowModel
 from tests.test_models import (  # noqa: F401 - the contract, with this module's fixture
     X,
     Y,

@@ -13,7 +13,7 @@ import pytest
 
 from steepest import DistributedSGD
 from steepest.data.sampler import SamplePlan
-from steepest.models.tensorflow import TensorFlowModel
+from steepest.adapters.tensorflow import TensorFlowModel
 from tests.reference import difference
 from tests.test_keras_training import BATCH, TASKS, X, Y, named
 

@@ -17,7 +17,7 @@ from keras import optimizers
 from keras.optimizers import schedules
 
 from steepest.errors import ConfigurationError
-from steepest.models.keras_optimizers import read_optimizer
+from steepest.adapters.keras_optimizers import read_optimizer
 from steepest.optim.spec import Schedule
 
 STEPS = 6

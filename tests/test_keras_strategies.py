@@ -20,7 +20,7 @@ import pytest
 
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
-from steepest.models.tensorflow import TensorFlowModel
+from steepest.adapters.tensorflow import TensorFlowModel
 from steepest.testing import InProcessCluster
 
 PAGE = Path(__file__).parent.parent / "docs" / "from_tensorflow.md"

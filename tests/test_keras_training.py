@@ -23,8 +23,8 @@ from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.data.sampler import SamplePlan
-from steepest.models.keras_variables import KerasVariables
-from steepest.models.tensorflow import TensorFlowModel
+from steepest.adapters.keras_variables import KerasVariables
+from steepest.adapters.tensorflow import TensorFlowModel
 from steepest.testing import Fault, InProcessCluster, replay
 from steepest.testing.simulation import run_config
 from tests.pairs import diagonal, mostly_full

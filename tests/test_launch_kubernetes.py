@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from steepest.cli.main import main
-from steepest.launch import kubernetes
-from steepest.launch.spot_nodes import LABELS
+from steepest.places import kubernetes
+from steepest.places.spot_nodes import LABELS
 
 SCRIPT = 'print("héllo")\nif True:\n\tprint("tab")   \n'
 EVERY = (

@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from steepest.errors import ConfigurationError, DeadlineError
-from steepest.launch import existing, local, sessions
+from steepest.places import existing, local, sessions
 from tests.forked_workers import RAY
 from tests.pairs import mostly_full
 from tests.test_ray_places import ROOT, SECONDS, Place, place, signalled  # noqa: F401 - the fixture
@@ -286,7 +286,7 @@ def test_trainers_use_the_local_ray_and_its_processes_end(place: Place) -> None:
     place.environment["RAY_ADDRESS"] = "10.255.255.1:6379"  # is not asked
     place.python(
         """
-        from steepest.launch import local
+        from steepest.places import local
         workers = os.cpu_count() + 1
         try:
             with local(workers) as address:
@@ -308,7 +308,7 @@ def test_a_signal_ends_the_local_ray(place: Place, number: signal.Signals) -> No
     program = place.script(
         """
         import signal
-        from steepest.launch import local
+        from steepest.places import local
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with local(1):
             print("training", flush=True)
@@ -374,7 +374,7 @@ def test_an_existing_ray_outlives_the_block_and_wants_its_token(
     try:
         output = site.python(
             f"""
-            from steepest.launch import existing
+            from steepest.places import existing
             for _ in range(2):
                 with existing({address!r}) as address:
                     assert address == {address!r}
@@ -393,7 +393,7 @@ def test_an_existing_ray_outlives_the_block_and_wants_its_token(
         output = site.python(
             f"""
             from steepest.errors import ConfigurationError
-            from steepest.launch import existing
+            from steepest.places import existing
             try:
                 with existing({address!r}):
                     print("let in")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from steepest.cli.main import main
-from steepest.launch.ray_job import Pods, drain_notice
+from steepest.places.ray_job import Pods, drain_notice
 from tests.forked_workers import RAY
 from tests.test_nodes import ip, until
 from tests.test_ray_places import ROOT, SECONDS, Place

@@ -17,9 +17,9 @@ from steepest.recovery.observation import Observation
 from steepest.recovery.starting import Reserve, Starting
 from steepest.recovery.supervisor import Supervisor
 from steepest.recovery.wishes import Wishes
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.context import JobContext
 from steepest.runtime.deaths import Deaths
-from steepest.runtime.launch import Cluster
 from steepest.runtime.learning_rates import LearningRates
 from steepest.runtime.owner import Owner
 from steepest.state.job_state import JobState

@@ -19,8 +19,8 @@ import pytest
 
 from steepest.cli.main import main
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
-from steepest.launch import sagemaker, sagemaker_hosts
-from steepest.launch.sagemaker_hosts import (
+from steepest.places import sagemaker, sagemaker_hosts
+from steepest.places.sagemaker_hosts import (
     Follower,
     Leader,
     Lines,
@@ -28,9 +28,9 @@ from steepest.launch.sagemaker_hosts import (
     follow,
     interface_address,
 )
-from steepest.launch.sagemaker_job import in_natural_order, read_job
-from steepest.launch.sagemaker_nodes import missing_among
-from steepest.launch.sagemaker_processes import Program, command_of
+from steepest.places.sagemaker_job import in_natural_order, read_job
+from steepest.places.sagemaker_nodes import missing_among
+from steepest.places.sagemaker_processes import Program, command_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 20.0
@@ -342,7 +342,7 @@ def test_a_program_is_a_script_or_a_command(tmp_path: Path) -> None:
 def test_no_descendant_is_left_not_even_a_daemon() -> None:
     program = """
         import os, signal, sys
-        from steepest.launch.sagemaker_processes import adopt_orphans, end_descendants
+        from steepest.places.sagemaker_processes import adopt_orphans, end_descendants
         adopt_orphans()
         reading, writing = os.pipe()
         if not (child := os.fork()):

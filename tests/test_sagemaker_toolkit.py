@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from steepest.launch.sagemaker_job import read_job
+from steepest.places.sagemaker_job import read_job
 from tests.test_ray_places import ROOT
 from tests.test_sagemaker_on_ray import DIRECT, Host, ended, job_of
 

@@ -19,7 +19,7 @@ import pytest
 
 from steepest.cli.main import main
 from steepest.errors import ConfigurationError
-from steepest.launch import ray_on_spark, spark
+from steepest.places import ray_on_spark, spark
 
 needs_spark = pytest.mark.skipif(
     find_spec("pyspark") is None,
@@ -193,7 +193,7 @@ def test_the_hook_gives_variables_and_starts_nothing_at_the_end(
     monkeypatch.setattr(ray_on_spark.Hook, "environment", {"RAY_AUTH_TOKEN": TOKEN})
     monkeypatch.setattr(ray_on_spark.Hook, "job_groups", [])
     monkeypatch.setattr(ray_on_spark.Hook, "ending", False)
-    assert ray_on_spark.HOOK == "steepest.launch.ray_on_spark.Hook"
+    assert ray_on_spark.HOOK == "steepest.places.ray_on_spark.Hook"
     hook = ray_on_spark.Hook()
     assert hook.custom_environment_variables() == {"RAY_AUTH_TOKEN": TOKEN}
     hook.on_spark_job_created("group")

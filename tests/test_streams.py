@@ -141,7 +141,7 @@ def test_the_driver_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
         pass
     said = [record for record in caplog.records if "divided" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].name == "steepest.runtime.launch"
+    assert said[0].name == "steepest.runtime.cluster"
     assert "Rows that chooses its own samples: samples are divided" in said[0].getMessage()
 
 

@@ -15,7 +15,7 @@ import torch
 from steepest import DistributedSGD, ParameterServer, ParameterServerStrategy, TorchModel
 from steepest.errors import ConfigurationError
 from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
-from steepest.runtime import launch
+from steepest.runtime import cluster as launch
 from steepest.runtime.room import Seat
 from steepest.tensors import shared_memory
 from steepest.tensors.shared_memory import SHARED_FROM, allocate

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 
 from steepest.data.sampler import SamplePlan
+from steepest.driver.trainer import DistributedSGD
 from steepest.engine.generators import seed_everything
 from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
@@ -19,7 +20,6 @@ from steepest.models.protocol import Model
 from steepest.models.torch import TorchModel, accuracy
 from steepest.strategies.named import STRATEGY_NAMES, as_strategy
 from steepest.strategies.strategy import Strategy
-from steepest.trainer import DistributedSGD
 
 Arrays = tuple[torch.Tensor, torch.Tensor]
 SEED = 0

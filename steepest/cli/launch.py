@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from steepest.launch import kubernetes, sagemaker, slurm, spark
+from steepest.places import kubernetes, sagemaker, slurm, spark
 
 #: Modules by the name of their place. Each has `add_arguments(parser)`, which fills in the parser of its
 #: command, and `run(options)`, which returns the exit status. They import what they need when they run.

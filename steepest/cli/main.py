@@ -111,8 +111,8 @@ class _Checkup:
         import torch
 
         from steepest.config.run import FailureConfig, RunConfig
+        from steepest.driver.trainer import DistributedSGD
         from steepest.models.torch import TorchModel
-        from steepest.trainer import DistributedSGD
 
         def model_creator(worker_index: int, device_index: int) -> TorchModel:
             return TorchModel(

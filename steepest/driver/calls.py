@@ -14,7 +14,7 @@ from steepest.errors import (
 )
 from steepest.recovery.supervisor import Supervisor
 from steepest.runtime import remote_functions
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.state.job_state import JobState
 

@@ -7,7 +7,7 @@ import logging
 import os
 
 from steepest.driver.checkpoint_manager import CheckpointManager
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from steepest.engine.table_counts import added_counts
 from steepest.messages.driver import Counters
 from steepest.observe.results import Staleness, Stats, stragglers
 from steepest.recovery.supervisor import Supervisor
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.owner import Moment
 
 

@@ -11,7 +11,7 @@ from steepest.driver.checkpoint_manager import CheckpointManager
 from steepest.driver.training import Training
 from steepest.observe.results import EvaluationResult
 from steepest.recovery.supervisor import Supervisor
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.strategies.named import strategy_for
 from steepest.validation import require_choice, require_count
 

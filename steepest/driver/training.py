@@ -26,8 +26,8 @@ from steepest.observe.history import Figures, History
 from steepest.observe.results import StepResult
 from steepest.recovery.supervisor import Supervisor
 from steepest.runtime.calls import has_answered
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.diagnostics import raise_step_error
-from steepest.runtime.launch import Cluster
 from steepest.runtime.owner import Moment, Request, owned
 
 log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ import torch
 
 from steepest.checkpoint.files import Checkpoints
 from steepest.config.run import RunConfig
+from steepest.driver.trainer import DistributedSGD
 from steepest.errors import ConfigurationError
 from steepest.loop.model import LoopCreator, LoopModel
 from steepest.loop.reports import Reports
@@ -19,7 +20,6 @@ from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.strategy import Strategy
-from steepest.trainer import DistributedSGD
 
 
 @dataclass(frozen=True)

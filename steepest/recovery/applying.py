@@ -12,8 +12,8 @@ from steepest.recovery.decision import Transition, World
 from steepest.recovery.growth import Missing
 from steepest.recovery.observation import Observation
 from steepest.recovery.starting import Start
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.context import Membership
-from steepest.runtime.launch import Cluster
 from steepest.state.job_state import JobState
 from steepest.strategies.strategy import Strategy
 

@@ -14,7 +14,7 @@ from steepest.engine.survivors import RecoveredState
 from steepest.messages.message import Peer
 from steepest.recovery.decision import Transition
 from steepest.recovery.starting import Start
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.places import Place
 from steepest.state.stock import Stock
 

@@ -11,7 +11,7 @@ import ray
 
 from steepest.errors import ResourcesError
 from steepest.recovery.starting import Starting
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.ray_private import draining_nodes
 from steepest.runtime.room import Room, check_possible, fitting, may_grow
 from steepest.strategies.strategy import Strategy

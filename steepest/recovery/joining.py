@@ -16,7 +16,7 @@ from steepest.recovery.decision import Transition
 from steepest.recovery.observation import NOTICE_SECONDS, Observation
 from steepest.recovery.starting import Start
 from steepest.recovery.telling import nothing_lost, record_line
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.places import Place
 from steepest.tensors.dtypes import Tensors
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from steepest.errors import ResourcesError
 from steepest.messages.message import Peer
 from steepest.recovery.starting import Starting
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.ray_private import draining_nodes
 from steepest.runtime.room import Room
 

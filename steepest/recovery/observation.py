@@ -20,7 +20,7 @@ from steepest.recovery.decision import Target, World
 from steepest.recovery.growth import Growth, Wanted
 from steepest.recovery.leaving import Leaving
 from steepest.recovery.starting import Reserve, Start, Starting
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.places import kill
 from steepest.state.snapshots import Snapshots
 from steepest.strategies.strategy import Strategy

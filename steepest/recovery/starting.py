@@ -12,7 +12,7 @@ import ray
 from steepest.engine.job import check_agreement
 from steepest.messages.message import Peer, worker_peer
 from steepest.runtime.calls import has_answered, never_ran
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.places import Place, kill
 from steepest.tensors.layout import ChunkSpec
 

@@ -12,8 +12,8 @@ from steepest.engine.survivors import RecoveredState, ServerState, assemble
 from steepest.messages.message import Peer, worker_peer
 from steepest.recovery.change import Change
 from steepest.runtime.calls import has_answered
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.diagnostics import update_error
-from steepest.runtime.launch import Cluster
 from steepest.state.job_state import JobState
 from steepest.state.optimizer_state import OptimizerState
 from steepest.state.snapshots import Snapshots

@@ -29,9 +29,9 @@ from steepest.recovery.observation import NOTICE_SECONDS, Observation
 from steepest.recovery.stocktaking import find_dead, take_stock
 from steepest.recovery.telling import tell
 from steepest.recovery.wishes import Wishes
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.context import change_log
 from steepest.runtime.diagnostics import update_error
-from steepest.runtime.launch import Cluster
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.state.job_state import JobState
 from steepest.state.snapshots import Snapshots

@@ -9,7 +9,7 @@ from steepest.engine.job import Job
 from steepest.errors import listed
 from steepest.messages.message import Peer, worker_peer
 from steepest.recovery.change import Applied, Change
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 
 
 def tell(cluster: Cluster, change: Change, number: int, lost: int) -> None:

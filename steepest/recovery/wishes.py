@@ -8,7 +8,7 @@ from dataclasses import replace
 from steepest.errors import ResourcesError, SteepestError
 from steepest.recovery.growth import Wanted
 from steepest.recovery.observation import Observation
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from steepest.messages.snapshots import Bases
 from steepest.models.names import plainly
 from steepest.optim.spec import ScheduleState
 from steepest.runtime import remote_functions
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.context import Membership
-from steepest.runtime.launch import Cluster
 from steepest.runtime.owner import Moment, owned
 from steepest.state.optimizer_state import OptimizerState
 from steepest.state.row_read import RowRead, read_apart

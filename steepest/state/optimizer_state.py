@@ -20,7 +20,7 @@ from steepest.engine.worker_state import WorkerState, worker_state
 from steepest.optim.portable import is_text
 from steepest.optim.spec import ScheduleState
 from steepest.runtime import remote_functions
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.tensors.dtypes import Tensors
 
 #: Calls a function with these arguments, and the replicas of some workers before them; returns what

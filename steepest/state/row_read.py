@@ -15,7 +15,7 @@ from steepest.checkpoint import files, rows
 from steepest.engine.client import Snapshot
 from steepest.errors import CheckpointError
 from steepest.messages.snapshots import Bases
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.tensors.layout import ParameterLayout
 
 _LOOK_SECONDS, _HURRIED_SECONDS = 0.2, 0.01

@@ -20,7 +20,7 @@ from steepest.engine.job import Job
 from steepest.engine.worker_state import WorkerState
 from steepest.errors import PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.calls import raise_remote
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.state.job_state import JobState
 from steepest.state.stock import Stock, recovered

@@ -10,7 +10,7 @@ from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.files import Record
 from steepest.engine.client import Snapshot
 from steepest.errors import ConfigurationError
-from steepest.runtime.launch import Cluster
+from steepest.runtime.cluster import Cluster
 
 
 def export_table(cluster: Cluster, name: str, since: ExportedTable | None) -> ExportedTable:

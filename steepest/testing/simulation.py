@@ -34,7 +34,6 @@ _TESTING = os.path.join(_PACKAGE, "testing") + os.sep
 _PACKAGES_OF_DRIVERS = tuple(
     f"steepest.{package}" for package in ("runtime", "state", "recovery", "driver")
 )
-_MODULES_OF_DRIVERS = (*_PACKAGES_OF_DRIVERS, "steepest.trainer")  # only there `os` is replaced
 
 
 class Interruption:
@@ -290,7 +289,7 @@ def _replaced(
     try:
         _clear_caches(modules)
         for module in (*modules, *programs):
-            drives = module in programs or module.__name__.startswith(_MODULES_OF_DRIVERS)
+            drives = module in programs or module.__name__.startswith(_PACKAGES_OF_DRIVERS)
             for name, value in list(vars(module).items()):
                 if name.startswith("__") or id(value) not in by_id or (value is os and not drives):
                     continue

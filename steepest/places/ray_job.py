@@ -9,8 +9,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from steepest.errors import ConfigurationError
-from steepest.launch import spot_nodes
-from steepest.launch.program import Program
+from steepest.places import spot_nodes
+from steepest.places.program import Program
 from steepest.validation import require_count
 
 #: Where the files of the ConfigMap, and the volume of checkpoints, are found in the containers.

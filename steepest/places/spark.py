@@ -96,8 +96,8 @@ def _unconnected(
     """Run Ray on Spark; a program in the block connects by RAY_ADDRESS."""
     import ray
 
-    from steepest.launch.ray_on_spark import HOOK, Nodes, started
-    from steepest.launch.spark_checks import check_session, paths_of_nodes
+    from steepest.places.ray_on_spark import HOOK, Nodes, started
+    from steepest.places.spark_checks import check_session, paths_of_nodes
     from steepest.runtime.ray_private import reload_token
 
     require_count("workers", workers)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from steepest.errors import ConfigurationError
-from steepest.launch.ray_on_spark import is_local
+from steepest.places.ray_on_spark import is_local
 
 _MASTERS = "local[n], local-cluster[n,cores,memory], spark://host:port or yarn"
 

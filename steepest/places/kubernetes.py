@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from steepest.errors import ConfigurationError, DeadlineError
-from steepest.launch import spot_nodes
-from steepest.launch.program import (
+from steepest.places import spot_nodes
+from steepest.places.program import (
     add_program_arguments,
     job_name,
     pairs_of,
     program_of,
     write,
 )
-from steepest.launch.ray_job import Job, Pods, manifests
+from steepest.places.ray_job import Job, Pods, manifests
 
 _KUBECTL_SECONDS = 60.0
 

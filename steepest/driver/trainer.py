@@ -34,8 +34,8 @@ from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, Stats, StepResult
 from steepest.recovery.supervisor import Supervisor
 from steepest.runtime import remote_functions
+from steepest.runtime.cluster import Cluster
 from steepest.runtime.deaths import persistently
-from steepest.runtime.launch import Cluster
 from steepest.runtime.process import WorkerView
 from steepest.runtime.remote_functions import name_of
 from steepest.runtime.room import worker_bundle

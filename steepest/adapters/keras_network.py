@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 import torch
 
+from steepest.adapters.keras_optimizers import read_optimizer as read_optimizer
+from steepest.adapters.keras_variables import KerasVariables, as_torch
 from steepest.errors import ConfigurationError, ModelError
-from steepest.models.keras_optimizers import read_optimizer as read_optimizer
-from steepest.models.keras_variables import KerasVariables, as_torch
 
 _MEAN_BY_WEIGHT = "mean_with_sample_weight"
 _MEANS = ("sum_over_batch_size", "mean", _MEAN_BY_WEIGHT)

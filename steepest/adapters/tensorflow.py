@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from steepest.adapters.tf_dataset import TensorFlowDataset
 from steepest.data.protocol import Source
 from steepest.data.sources import as_source
-from steepest.data.tf_dataset import TensorFlowDataset
 from steepest.errors import ConfigurationError, ModelError
 from steepest.models.protocol import (
     Arrive,
@@ -22,7 +22,7 @@ from steepest.models.protocol import (
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
 
 if TYPE_CHECKING:
-    from steepest.models.keras_network import Result
+    from steepest.adapters.keras_network import Result
 
 
 class TensorFlowModel:
@@ -240,7 +240,7 @@ class TensorFlowModel:
 def _import_network() -> Any:
     """Return the modules that need TensorFlow; ConfigurationError: it is not installed."""
     try:
-        from steepest.models import keras_network
+        from steepest.adapters import keras_network
     except ImportError as error:
         raise ConfigurationError(
             f"TensorFlowModel needs TensorFlow and Keras 3 ({error}): pip install "

@@ -22,9 +22,9 @@ from pathlib import Path
 from types import FrameType
 
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
-from steepest.launch.sagemaker_hosts import Follower, Leader, Welcome, follow, interface_address
-from steepest.launch.sagemaker_job import Job, read_job
-from steepest.launch.sagemaker_processes import (
+from steepest.places.sagemaker_hosts import Follower, Leader, Welcome, follow, interface_address
+from steepest.places.sagemaker_job import Job, read_job
+from steepest.places.sagemaker_processes import (
     NodeWatch,
     Program,
     RayNode,

@@ -18,7 +18,7 @@ from pathlib import Path
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 
 _RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
-_NODES = (sys.executable, "-c", "from steepest.launch.sagemaker_nodes import main; main()")
+_NODES = (sys.executable, "-c", "from steepest.places.sagemaker_nodes import main; main()")
 _STOP_SECONDS = 5.0  # that a Ray node has to end by itself
 _SWEEP_SECONDS = 10.0
 _LOOK_SECONDS = 0.2

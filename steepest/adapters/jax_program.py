@@ -24,7 +24,7 @@ Outcome = tuple[Any, dict[str, Any], Any, Any]
 class JaxProgram:
     """A user's loss as compiled functions of arrays, which keep none of them."""
 
-    loss: Callable[..., Any]  # the user's, see `steepest.models.jax.JaxModel`
+    loss: Callable[..., Any]  # the user's, see `steepest.adapters.jax.JaxModel`
     skeleton: Any  # a pytree like the parameters', whose leaves are their names
     # functions of (aux, batch) by name; None for the aux itself
     metrics: Mapping[str, Callable[[Any, Any], Any]] | None

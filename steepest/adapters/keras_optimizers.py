@@ -11,8 +11,7 @@ import keras
 import numpy as np
 import torch
 
-from steepest.errors import ConfigurationError
-from steepest.optim.keras_rules import (
+from steepest.adapters.keras_rules import (
     KerasAdadelta,
     KerasAdagrad,
     KerasAdam,
@@ -24,7 +23,8 @@ from steepest.optim.keras_rules import (
     KerasRule,
     KerasSGD,
 )
-from steepest.optim.keras_schedules import SCHEDULES, KerasSchedule
+from steepest.adapters.keras_schedules import SCHEDULES, KerasSchedule
+from steepest.errors import ConfigurationError
 from steepest.optim.spec import OptimizerSpec
 
 log = logging.getLogger(__name__)

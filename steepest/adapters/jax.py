@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from steepest.adapters.jax_arrays import on_cpu, path_name, to_numpy, to_torch, torch_dtype
+from steepest.adapters.optax_rules import optax_spec
 from steepest.data.protocol import Source
 from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError, ModelError
@@ -19,8 +21,6 @@ from steepest.models.protocol import (
     checked_metrics,
     checked_weight,
 )
-from steepest.optim.jax_arrays import on_cpu, path_name, to_numpy, to_torch, torch_dtype
-from steepest.optim.optax_rules import optax_spec
 from steepest.optim.spec import OptimizerSpec
 from steepest.tensors.dtypes import same_bits
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
@@ -29,7 +29,7 @@ from steepest.validation import require_number
 import jax  # isort: skip - the modules above say what to install where it is missing
 import numpy as np
 
-from steepest.models.jax_program import JaxProgram, Outcome
+from steepest.adapters.jax_program import JaxProgram, Outcome
 
 
 class JaxModel:
@@ -137,7 +137,7 @@ class JaxModel:
             loss: called as ``loss(output, target)``, returns the batch's mean.
             settings: further arguments of `JaxModel`; metrics are functions of (output, target).
         """
-        from steepest.models.flax import parts_of
+        from steepest.adapters.flax import parts_of
 
         params, state, run = parts_of(module, variables, loss)
         metrics = settings.pop("metrics", None) or {}

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from steepest.errors import ConfigurationError
-from steepest.launch.program import Program, add_program_arguments, job_name, program_of, write
+from steepest.places.program import Program, add_program_arguments, job_name, program_of, write
 from steepest.validation import require_count
 
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
