@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.loop.calls import epochs as epochs
     from steepest.loop.calls import prepare as prepare
     from steepest.loop.calls import rank as rank
+    from steepest.loop.calls import register as register
     from steepest.loop.calls import report as report
     from steepest.loop.calls import size as size
     from steepest.loop.calls import weight as weight
@@ -133,6 +134,7 @@ _MODULES = {
     "epochs": "loop.calls",
     "prepare": "loop.calls",
     "rank": "loop.calls",
+    "register": "loop.calls",
     "report": "loop.calls",
     "run": "loop.run",
     "size": "loop.calls",

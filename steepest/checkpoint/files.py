@@ -33,6 +33,7 @@ from steepest.optim.portable import unpack
 from steepest.storage.blocks import Progress, no_progress
 from steepest.storage.files import storage_of
 from steepest.storage.places import Place, StorageError, place_of
+from steepest.tensors.dtypes import LOOP_STATE
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.safetensors_file import read_tensors, write_tensors
 from steepest.validation import (
@@ -189,7 +190,9 @@ class JobSignature:
             )
         wanted = {entry.name: (entry.shape, entry.dtype) for entry in self.layout.entries}
         wanted |= {
-            name: (tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers.items()
+            name: (tuple(buffer.shape), buffer.dtype)
+            for name, buffer in self.buffers.items()
+            if name != LOOP_STATE
         }
         found = {name: (tuple(value.shape), value.dtype) for name, value in saved.weights.items()}
         for name in sorted(wanted.keys() | found.keys()):
@@ -264,9 +267,9 @@ def gather(
     replicas = {
         f"{i}/{name}": value for i, state in enumerate(states) for name, value in state.items()
     }
-    return Checkpoint(
-        owner.layout.named(weights) | dict(owner.buffers), state, {**replicas, **apart}, about
-    )
+    buffers = {name: value for name, value in owner.buffers.items() if name != LOOP_STATE}
+    named = owner.layout.named(weights) | buffers
+    return Checkpoint(named, state, {**replicas, **apart}, about)
 
 
 def assemble(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from steepest.engine.replicas import Replicas
-from steepest.tensors.dtypes import Tensors, merge_replicas
+from steepest.tensors.dtypes import LOOP_STATE, Tensors, furthest, merge_replicas
 
 
 def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
@@ -25,5 +25,11 @@ def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
 def mean_states(states: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float]) -> Tensors:
     """Return one state merged from replicas', by weight (`steepest.tensors.dtypes.merge_replicas`)."""
     return Tensors(
-        (name, merge_replicas([state[name] for state in states], weights)) for name in states[0]
+        (
+            name,
+            furthest(state[name] for state in states)
+            if name == LOOP_STATE
+            else merge_replicas([state[name] for state in states], weights),
+        )
+        for name in states[0]
     )

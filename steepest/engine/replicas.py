@@ -281,6 +281,17 @@ class Replicas:
             for model in self.models:
                 model.load_state(state)
 
+    @property
+    def follow_commits(self) -> bool:
+        """Whether models are told of commits, see `go_on`."""
+        return not self.leased and hasattr(self.models[0], "go_on")
+
+    def go_on(self, version: int) -> None:
+        """Tell models that do more than to compute gradients that all weights of a version are here, see `Model`."""
+        if self.follow_commits:
+            for model in self.models:
+                model.go_on(version)  # type: ignore[attr-defined]
+
     def _next_batch(self, number: int, replica: int, micro: int, count: int) -> Any:
         """Return the next micro-batch of one replica on this worker, of `count` that are not empty in the share."""
         kept, source, places = self._batches[replica], self.models[replica].data, self._places
@@ -413,6 +424,7 @@ class Replicas:
         places = self.places(number)
         if not places:
             arrive(None)
+            self._tell_place((number, 0, 0), empty=True)
             self._nothing(chunk_ready)
         if self._ahead is not None and places:
             self._ahead.before(places[0][0], self.models)
@@ -423,6 +435,17 @@ class Replicas:
         if self.rows is not None:
             self.rows.end_share(chunk_ready)
         return result
+
+    def _tell_place(self, place: Place, *, empty: bool = False) -> None:
+        """Tell a model of the place of its next batch, if it asks for that; see `Model`."""
+        replica = place[1]
+        if (take := getattr(self.models[replica], "take_place", None)) is not None:
+            where = self._places.where(place)
+            take(
+                where._replace(empty=empty, leased=self.leased),
+                self.first_index + replica,
+                self._replicas,
+            )
 
     def _nothing(self, chunk_ready: ChunkReady) -> None:
         """Call `chunk_ready` without a gradient for an empty share's chunks."""
@@ -448,8 +471,7 @@ class Replicas:
                 self.models[replica],
                 self._places.share_of(place, places if self._is_update else None),
             )
-            if (take := getattr(self.models[replica], "take_place", None)) is not None:
-                take(self._places.where(place), self.first_index + replica, self._replicas)
+            self._tell_place(place)
             if self._devices[replica].type != "cpu":
                 arrive(None)  # the model computes with copies on its device
                 arrive = all_here

@@ -41,9 +41,12 @@ class SamplePlaces:
 
     def where(self, place: Place) -> Where:
         """Return the step and epoch of a batch."""
-        step = self.step_of(place[0])
-        epoch = None if self.plan is None else self.plan.position(step).epoch
-        return Where(step, epoch, place[2])
+        step, part = self.step_of(place[0]), (self.part_of(place), self._parts)
+        if self.plan is None:
+            return Where(step, None, part)
+        position = self.plan.position(step)
+        last = self.plan.end_of(position.epoch) == step + 1
+        return Where(step, position.epoch, part, position.ranges, last)
 
     def indices(self, place: Place) -> Iterator[Indices]:
         """Yield the samples of a replica's batches from that of a place on; nothing without a plan."""

@@ -280,6 +280,8 @@ class Worker:
         return (
             self._between.wait is not None
             and pushed
+            # a user's loop goes on with all of the weights alone, and a copy of its state is as of then
+            and not (self._calls.are_exact and self._replicas.follow_commits)
             and self._exchange.arriving == (self.generation, self.version + 1)
         )
 
@@ -365,6 +367,8 @@ class Worker:
             if not self._stepping:
                 self._waited = time.perf_counter() - self._pushed_at if self._pushed_at else 0.0
             self._replicas.weights_changed()
+            if not self._stepping:
+                self._replicas.go_on(version)
             self._run_calls()
 
     def _run_calls(self, begins: int = -1) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from steepest.errors import ConfigurationError
 from steepest.loop.loaders import SharedLoader, TrainingLoader
 from steepest.loop.model import LoopModel
-from steepest.loop.session import Prepared, Session, current
+from steepest.loop.session import Kept, Prepared, Session, current
 from steepest.models.step_size import step_size
 from steepest.validation import require_count
 
@@ -67,7 +67,7 @@ def prepare(*objects: Any) -> Any:
                 f"steepest.prepare() was given a {type(scheduler).__name__} of another optimizer: give that of the "
                 "optimizer beside it"
             )
-    if session.prepared is not None:
+    if session.is_prepared:
         raise ConfigurationError(
             "steepest.prepare() was called twice: give it everything in one call, before the loop"
         )
@@ -87,6 +87,29 @@ def _require_one(what: str, found: list[Any]) -> None:
         raise ConfigurationError(
             f"steepest.prepare() was given {many} {what}: give {_ORDER}{later}"
         )
+
+
+def register(**objects: Any) -> Any:
+    """Keep things with the job's state: in snapshots, checkpoints, and for workers that join later.
+
+    Call it before `epochs`, which gives a worker that joins what the others have. What `prepare` was given is kept by
+    itself. What a worker has by itself, not as the others have it, is not for this: a successor gets worker 0's.
+
+    Args:
+        objects: by name: anything with `state_dict` and `load_state_dict`, such as a GradScaler or a module that has
+            the mean of weights; or plain values, such as a best accuracy.
+
+    Returns:
+        An object with these as attributes. To change a plain value, set the attribute.
+
+    Example:
+        >>> kept = register(best=0.0)
+        >>> kept.best = max(kept.best, 0.7)
+        >>> kept.best
+        0.7
+    """
+    session = current()
+    return Kept(objects) if session is None else session.register(objects)
 
 
 def epochs(count: int) -> Iterable[int]:

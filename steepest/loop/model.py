@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -10,10 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from steepest.errors import ConfigurationError, ModelError
+from steepest.loop.kept import pack, unpack
 from steepest.loop.session import Batch, Progress, Session
 from steepest.models.protocol import Arrive, Computed, Ready, Where, all_here
 from steepest.models.step_size import step_size
 from steepest.models.torch import TorchModel
+from steepest.tensors.dtypes import LOOP_STATE
 
 
 class LoopModel(TorchModel):
@@ -36,7 +38,7 @@ class LoopModel(TorchModel):
     ) -> None:
         super().__init__(module, data=loader, optimizer=lambda _: optimizer)
         self.session = session
-        self._where = Where(0, 0, 0)
+        self._where = Where(0, 0, (0, 1))
         if self.tables:
             raise ConfigurationError(
                 "embedding tables (steepest.Embedding) in a loop of your own are not supported yet: train them with "
@@ -59,8 +61,10 @@ class LoopModel(TorchModel):
 
     def take_place(self, where: Where, replica: int, replicas: int) -> None:
         """Note the place of the next batch, and which of the workers this is."""
-        self._where = where
         self.session.rank, self.session.size = replica, replicas
+        if where.empty:
+            self.session.pass_by(where)
+        self._where = where
 
     def _follow(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Leave gradients where the user's own backward passes put them."""
@@ -76,6 +80,10 @@ class LoopModel(TorchModel):
         arrive(None)
         assert self._share is not None
         session, samples = self.session, self._share.samples
+        if session.is_undone(self._where):
+            buffers = super().state()
+            session.begin_anew(session.state())
+            super().load_state(buffers)
         with self._writes.refused():
             stepped = session.compute(Batch(self._to_device(batch), self._where, samples))
         self._weight = session.weight if stepped else 0.0
@@ -92,9 +100,59 @@ class LoopModel(TorchModel):
             float(session.loss), self._weight, 0 if session.has_ended else samples, found
         )
 
+    def go_on(self, version: int) -> None:
+        """Let the loop go on behind `optimizer.step()` when its update is committed and all weights are here."""
+        try:
+            with self._writes.refused():
+                self.session.committed(version)
+        except ModelError as error:
+            self.session.fail(error)
+
+    def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Move the parameters into flat vectors; gradients that the loop has computed stay its own."""
+        kept = {name: parameter.grad for name, parameter in self._parameters.items()}
+        super().bind(weights, gradients)
+        for name, gradient in kept.items():
+            self._parameters[name].grad = gradient
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return buffers and the like, and the state of the loop."""
+        return {**super().state(), LOOP_STATE: pack(self.session.state(), self.session.batches)}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set the values that `state` returned; a loop that stands elsewhere in the job is begun anew."""
+        own = dict(state)
+        if (packed := own.pop(LOOP_STATE, None)) is not None:
+            self.session.load(unpack(packed))
+        super().load_state(own)
+
+    def adopt(self, other: LoopModel) -> None:
+        """Become the replica of a module that the user's function has made anew; the job's weights stay.
+
+        Raises:
+            ModelError: it is not like the one before.
+        """
+        before, now = (
+            [(e.name, e.shape, e.dtype) for e in m.layout.entries] for m in (self, other)
+        )
+        if sorted(before) != sorted(now) or self._trainable != other._trainable:
+            raise ModelError(
+                "the function has made another model when it began anew: let it make the same one each time"
+            )
+        staying = (
+            *("session", "layout", "optimizer_spec", "data", "batch_size"),
+            *("_where", "_device", "_vector", "_gradients"),
+        )
+        vars(self).update({**vars(other), **{name: vars(self)[name] for name in staying}})
+        self.optimizer_state = None
+        self.module.to(self._device)
+        if self._vector is not None:
+            self.move(self._vector)
+
     def advance(self, epoch: int) -> Progress:
         """Let the user's function go on between two steps, see `Session.advance`."""
-        return self.session.advance(epoch)
+        with self._writes.refused():
+            return self.session.advance(epoch)
 
     def look_ahead(self, batch: Any) -> None:
         """Look at nothing: only the loop knows what it does with a batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,6 +60,35 @@ class Progress:
     reports: list[Reported] = field(default_factory=list)
 
 
+class Kept:
+    """What a user keeps with the job's state; plain values are attributes, which may be set."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        vars(self).update(objects)
+        for name, value in objects.items():
+            if hasattr(value, "state_dict") != hasattr(value, "load_state_dict"):
+                raise ConfigurationError(
+                    f"steepest.register({name}=...) was given a {type(value).__name__}, which has one of state_dict() "
+                    "and load_state_dict(): give an object with both, or plain values"
+                )
+
+    def state(self) -> dict[str, Any]:
+        """Return the states of all objects, and the values."""
+        return {
+            name: value.state_dict() if hasattr(value, "state_dict") else value
+            for name, value in vars(self).items()
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Set what `state` returned; what has another name now is left out."""
+        for name in vars(self).keys() & state.keys():
+            value = vars(self)[name]
+            if hasattr(value, "load_state_dict"):
+                value.load_state_dict(state[name])
+            else:
+                vars(self)[name] = state[name]
+
+
 @dataclass(frozen=True)
 class Prepared:
     """What a user has given to `prepare`.
@@ -73,6 +102,14 @@ class Prepared:
     model: Any
     optimizer: torch.optim.Optimizer
     schedulers: Sequence[LRScheduler | ReduceLROnPlateau]
+
+    def set_groups(self, changed: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer's groups the hyperparameters that they were made with, but for the changed ones."""
+        spec = self.model.optimizer_spec
+        for (_, own), now, group in zip(
+            spec.groups, changed, self.optimizer.param_groups, strict=True
+        ):
+            group.update({**own, **now})
 
     def check_groups(self) -> None:
         """Check that the optimizer has the parameters that it had, and trains the same; else ConfigurationError."""
@@ -106,6 +143,16 @@ class Session:
     def __init__(self, function: Callable[[], Any], rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.prepared: Prepared | None = None
+        self._function = function
+        self._arriving: dict[str, Any] | None = None  # a state, until the loop is entered
+        self._report_count = 0
+        self._reports: list[Reported] = []
+        self._ticks: list[_Ticks] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        """Begin with a function that has not run yet."""
+        self._turns = Turns(self._run, f"steepest loop {self.rank}")
         # of the last step, by parameter group: what differs from the optimizer as it was given to `prepare`
         self.hyper: list[dict[str, Any]] | None = None
         self.weight = 0.0  # of the batches of the last step, or of the step in progress
@@ -113,21 +160,24 @@ class Session:
         self.loss = torch.tensor(torch.nan)  # whose backward() was called last
         self.fresh: dict[str, float] = {}  # what was reported since the last step
         self.batches = 0  # that the loop has taken
-        self._function = function
-        self._turns = Turns(self._run, f"steepest loop {rank}")
         self._asked: Ask | None = None
+        self._error: BaseException | None = None  # that it has raised, or with which it has ended
         self._pending: Batch | None = None
         self._taken: Batch | None = None  # the last batch that the loop took
         self._epochs: int | None = None
         self._epoch = 0  # in which the loop is
-        self._job_epoch = 0  # of the job's next step, as the driver has said
+        self._next_epoch = 0  # of the job's next step, as far as it is known
         self._stepped = False  # whether the last batch's step was taken
         self._since_report = 0  # samples
-        self._reports: list[Reported] = []
-        self._report_count = 0
-        self._ticks: list[_Ticks] = []
+        self._kept: Kept | None = None
+        self._passed = 0  # steps of the job of which the loop has seen the end
 
     # -- for the worker's thread ---------------------------------------------------------------
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the function has called `prepare` since it began."""
+        return self._asked is not None
 
     @property
     def has_ended(self) -> bool:
@@ -141,7 +191,8 @@ class Session:
             ConfigurationError: it has returned without that. What the function raises is raised too.
         """
         self._go_on()
-        if self.prepared is None:
+        self._raise_error()
+        if self._asked is not Ask.BEGIN or self.prepared is None:
             raise ConfigurationError(
                 "the function that trains returned without calling steepest.prepare(model, optimizer, loader): "
                 "call it before the loop"
@@ -151,12 +202,41 @@ class Session:
     def compute(self, batch: Batch) -> bool:
         """Let the loop go on with a batch; return whether it has taken a step of the optimizer.
 
-        It has not where it asks for another batch before, or has ended. What the function raises is raised.
+        It has not where it asks for another batch before, or has ended. What the function raises is raised. If the
+        batch is that of the step that the loop awaits, its gradients serve again.
         """
+        taken = None if self._taken is None else self._taken.where
+        if self._asked is Ask.COMMIT and taken == batch.where:
+            return True
         if self._stepped:
             self.weight, self.samples, self._stepped = 0.0, 0, False
         self._pending = batch
-        return self._go_on() is Ask.COMMIT
+        self._go_on()
+        self._raise_error()
+        return self._asked is Ask.COMMIT
+
+    def is_undone(self, where: Where) -> bool:
+        """Return whether the loop has to begin anew: the step that it awaits was dealt out in another way."""
+        taken = None if self._taken is None else self._taken.where
+        return taken is not None and taken != where and not where.follows(taken)
+
+    def pass_by(self, where: Where) -> None:
+        """Note that the worker has no samples in the job's next step."""
+        self._passed = max(self._passed, where.step + 1)
+        self._see(where)
+
+    def committed(self, steps: int) -> None:
+        """Let the loop go on where it awaits the commit of a step that is one of so many, or the end of an epoch.
+
+        What the function raises meanwhile is raised by the next `compute` or `advance`.
+        """
+        awaited = self._taken is not None and self._taken.where.step < steps
+        if (self._asked is Ask.COMMIT and awaited) or (self._asked is Ask.BATCH and self._is_over):
+            self._go_on()
+
+    def fail(self, error: BaseException) -> None:
+        """Have the next `compute` or `advance` raise an error."""
+        self._error = self._error or error
 
     def advance(self, epoch: int) -> Progress:
         """Between two steps, let the function go on up to where it needs the next batch, or to its end.
@@ -164,26 +244,81 @@ class Session:
         Args:
             epoch: of the job's next step.
         """
-        self._job_epoch = epoch
-        while not self.has_ended and not (self._asked is Ask.BATCH and epoch <= self._epoch):
+        self._next_epoch = max(self._next_epoch, epoch)
+        while self._asked is not None and not (self._asked is Ask.BATCH and not self._is_over):
             self._go_on()
+        self._raise_error()
         reports, self._reports = self._reports, []
         return Progress(self.has_ended, self._epochs, reports)
 
+    def state(self) -> dict[str, Any]:
+        """Return what the loop has to go on with elsewhere, see `load`."""
+        if self._arriving is not None:
+            return self._arriving
+        kept = {} if self._kept is None else self._kept.state()
+        return {
+            "step": self._steps,
+            "batches": self.batches,
+            "reports": self._report_count,
+            "since": self._since_report,
+            "kept": kept,
+            **self._scheduled(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state: a function that stands elsewhere in the job is begun anew.
+
+        Args:
+            state: as `state` returned it in this or another worker.
+        """
+        if self._asked is not Ask.BEGIN:
+            if state["step"] == self._steps:
+                return
+            self.begin_anew(state)
+        self._arriving = state
+
+    def begin_anew(self, state: dict[str, Any]) -> None:
+        """End the function where it is, and run it again up to `prepare`, to go on from a state."""
+        self._turns.end(SetBack())
+        self._reset()
+        self._arriving = state
+        self._reports = [each for each in self._reports if each.number < state["reports"]]
+        self.begin()
+
+    @property
+    def _steps(self) -> int:
+        """The number of the job's steps after which the loop is, with all that it does after a step."""
+        if self._taken is None:
+            return self._passed
+        taken = self._taken.where.step
+        return taken if self._asked is Ask.COMMIT else max(taken + 1, self._passed)
+
+    def _scheduled(self) -> dict[str, Any]:
+        """Return the states of schedulers, and what they have set."""
+        if self.prepared is None:
+            return {"schedulers": [], "groups": []}
+        groups = self.prepared.optimizer.param_groups
+        return {
+            "schedulers": [each.state_dict() for each in self.prepared.schedulers],
+            "groups": self.prepared.model.optimizer_spec.changed(groups),
+        }
+
     def end(self) -> None:
         """End the function where it stands."""
-        self._turns.end(LoopEnded())
+        self._turns.end(SetBack())
 
-    def _go_on(self) -> Ask | None:
-        """Give the turn to the function; return what it asks for, or None if it has ended."""
+    def _go_on(self) -> None:
+        """Give the turn to the function, until it asks for something or has ended."""
         asked = self._turns.resume()
         if isinstance(asked, Ended):
             self._asked = self._pending = None
-            if asked.error is not None:
-                raise asked.error
-            return None
-        self._asked = asked
-        return self._asked
+            self._error = self._error or asked.error
+        else:
+            self._asked = asked
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     # -- for the user's thread -----------------------------------------------------------------
 
@@ -196,10 +331,9 @@ class Session:
 
     def prepare(self, prepared: Prepared) -> None:
         """Take what the user has prepared, and wait for the job."""
-        if self.prepared is not None:
-            raise ConfigurationError(
-                "steepest.prepare() was called twice: give it everything in one call, before the loop"
-            )
+        if self.prepared is not None and self._arriving is not None:  # the function has begun anew
+            self.prepared.model.adopt(prepared.model)
+            prepared = replace(prepared, model=self.prepared.model)
         self.prepared = prepared
         optimizer: Any = prepared.optimizer
         optimizer.step = self._step_function()
@@ -221,13 +355,54 @@ class Session:
             )
         self._epochs = count
         pending = self._pending
-        self._epoch = self._job_epoch if pending is None else pending.where.epoch or 0
-        before = -1 if pending is None else pending.where.step - 1
+        self._epoch = self._next_epoch if pending is None else pending.where.epoch or 0
+        if self._arriving is not None:
+            self._take(self._arriving)
+        before = self._passed - 1 if pending is None else pending.where.step - 1
         for ticks in self._ticks:
             ticks.begin(before)
         while self._epoch < count:
             yield self._epoch
             self._epoch += 1
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        """Set what has arrived, now that all is there of which it is the state."""
+        self._arriving = None
+        self._passed, self._report_count = state["step"], state["reports"]
+        self._since_report = state["since"]
+        self.batches = state["batches"]
+        assert self.prepared is not None
+        prepared = self.prepared
+        if state["groups"]:
+            for scheduler, own in zip(prepared.schedulers, state["schedulers"], strict=True):
+                scheduler.load_state_dict(own)
+            prepared.set_groups(state["groups"])
+        if self._kept is not None:
+            self._kept.load(state["kept"])
+
+    def register(self, objects: Mapping[str, Any]) -> Kept:
+        """Take what is kept with the job's state."""
+        if self._kept is not None:
+            raise ConfigurationError(
+                "steepest.register() was called twice: give it everything in one call, before steepest.epochs()"
+            )
+        if self._epochs is not None:
+            raise ConfigurationError(
+                "steepest.register() in the loop: call it before steepest.epochs(), where a worker that joins later is "
+                "given what was kept"
+            )
+        self._kept = Kept(objects)
+        return self._kept
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the epoch in which the loop is has no further batch."""
+        return self._next_epoch > self._epoch
+
+    def _see(self, where: Where) -> None:
+        """Note what the place of a step says of the epoch after it."""
+        if where.epoch is not None:
+            self._next_epoch = max(self._next_epoch, where.epoch + where.is_last)
 
     def next_batch(self) -> Any:
         """Return the next batch of the present epoch; StopIteration at its end."""
@@ -237,7 +412,7 @@ class Session:
                 "around the loop, so that a worker that joins later knows where the job is"
             )
         while self._pending is None:
-            if self._job_epoch > self._epoch:
+            if self._is_over:
                 raise StopIteration
             self._turns.ask(Ask.BATCH)
         pending = self._pending
@@ -250,6 +425,7 @@ class Session:
                 "batches of an epoch, or return"
             )
         self._pending, self._taken = None, pending
+        self._see(pending.where)
         self.batches += 1
         self.samples += pending.samples
         self.weight += pending.samples
@@ -313,8 +489,8 @@ class Session:
         self.fresh |= found
 
 
-class LoopEnded(BaseException):
-    """Ends a user's function whose worker has another task, or none; not an `Exception`, lest it is handled."""
+class SetBack(BaseException):
+    """Ends a user's function, which begins anew if its job is set back; not an `Exception`, lest it is handled."""
 
 
 class _Ticks:
@@ -326,9 +502,12 @@ class _Ticks:
 
     def __init__(self, session: Session, scheduler: LRScheduler | ReduceLROnPlateau) -> None:
         self._session = session
-        self._step: Callable[..., None] = scheduler.step
+        own = type(scheduler)
+        self._step: Callable[..., None] = partial(own.step, scheduler)
         self._at, self._batches = -1, 0  # at its last step: the job's, and the worker's batches
-        vars(scheduler)["step"] = self.tick
+        # an attribute of the scheduler's own would be part of its state_dict()
+        ticking = {"step": lambda _, *arguments, **named: self.tick(*arguments, **named)}
+        scheduler.__class__ = type(own.__name__, (own,), ticking)
 
     def begin(self, step: int) -> None:
         """Begin to count after a step of the job."""

@@ -54,7 +54,19 @@ class Where(NamedTuple):
 
     step: int  # the number of steps before
     epoch: int | None  # None where the data choose their own batches
-    micro: int  # number of the batch among those that a replica has in a step
+    part: tuple[int, int]  # which of how many batches of the step it is
+    # parts of the epoch's permutation that the step takes
+    ranges: tuple[tuple[int, int], ...] = ()
+    is_last: bool = False  # whether the step is the last one of its epoch
+    empty: bool = False  # whether the replica has no samples in the step
+    leased: bool = False  # whether the batch is of an update by itself, and steps come in any order
+
+    def follows(self, before: Where) -> bool:
+        """Return whether the batch may be the next one after another, all steps before it being committed."""
+        if self.leased or self.step > before.step:
+            return True
+        same = self.step == before.step and self.ranges == before.ranges
+        return same and self.part == (before.part[0] + 1, before.part[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +164,10 @@ class Model(Protocol):
     batches, of which only the batch itself can say how many samples it has.
 
     One that follows its place in the data has a method `take_place(where, replica, replicas)`, called
-    before each batch that it computes with a `Where`, its number and that of all replicas. One whose
+    before each batch that it computes with a `Where`, its number and that of all replicas, and where
+    it has no samples in a step. One that does more than to compute gradients has a method
+    `go_on(version)`, called when all weights of a version are here and no step is being computed, where
+    every worker contributes to each version, which is then the number of steps committed. One whose
     updates have hyperparameters that no schedule says has them, after each gradient, as `hyper`: by
     parameter group those that differ from `optimizer_spec`; or None.
 

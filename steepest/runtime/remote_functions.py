@@ -14,7 +14,7 @@ from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import ConfigurationError, describe_error
 from steepest.models.protocol import Model
 from steepest.optim.spec import ScheduleState
-from steepest.tensors.dtypes import Tensors
+from steepest.tensors.dtypes import LOOP_STATE, Tensors, furthest
 
 
 def load_buffers(replicas: Replicas, state: Tensors) -> None:
@@ -134,5 +134,7 @@ def continue_from(
 ) -> None:
     """Continue at a checkpoint's place in the data, with its buffers."""
     replicas.use_plan(plan, seed)
+    if loops := [state[LOOP_STATE] for state in states.values() if LOOP_STATE in state]:
+        averaged[LOOP_STATE] = furthest(loops)
     for index, model in enumerate(replicas.models, start=replicas.first_index):
         model.load_state(states[index] if len(states) == total else averaged)

@@ -33,7 +33,7 @@ from steepest.state.optimizer_state import OptimizerState
 from steepest.state.row_read import RowRead, read_apart
 from steepest.state.stock import Stock, recovered
 from steepest.strategies.strategy import Strategy
-from steepest.tensors.dtypes import Tensors
+from steepest.tensors.dtypes import LOOP_STATE, Tensors
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +107,7 @@ class JobState:
         """Return parameters, under all their names, and averaged buffers, as CPU copies."""
         layout = self._cluster.job.description.layout
         state = layout.named(self.snapshot("weights").weights) | self.mean_buffers()
+        state.pop(LOOP_STATE, None)
         return state | {
             alias: state[entry.name] for entry in layout.entries for alias in entry.aliases
         }
@@ -114,6 +115,7 @@ class JobState:
     def load_state_dict(self, state: Mapping[str, torch.Tensor], version: int) -> None:
         """Set all parameters and buffers, see `DistributedSGD.load_state_dict`, as a version."""
         layout, mine = self._cluster.job.description.layout, self.buffers()[0]
+        mine.pop(LOOP_STATE, None)
         state = _tensors("state", state)
         parameters = {name for entry in layout.entries for name in (entry.name, *entry.aliases)}
         own = parameters | mine.keys()

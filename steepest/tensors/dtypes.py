@@ -38,6 +38,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(as_bytes(a), as_bytes(b))
 
 
+#: The name, among the values that a replica changes itself, of a user's loop's state: bytes, whose number changes, and
+#: which are no part of a module's state.
+LOOP_STATE = "steepest/loop"
+
+
+def furthest(states: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the state of the loop that has taken the most batches, of several replicas'; its first bytes say it."""
+    return max(states, key=lambda state: int.from_bytes(state[:8].numpy().tobytes(), "little"))
+
+
 def merge_replicas(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Return one tensor made of several replicas' values of it.
 

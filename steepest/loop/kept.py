@@ -1,0 +1,84 @@
+"""The state of a user's loop as bytes, and back: plain values and tensors, nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from steepest.errors import ConfigurationError
+from steepest.optim.json_values import from_json, to_json
+
+_LENGTH = (
+    8  # bytes of the number of batches, and of that of the bytes of the JSON before the tensors
+)
+
+
+def pack(state: Mapping[str, Any], batches: int = 0) -> torch.Tensor:
+    """Return plain values and tensors, in dicts, lists and tuples, as uint8, see `steepest.tensors.dtypes.furthest`.
+
+    Args:
+        state: by name.
+        batches: that the loop has taken.
+
+    Raises:
+        ConfigurationError: one is something else; it names the entry of `state`.
+
+    Example:
+        >>> unpack(pack({"best": 0.5, "ema": {"w": torch.ones(2)}}))
+        {'best': 0.5, 'ema': {'w': tensor([1., 1.])}}
+    """
+    tensors: list[torch.Tensor] = []
+
+    def number(value: Any) -> int | None:
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(np.ascontiguousarray(value))
+        if not isinstance(value, torch.Tensor):
+            return None
+        tensors.append(value.detach().cpu().contiguous())
+        return len(tensors) - 1
+
+    values = {}
+    for name, value in state.items():
+        try:
+            values[name] = to_json(_plain(value), number)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"the state of {name!r} cannot be kept ({error}): let its state_dict() return numbers, text, tensors, "
+                "and dicts, lists and tuples of these"
+            ) from None
+    about = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+    text = json.dumps([values, about]).encode()
+    parts = [batches.to_bytes(_LENGTH, "little"), len(text).to_bytes(_LENGTH, "little"), text]
+    flat = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
+    return torch.cat([*flat, *(t.reshape(-1).view(torch.uint8) for t in tensors if t.numel())])
+
+
+def unpack(packed: torch.Tensor) -> dict[str, Any]:
+    """Return what `pack` was given; ValueError: `pack` returns no such thing."""
+    raw = packed.contiguous()[_LENGTH:]
+    at = _LENGTH + int.from_bytes(raw[:_LENGTH].numpy().tobytes(), "little")
+    values, about = json.loads(raw[_LENGTH:at].numpy().tobytes())
+    tensors = []
+    for name, shape in about:
+        dtype = getattr(torch, name)
+        tensor = torch.empty(shape, dtype=dtype)
+        end = at + tensor.numel() * tensor.element_size()
+        if tensor.numel():
+            tensor.view(-1).view(torch.uint8).copy_(raw[at:end])
+        tensors.append(tensor)
+        at = end
+    return {name: from_json(value, tensors.__getitem__) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with ordinary dicts in place of their subclasses."""
+    if isinstance(value, dict) and type(value) in (dict, OrderedDict, defaultdict):
+        return {key: _plain(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(each) for each in value)
+    return value

@@ -1,0 +1,166 @@
+"""Processes die while a user's own loop runs: its result is that of one process, each sample once per epoch."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import steepest
+from steepest import AllreduceStrategy, FailureConfig, ParameterServerStrategy
+from steepest.testing.replay import replay
+from steepest.testing.simulation import Simulation, pause, run_config
+from tests.own_loops import BATCH, Parts, Script
+from tests.reference import Task, difference, same_bits, samples, sgd
+from tests.simulated_programs import quiet
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with quiet():
+        yield
+    gc.collect()
+
+
+class Average:
+    """The running mean of a model's weights, updated after each step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self.steps = model, 0
+        self.values = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    def update(self) -> None:
+        self.steps += 1
+        for name, parameter in self._model.named_parameters():
+            self.values[name].mul_(0.7).add_(parameter.detach(), alpha=0.3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        for name, value in state["values"].items():
+            self.values[name].copy_(value)
+
+
+AVERAGES: dict[int, Average] = {}
+KEPT: dict[int, Any] = {}
+
+
+def averaging(parts: Parts, epochs: int) -> None:
+    """A scheduler by step, one by epoch, a mean of weights, and a count, all of which follow each step."""
+    average = Average(parts.model)
+    kept = steepest.register(average=average, count=0, epochs=0)
+    by_step, by_epoch = parts.schedulers
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(parts.model(x), y)
+            loss.backward()
+            pause(random.choice((1e-3, 1e-2)))
+            parts.optimizer.step()
+            by_step.step()
+            average.update()
+            kept.count += 1
+        by_epoch.step()
+        kept.epochs += 1
+        steepest.report(loss=loss)
+    AVERAGES[steepest.rank()], KEPT[steepest.rank()] = average, kept
+
+
+class Two(Script):
+    """With two schedulers, of which one multiplies what the other sets."""
+
+    def _parts(self, loader: Any) -> Parts:
+        parts = super()._parts(loader)
+        by_step = torch.optim.lr_scheduler.MultiplicativeLR(parts.optimizer, lambda _: 0.95)
+        by_epoch = torch.optim.lr_scheduler.StepLR(parts.optimizer, 1, 0.5)
+        parts.schedulers = (by_step, by_epoch)
+        return parts
+
+
+SCRIPT = Two(averaging, optimizer=sgd(momentum=0.9), data=samples(15), epochs=4)
+TASK = Task(optimizer=sgd(momentum=0.9), data=SCRIPT.data, batch_size=BATCH)
+WORKERS = 3
+STRATEGIES: dict[str, Any] = {
+    "ps": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
+    "ps, two copies": ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=64),
+    "allreduce": AllreduceStrategy(chunk_bytes=64),
+    "allreduce, two copies": AllreduceStrategy(replication=2, chunk_bytes=64),
+}
+
+
+def check(strategy: Any, seed: int, deaths: int = 1, workers: int = WORKERS) -> Counter[str]:
+    """Have processes die at moments drawn from a seed; return how often what has happened."""
+    draw = random.Random(seed)
+    AVERAGES.clear()
+    KEPT.clear()
+    simulation = Simulation(seed)
+
+    def strike() -> None:
+        if living := simulation.living():
+            simulation.world.kill(draw.choice(living), "it was killed. connection error code 2.")
+
+    class Deaths(steepest.Callback):
+        """Begins to count events when training begins."""
+
+        def on_fit_begin(self, sgd: Any, steps: int) -> None:
+            for _ in range(deaths):
+                simulation.at_event(draw.randrange(1, 400), strike)
+
+        def on_fit_end(self, sgd: Any) -> None:
+            simulation.forget_faults()
+            sgd.state_dict()  # steps that a death has undone are taken again
+            self.log = sgd.log()
+
+    failure, observer = FailureConfig(snapshot_every=3), Deaths()
+    with simulation.running():
+        found = steepest.run(
+            SCRIPT,
+            num_workers=workers,
+            strategy=strategy,
+            run_config=run_config(failure=failure, keep_log=True),
+            callbacks=[observer],
+            progress=False,
+        )
+        rows = list(found.history.steps)
+        events = Counter(event["event"] for event in found.history.events)
+    averages, kept = dict(AVERAGES), dict(KEPT)
+    assert same_bits(replay(observer.log, TASK.creator()), dict(found.state_dict))
+    for row in rows:
+        if not row["timings"]:
+            continue  # what is known of this step died with the coordinator
+        rate = 0.1 * 0.95 ** (row["step"] - 1) * 0.5 ** row["epoch"]
+        assert row["learning_rate"][0] == pytest.approx(rate)
+    # a worker without samples in a step has not seen it
+    counts = {rank: (each.count, each.epochs) for rank, each in kept.items()}
+    assert max(counts.values()) == (len(rows), SCRIPT.epochs), counts
+    if not {"left", "returned", "resized"} & events.keys():
+        assert difference(dict(found.state_dict), SCRIPT.alone(workers)) < 1e-12
+        for average in averages.values():
+            assert difference(average.values, AVERAGES[0].values) < 1e-12
+    return events
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_without_deaths(strategy: str) -> None:
+    check(STRATEGIES[strategy], 1, deaths=0)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_process_dies(strategy: str, seed: int) -> None:
+    check(STRATEGIES[strategy], seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_processes_die_at_many_moments(strategy: str) -> None:
+    for seed in range(2, 12):
+        check(STRATEGIES[strategy], seed, deaths=1 + seed % 3)
