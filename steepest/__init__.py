@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.engine.commit_log import Commit as Commit
     from steepest.engine.commit_log import CommitLog as CommitLog
     from steepest.engine.commit_log import LoggedPush as LoggedPush
+    from steepest.loop.calls import clip_grad_norm_ as clip_grad_norm_
     from steepest.loop.calls import epochs as epochs
     from steepest.loop.calls import prepare as prepare
     from steepest.loop.calls import rank as rank
@@ -131,6 +132,7 @@ _MODULES = {
     "connect": "models.embedding",
     "ring_allreduce": "collectives.ring",
     "RunResult": "loop.run",
+    "clip_grad_norm_": "loop.calls",
     "epochs": "loop.calls",
     "prepare": "loop.calls",
     "rank": "loop.calls",

@@ -133,3 +133,50 @@ def by_hand(parts: Parts, epochs: int) -> None:
             parts.optimizer.zero_grad()
             nn.functional.mse_loss(parts.model(x), y).backward()
             parts.optimizer.step()
+
+
+def clipping(parts: Parts, epochs: int) -> None:
+    """The whole gradient is clipped by its norm."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            steepest.clip_grad_norm_(parts.model.parameters(), 0.5)
+            parts.optimizer.step()
+
+
+def scaling(parts: Parts, epochs: int) -> None:
+    """Autocast, and a scaler of the loss."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    steepest.register(scaler=scaler)
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(parts.model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(parts.optimizer)
+            scaler.update()
+
+
+def with_token_weights(parts: Parts, epochs: int) -> None:
+    """The loss is the mean over tokens, of which samples have different numbers."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            tokens = (y > 0).double()
+            steepest.weight(tokens.sum().item())
+            parts.optimizer.zero_grad()
+            errors = (parts.model(x) - y).square() * tokens
+            (errors.sum() / tokens.sum().clamp_min(1.0)).backward()
+            parts.optimizer.step()
+
+
+def by_both(parts: Parts, epochs: int) -> None:
+    """A scheduler that is stepped after each step, and once more at the end of an epoch."""
+    (scheduler,) = parts.schedulers
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            parts.optimizer.step()
+            scheduler.step()
+        scheduler.step(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,24 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import steepest
+from steepest.cli.main import main
 from steepest.errors import ConfigurationError, ModelError, ModelRaisedError
 from steepest.loop.session import current
 from steepest.testing.replay import replay
 from steepest.testing.simulation import Simulation, run_config
-from tests.own_loops import BATCH, Parts, Script, accumulating, by_epoch, by_hand, plain
+from tests.own_loops import (
+    BATCH,
+    Parts,
+    Script,
+    accumulating,
+    by_both,
+    by_epoch,
+    by_hand,
+    clipping,
+    plain,
+    scaling,
+    with_token_weights,
+)
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd
 from tests.simulated_programs import quiet
 
@@ -75,6 +89,9 @@ ALIKE = {
         by_epoch, schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     ),
     "rates by hand": Script(by_hand, optimizer=sgd(momentum=0.9)),
+    "clipping": Script(clipping, optimizer=sgd(momentum=0.9)),
+    "a scaler": Script(scaling, optimizer=sgd(momentum=0.9)),
+    "token weights": Script(with_token_weights),
 }
 
 
@@ -82,6 +99,59 @@ ALIKE = {
 def test_what_loops_do_equals_one_process(name: str) -> None:
     script = ALIKE[name]
     assert difference(run(script, 2).weights, script.alone(2)) < 1e-12
+
+
+def test_clipping_by_torch_is_another_thing() -> None:
+    """Without the mean's norm the result is another: the test above can fail."""
+    script = ALIKE["clipping"]
+    assert (
+        difference(run(Script(plain, optimizer=sgd(momentum=0.9)), 2).weights, script.alone(2))
+        > 1e-3
+    )
+
+
+def test_losses_are_in_the_history() -> None:
+    found = run(SCHEDULED, 1)
+    assert all(row["loss"] > 0 for row in found.steps)
+    assert found.steps[-1]["loss"] == found.reports[-1]["loss"]
+
+
+class InterruptedRunError(Exception):
+    """The program is interrupted."""
+
+
+class Interrupts(steepest.Callback):
+    """Interrupts a run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def after_step(self, sgd: Any, result: steepest.StepResult) -> None:
+        if result.step == self._step:
+            raise InterruptedRunError
+
+
+@pytest.mark.parametrize("step", [2, 4, 8])
+@pytest.mark.parametrize("workers", [2, 1])
+def test_the_same_program_continues_from_its_checkpoint(
+    step: int, workers: int, tmp_path: Path
+) -> None:
+    """In the middle of an epoch and at its end, with the same number of workers and with another one."""
+    script = Script(
+        by_both, optimizer=sgd(momentum=0.9), schedule=SCHEDULED.schedule, data=samples(16)
+    )
+    checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
+    with pytest.raises(InterruptedRunError):
+        run(script, 2, checkpoints=checkpoints, callbacks=[Interrupts(step)], global_batch_size=4)
+    found = run(script, workers, checkpoints=checkpoints, global_batch_size=4)
+    assert difference(found.weights, script.alone(2)) < 1e-12
+    rates = [row["learning_rate"][0] for row in found.steps if row["step"] > step]
+    assert rates == pytest.approx([rate_of(each) for each in range(step, 12)])
+
+
+def rate_of(step: int) -> float:
+    """The rate of `by_both` with four steps an epoch."""
+    return float(0.1 * 0.9 ** (step + step // 4))
 
 
 class Logged(steepest.Callback):
@@ -247,6 +317,18 @@ WRONG = {
 def test_wrong_use_is_told_in_words(words: str) -> None:
     with pytest.raises((ModelRaisedError, ConfigurationError, ModelError), match=words):
         run(WRONG[words], 2)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_script_runs_by_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its loop stands at top level, it reads its arguments, and alone it gives the same."""
+    path, found = Path(__file__).parent / "own_loop_script.py", tmp_path / "weights"
+    command = ["run", str(path), "--workers", "2", "--global-batch-size", "4", "--no-progress"]
+    assert main([*command, "--", "--lr", "0.2", "--out", str(found)]) == 0
+    assert "loss: " in capfd.readouterr().out
+    expected = Script(plain, optimizer=sgd(lr=0.2), data=samples(12)).alone(2)
+    assert difference(torch.load(found), expected) < 1e-12
 
 
 @pytest.mark.ray

@@ -137,10 +137,10 @@ def check(strategy: Any, seed: int, deaths: int = 1, workers: int = WORKERS) -> 
         if not row["timings"]:
             continue  # what is known of this step died with the coordinator
         rate = 0.1 * 0.95 ** (row["step"] - 1) * 0.5 ** row["epoch"]
-        assert row["learning_rate"][0] == pytest.approx(rate)
-    # a worker without samples in a step has not seen it
+        assert row["learning_rate"][0] == pytest.approx(rate), row["step"]
     counts = {rank: (each.count, each.epochs) for rank, each in kept.items()}
-    assert max(counts.values()) == (len(rows), SCRIPT.epochs), counts
+    if min(row["samples"] for row in rows) > 1:  # else there are workers that have not seen a step
+        assert set(counts.values()) == {(len(rows), SCRIPT.epochs)}
     if not {"left", "returned", "resized"} & events.keys():
         assert difference(dict(found.state_dict), SCRIPT.alone(workers)) < 1e-12
         for average in averages.values():
@@ -162,5 +162,5 @@ def test_a_process_dies(strategy: str, seed: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_processes_die_at_many_moments(strategy: str) -> None:
-    for seed in range(2, 12):
-        check(STRATEGIES[strategy], seed, deaths=1 + seed % 3)
+    for seed in range(2, 10):
+        check(STRATEGIES[strategy], seed, deaths=1 + seed % 2)

@@ -1,4 +1,4 @@
-"""The `steepest` command: `steepest demo`, `steepest doctor`, `steepest launch`, `steepest --version`.
+"""The `steepest` command: `steepest demo`, `steepest doctor`, `steepest launch`, `steepest run`, `steepest --version`.
 
 `python -m steepest` is the same command.
 """
@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from steepest import __version__
-from steepest.cli import launch
+from steepest.cli import launch, run
 from steepest.config.run import cluster_address
 from steepest.errors import SteepestError
 
@@ -37,15 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor", help="what Ray, torch and devices there are; one step in each strategy"
     )
     launch.add_parser(commands)
+    run.add_parser(commands)
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "demo":
-            from steepest.cli.demo import run
+            from steepest.cli.demo import run as run_demo
 
-            rows = run(chosen.epochs, progress=not chosen.no_progress)
+            rows = run_demo(chosen.epochs, progress=not chosen.no_progress)
             return 0 if all(row.accuracy >= _ENOUGH for row in rows) else 1
         if chosen.command == "launch":
             return launch.run(chosen)
+        if chosen.command == "run":
+            return run.run(chosen)
         return doctor()
     except SteepestError as error:
         print(f"steepest: {error}", file=sys.stderr)

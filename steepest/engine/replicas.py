@@ -261,6 +261,11 @@ class Replicas:
         return getattr(self.models[0], "hyper", None)
 
     @property
+    def clip(self) -> float | None:
+        """The greatest norm of the last gradient's update, where a model says it; see `Model`."""
+        return getattr(self.models[0], "clip_step", None)
+
+    @property
     def vectors(self) -> list[torch.Tensor]:
         """The flat vectors of weights of which the models' parameters are views."""
         return list({id(weights): weights for weights, _ in self._own}.values())

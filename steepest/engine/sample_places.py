@@ -46,7 +46,8 @@ class SamplePlaces:
             return Where(step, None, part)
         position = self.plan.position(step)
         last = self.plan.end_of(position.epoch) == step + 1
-        return Where(step, position.epoch, part, position.ranges, last)
+        more = place[2] + 1 < self.counts(place[0])[place[1]]
+        return Where(step, position.epoch, part, position.ranges, last, more)
 
     def indices(self, place: Place) -> Iterator[Indices]:
         """Yield the samples of a replica's batches from that of a place on; nothing without a plan."""

@@ -514,6 +514,7 @@ class Worker:
             ),
             **stats,
             hyper=self._replicas.hyper,
+            clip=self._replicas.clip,
         )
 
     def _compute_once(self, share: int, version: int) -> WorkerResult:

@@ -152,6 +152,29 @@ def weight(value: float) -> None:
         session.weigh(value)
 
 
+def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
+    """Clip the gradient of the whole batch by its norm, as `torch.nn.utils.clip_grad_norm_` does in one process.
+
+    Call it between backward() and step(). What is clipped is the mean over the workers, where it is applied; torch's
+    own function would clip each worker's gradient by itself. Outside of `steepest.run` it is torch's.
+
+    Args:
+        parameters: all that are trained.
+        max_norm: the greatest norm.
+
+    Returns:
+        The norm of this worker's own gradient.
+
+    Raises:
+        ConfigurationError: a part of the parameters, or no positive number.
+    """
+    session = current()
+    if session is None:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return session.clip_norm(given, max_norm)
+
+
 def rank() -> int:
     """Return the number of this worker, from 0; 0 outside of `steepest.run`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -59,6 +60,11 @@ class LoopModel(TorchModel):
         """The hyperparameters of the last step that differ from those in `prepare`, by group."""
         return self.session.hyper
 
+    @property
+    def clip_step(self) -> float | None:
+        """The greatest norm of the gradient of the last step's update; None for any."""
+        return self.session.clip
+
     def take_place(self, where: Where, replica: int, replicas: int) -> None:
         """Note the place of the next batch, and which of the workers this is."""
         self.session.rank, self.session.size = replica, replicas
@@ -96,9 +102,8 @@ class LoopModel(TorchModel):
                 else:
                     self._write(index, parameter, parameter.grad, view, ready)
         found, session.fresh = session.fresh if metrics else {}, {}
-        return Computed(
-            float(session.loss), self._weight, 0 if session.has_ended else samples, found
-        )
+        loss = sum(each.item() for each in session.losses) if session.losses else math.nan
+        return Computed(loss, self._weight, 0 if session.has_ended else samples, found)
 
     def go_on(self, version: int) -> None:
         """Let the loop go on behind `optimizer.step()` when its update is committed and all weights are here."""

@@ -68,7 +68,8 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
             to `steepest.prepare`, and loops over `steepest.epochs` and the loader. A worker that takes the place of a
             dead one runs it from its beginning, and enters `epochs` where the job is.
         num_workers, strategy, gpu, global_batch_size, seed, run_config, checkpoints: as of `DistributedSGD`. The
-            loader's batch size is that of each worker, unless `global_batch_size` says what all have together.
+            loader's batch size is that of each worker, unless `global_batch_size` says what all have together. With
+            `checkpoints` the same program, started again, goes on where it was.
         callbacks, progress: as of `DistributedSGD.fit`.
 
     Raises:
@@ -90,10 +91,6 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
             'strategy="local" with a loop of your own is not supported yet: give "ps", "allreduce", "async", "ssp" or '
             '"simple"'
         )
-    if checkpoints is not None:
-        raise ConfigurationError(
-            "checkpoints= with a loop of your own is not supported yet: leave it out"
-        )
     reports = Reports()
     with DistributedSGD(
         LoopCreator(function),
@@ -103,14 +100,18 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         global_batch_size=global_batch_size,
         seed=seed,
         run_config=run_config,
+        checkpoints=checkpoints,
     ) as sgd:
-        while (epochs := _advance(sgd, reports)) is not None:
+        begun = 0  # epochs that `fit` was asked for; those of a checkpoint are the first of them
+        while (wanted := _advance(sgd, reports)) is not None:
+            epochs = max(wanted - begun, 1)
+            begun += epochs
             sgd.fit(epochs=epochs, callbacks=[_StopsAtTheEnd(), *callbacks], progress=progress)
         return RunResult(reports.last(), reports.rows(), sgd.history, sgd.state_dict())
 
 
 def _advance(sgd: DistributedSGD, reports: Reports) -> int | None:
-    """Let all functions go on up to where they need batches; return of how many epochs, None if all have ended."""
+    """Let all functions go on up to where they need batches, of so many epochs in all; None if all have ended."""
     epoch = sgd.epoch or 0
     found: list[Progress] = sgd.foreach_model(_Advance(epoch))
     for progress in found:
@@ -119,7 +120,7 @@ def _advance(sgd: DistributedSGD, reports: Reports) -> int | None:
     if not going_on:
         return None
     wanted = {progress.epochs for progress in going_on if progress.epochs is not None}
-    return max(max(wanted, default=epoch + 1) - epoch, 1)
+    return max(max(wanted, default=0), epoch + 1)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from steepest.errors import ConfigurationError
 from steepest.loop.turns import Ended, Turns
 from steepest.models.protocol import Where, checked_metrics, checked_weight
 from steepest.models.scalars import as_number
+from steepest.validation import require_positive
 
 _local = threading.local()
 
@@ -157,7 +159,9 @@ class Session:
         self.hyper: list[dict[str, Any]] | None = None
         self.weight = 0.0  # of the batches of the last step, or of the step in progress
         self.samples = 0  # likewise
-        self.loss = torch.tensor(torch.nan)  # whose backward() was called last
+        # of the last step, or of that in progress: the losses whose backward() was called, and the greatest norm
+        self.losses: list[torch.Tensor] = []
+        self.clip: float | None = None
         self.fresh: dict[str, float] = {}  # what was reported since the last step
         self.batches = 0  # that the loop has taken
         self._asked: Ask | None = None
@@ -210,6 +214,7 @@ class Session:
             return True
         if self._stepped:
             self.weight, self.samples, self._stepped = 0.0, 0, False
+            self.losses, self.clip = [], None
         self._pending = batch
         self._go_on()
         self._raise_error()
@@ -291,7 +296,7 @@ class Session:
         if self._taken is None:
             return self._passed
         taken = self._taken.where.step
-        return taken if self._asked is Ask.COMMIT else max(taken + 1, self._passed)
+        return taken if self._asked is Ask.COMMIT else max(self.at_step + 1, self._passed)
 
     def _scheduled(self) -> dict[str, Any]:
         """Return the states of schedulers, and what they have set."""
@@ -324,6 +329,7 @@ class Session:
 
     def _run(self) -> Any:
         _local.session = self
+        _watch_losses()
         try:
             return self._function()
         finally:
@@ -358,7 +364,8 @@ class Session:
         self._epoch = self._next_epoch if pending is None else pending.where.epoch or 0
         if self._arriving is not None:
             self._take(self._arriving)
-        before = self._passed - 1 if pending is None else pending.where.step - 1
+        arrived = self._passed > 0 or pending is None
+        before = (self._passed if arrived or pending is None else pending.where.step) - 1
         for ticks in self._ticks:
             ticks.begin(before)
         while self._epoch < count:
@@ -475,10 +482,25 @@ class Session:
         self._stepped = True
         self._turns.ask(Ask.COMMIT)
 
+    def clip_norm(self, parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
+        """Have the mean gradient of all workers clipped by its norm; return that of this worker's own."""
+        given = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        groups = [] if self.prepared is None else self.prepared.optimizer.param_groups
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        if given != {id(parameter) for parameter in trained}:
+            raise ConfigurationError(
+                "steepest.clip_grad_norm_() was given a part of the parameters: the norm is that of the whole "
+                "gradient; give model.parameters()"
+            )
+        self.clip = require_positive("max_norm", most)
+        return torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+
     @property
     def at_step(self) -> int:
-        """The number of the job's step of the last batch that was taken; -1 before the first."""
-        return -1 if self._taken is None else self._taken.where.step
+        """The number of the job's last step of which the loop has taken all batches; -1 before the first."""
+        if self._taken is None:
+            return -1
+        return self._taken.where.step - self._taken.where.has_more
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Take values of the user's, for the driver."""
@@ -527,6 +549,23 @@ def current() -> Session | None:
     """Return the session in whose function the calling thread is; None outside of any."""
     session: Session | None = getattr(_local, "session", None)
     return session
+
+
+def _watch_losses() -> None:
+    """Have sessions see the losses whose backward pass runs, for the job's history."""
+    original: Any = torch.Tensor.backward
+    if hasattr(original, "_steepest"):
+        return
+
+    @functools.wraps(original)
+    def backward(loss: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        session = current()
+        if session is not None and loss.dim() == 0:
+            session.losses.append(loss.detach())
+        return original(loss, *arguments, **named)
+
+    backward.__dict__["_steepest"] = True
+    setattr(torch.Tensor, "backward", backward)  # noqa: B010 - a type checker would refuse it
 
 
 def _number(value: Any) -> Any:

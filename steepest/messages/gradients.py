@@ -164,6 +164,8 @@ class Report(Body):
     # for each parameter group, the hyperparameters of a worker's own loop that differ from the optimizer's own; None
     # where none does, or the worker has no loop of its own
     hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
+    # the greatest norm of this update's gradient, as a worker's own loop says it; None for that of the job, if any
+    clip: Annotated[float | None, NUMBER] = None
 
 
 @dataclass(frozen=True)

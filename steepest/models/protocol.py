@@ -58,7 +58,8 @@ class Where(NamedTuple):
     # parts of the epoch's permutation that the step takes
     ranges: tuple[tuple[int, int], ...] = ()
     is_last: bool = False  # whether the step is the last one of its epoch
-    empty: bool = False  # whether the replica has no samples in the step
+    has_more: bool = False  # whether the replica has further batches in the step
+    empty: bool = False  # whether it has no samples in the step
     leased: bool = False  # whether the batch is of an update by itself, and steps come in any order
 
     def follows(self, before: Where) -> bool:
@@ -169,7 +170,8 @@ class Model(Protocol):
     `go_on(version)`, called when all weights of a version are here and no step is being computed, where
     every worker contributes to each version, which is then the number of steps committed. One whose
     updates have hyperparameters that no schedule says has them, after each gradient, as `hyper`: by
-    parameter group those that differ from `optimizer_spec`; or None.
+    parameter group those that differ from `optimizer_spec`; or None. So it is with `clip_step`, the
+    greatest norm of that update's gradient.
 
     One that asks for clipping has a number `clip_norm`, the greatest norm of a gradient where the
     strategy says none. What its user should know is a text `notice`, which the driver logs once.

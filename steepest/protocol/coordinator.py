@@ -27,6 +27,7 @@ from steepest.protocol.push_tracking import (
     StagedEach,
     StagedTogether,
     clip_factor,
+    clip_told_by,
     told_by,
 )
 from steepest.protocol.rates import with_rates
@@ -265,9 +266,6 @@ class Coordinator:
         staleness = {push.worker: state.version - push.pulled for push in pushes}
         rate = 1.0 / max(1, *staleness.values()) if self._scale_rate else 1.0
         norm = state.staging.norm(pushes)
-        clip = 1.0
-        if norm is not None and self._clip_norm is not None and not skip:
-            clip = clip_factor(norm, self._clip_norm)
         reports = state.staging.take(pushes)
         try:
             told = told_by(reports)
@@ -278,6 +276,9 @@ class Coordinator:
             )
         except BaseException as error:  # noqa: BLE001 - the user's; sent to the driver
             return self.membership.refuse(pushes, "schedule", {**describe_error(error)})
+        clip, most = 1.0, clip_told_by(reports) or self._clip_norm
+        if norm is not None and most is not None and not skip:
+            clip = clip_factor(norm, most)
         entry = self._entry(pushes, reports, hyper, rate, skip, clip)
         state.history.add(entry, staleness.values(), skipped=skip)
         state.advance()

@@ -352,6 +352,12 @@ def told_by(reports: Reports) -> Hyper:
     return next((hyper for hyper in found if hyper is not None), None)
 
 
+def clip_told_by(reports: Reports) -> float | None:
+    """Return the greatest norm of the gradient that the first worker's report has of those that have one; or None."""
+    found = (r.clip for _, r in sorted(reports.items()) if isinstance(r, Report))
+    return next((clip for clip in found if clip is not None), None)
+
+
 def clip_factor(norm: float, greatest: float) -> float:
     """Return the factor by which `torch.nn.utils.clip_grad_norm_` multiplies a gradient.
 

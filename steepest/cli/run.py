@@ -1,0 +1,84 @@
+"""The command `steepest run SCRIPT ...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from steepest.errors import ConfigurationError
+
+_STRATEGIES = ("ps", "allreduce", "async", "ssp", "simple")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    about = (
+        "run a script with a training loop of its own on many workers, on this machine or on the Ray cluster that "
+        "RAY_ADDRESS names"
+    )
+    parser = commands.add_parser("run", help="run a script on many workers", description=about)
+    parser.add_argument("script", help="a program that calls steepest.prepare()")
+    parser.add_argument(
+        "--workers",
+        default="1",
+        metavar="N",
+        help="workers, or MIN:MAX for as many as there is room for",
+    )
+    parser.add_argument("--strategy", default="ps", choices=_STRATEGIES)
+    parser.add_argument("--gpu", action="store_true", help="a GPU for each worker")
+    parser.add_argument(
+        "--global-batch-size",
+        type=int,
+        metavar="N",
+        help="samples of a step of all workers together",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--checkpoints",
+        metavar="PATH",
+        help="where to keep checkpoints; the same command continues",
+    )
+    parser.add_argument(
+        "--every", type=int, metavar="N", help="steps from one checkpoint to the next"
+    )
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script, after --")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run a script, and print what it has reported last; return the exit status."""
+    from steepest.checkpoint.files import Checkpoints
+    from steepest.loop.run import run as run_function
+    from steepest.loop.script import Script
+
+    arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    checkpoints = None
+    if options.checkpoints is not None:
+        every = {} if options.every is None else {"every": options.every}
+        checkpoints = Checkpoints(options.checkpoints, **every)
+    elif options.every is not None:
+        raise ConfigurationError("--every without --checkpoints: give both")
+    result = run_function(
+        Script.read(options.script, arguments),
+        num_workers=_workers(options.workers),
+        strategy=options.strategy,
+        gpu=options.gpu,
+        global_batch_size=options.global_batch_size,
+        seed=options.seed,
+        checkpoints=checkpoints,
+        progress=not options.no_progress,
+    )
+    for name, value in result.metrics.items():
+        sys.stdout.write(f"{name}: {value:.6g}\n")
+    return 0
+
+
+def _workers(text: str) -> int | tuple[int, int]:
+    """Return a number of workers, or the least and the greatest."""
+    try:
+        first, _, last = text.partition(":")
+        return (int(first), int(last)) if last else int(first)
+    except ValueError:
+        raise ConfigurationError(
+            f"--workers {text}: give a number, or two with a colon between them"
+        ) from None
