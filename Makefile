@@ -4,8 +4,8 @@
 # TensorBoard and the other trackers, which it installs; make test-adapters, test-jax, test-tensorflow, test-spark,
 # test-sagemaker, test-storage: Lightning and Hugging Face, JAX, Keras, Spark, SageMaker's toolkit, a server that speaks S3,
 # likewise. With FULL=1 these run their tests that are marked `full`, too, as test-full has them do.
-# make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die;
-# make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
+# make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die and
+# the driver gets signals; make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check,
 # test-cluster, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage.
 PYTHON ?= python3

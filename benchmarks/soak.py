@@ -10,6 +10,10 @@ that processes live long enough to be compared with themselves. Each strategy ("
 others have default settings) has an equal part of the time and a job of its own, in one driver and on one Ray cluster.
 The paragraphs about dead workers are Ray's.
 
+Meanwhile the driver gets signals: in each bout one or two SIGINT within two seconds of the step, which end the call
+that it makes, after which it makes another one, and in half the calls between two bouts one; and SIGUSR1, for which a
+report of what each process is doing has to come.
+
 Under synchronous strategies the samples of the steps of each epoch must add up to the data set; steps that are taken
 again, because all copies of something died at once and training continues from a snapshot, replace those before.
 In addition each share of the samples must be in exactly one commit of the log, which begins anew after each bout
@@ -31,6 +35,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import argparse
 import contextlib
+import io
 import logging
 import random
 import signal
@@ -38,8 +43,10 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -70,6 +77,7 @@ from steepest.engine.commit_log import CommitLog
 from steepest.errors import SteepestError
 from steepest.models.torch import accuracy
 
+T = TypeVar("T")
 STRATEGIES: dict[str, Any] = {
     "ps, copies": ParameterServerStrategy(num_servers=2, replication=2),
     "ps": "ps",
@@ -80,6 +88,8 @@ STRATEGIES: dict[str, Any] = {
 BOUT_STEPS = 300
 STEP_SECONDS = 0.002
 SPREAD_SECONDS = 1.0
+SIGNALS_SECONDS = 2.0
+SHORT_SECONDS = 0.03  # about as long as a call between two bouts
 WHOLE_SECONDS = 60.0
 ACCURACY = 0.9
 HISTORY_ROWS = 1000  # the driver's history is full after a few bouts, and grows no more
@@ -98,6 +108,8 @@ class Found:
     lost: int = 0
     twice: int = 0
     wrong: int = 0
+    interrupted: Counter[str] = field(default_factory=Counter)  # calls, by name
+    reports: int = 0
     accuracy: float = 0.0
     error: str = ""
     samples: dict[str, list[Sample]] = field(default_factory=lambda: defaultdict(list))
@@ -109,6 +121,7 @@ class Steps(Callback):
     Attributes:
         back: steps that were taken again.
         killed: names of the processes that were killed in this bout.
+        reached: the last step of which is known.
     """
 
     def __init__(self, samples: int) -> None:
@@ -117,19 +130,34 @@ class Steps(Callback):
         self.killed: list[str] = []
         self.strike: threading.Thread | None = None
         self._heard: dict[int, tuple[int | None, int]] = {}  # by step: its epoch and samples
-        self._reached = 0
+        self.reached = 0
         self._when = -1
         self._victims: list[tuple[float, str]] = []
+        self._signals: list[tuple[float, signal.Signals]] = []
 
-    def begin(self, when: int, victims: list[tuple[float, str]]) -> None:
-        """In this bout each of the victims dies some seconds after the step."""
+    def begin(
+        self,
+        when: int,
+        victims: list[tuple[float, str]],
+        signals: Sequence[tuple[float, signal.Signals]] = (),
+    ) -> None:
+        """In this bout each of the victims dies, and the driver gets signals, some seconds after the step."""
         self._when, self._victims, self.killed, self.strike = when, victims, [], None
+        self._signals = list(signals)
+
+    def catch_up(self, sgd: DistributedSGD, until: int) -> None:
+        """Take the steps that were committed when a call was interrupted, and of which no callback was told."""
+        for row in sgd.history if until > self.reached + 1 else ():
+            if row["kind"] == "step" and self.reached < row["step"] < until:
+                self._heard[row["step"]] = (row["epoch"], row["samples"])
+        self.reached = max(self.reached, until - 1)
 
     def on_step(self, sgd: DistributedSGD, result: StepResult) -> None:
-        for step in range(result.step, self._reached + 1):
+        for step in range(result.step, self.reached + 1):
             self._heard.pop(step, None)
             self.back += 1
-        self._reached = result.step
+        self.catch_up(sgd, result.step)
+        self.reached = result.step
         self._heard[result.step] = (result.epoch, result.samples)
         if result.step >= self._when and self.strike is None:
             self.strike = threading.Thread(target=self._kill)
@@ -137,11 +165,14 @@ class Steps(Callback):
 
     def _kill(self) -> None:
         began, pids = time.monotonic(), processes()
-        for delay, name in self._victims:
+        for delay, what in sorted([*self._victims, *self._signals], key=lambda each: each[0]):
             time.sleep(max(0.0, began + delay - time.monotonic()))
+            if isinstance(what, signal.Signals):
+                to_driver(what)
+                continue
             with contextlib.suppress(ProcessLookupError, KeyError):
-                os.kill(pids[name], signal.SIGKILL)
-                self.killed.append(name)
+                os.kill(pids[what], signal.SIGKILL)
+                self.killed.append(what)
 
     def wrong(self, epoch: int) -> int:
         """How many epochs before this one did not have each sample once; they are forgotten."""
@@ -151,6 +182,78 @@ class Steps(Callback):
                 counts[of] += samples
                 del self._heard[step]
         return sum(count != self.samples for count in counts.values())
+
+
+def to_driver(number: signal.Signals) -> None:
+    """Send a signal to this process' main thread, whose waits it ends."""
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, number)
+
+
+class Interrupts:
+    """Calls of a trainer that SIGINT ends, and that are made again, as by a user who goes on.
+
+    Attributes:
+        calls: how many were ended, by name.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self._inside = False
+        self._before = signal.signal(signal.SIGINT, self._handle)
+
+    def end(self) -> None:
+        """Give the signal back to whoever had it."""
+        signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._inside:  # what comes between two calls is of no interest
+            self._inside = False
+            raise KeyboardInterrupt
+
+    def call(self, name: str, function: Callable[[], T], after: float | None = None) -> T:
+        """Return what a function returns, called until no SIGINT ends it.
+
+        Args:
+            name: to count by.
+            function: makes the call.
+            after: seconds, after which the first call gets one; None for none but those of others.
+        """
+        timer = None
+        if after is not None:
+            timer = threading.Timer(after, to_driver, [signal.SIGINT])
+            timer.start()
+        try:
+            while True:
+                try:
+                    self._inside = True
+                    found = function()
+                    self._inside = False
+                    return found
+                except KeyboardInterrupt:
+                    self.calls[name] += 1
+        finally:
+            self._inside = False
+            if timer is not None:
+                timer.join()
+
+
+class Reports(io.TextIOBase):
+    """Counts the reports on SIGUSR1 that are written to a stream, and passes the rest on."""
+
+    def __init__(self, stream: Any) -> None:
+        self.count = 0
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if "steepest, on SIGUSR1:" in text:
+            self.count += 1
+            return len(text)
+        return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 class Said(logging.Handler):
@@ -232,12 +335,13 @@ def job(
         failure=FailureConfig(max_failures=1_000_000), keep_log=True, history_rows=HISTORY_ROWS
     )
     logging.getLogger("steepest").addHandler(said)
-    began = time.monotonic()
+    began, interrupts = time.monotonic(), Interrupts()
+    stderr, sys.stderr = sys.stderr, Reports(sys.stderr)
     try:
         with DistributedSGD(
             creator, num_workers=workers, strategy=STRATEGIES[strategy], run_config=run_config
         ) as trainer:
-            bouts = Bouts(trainer, found, len(train[0]), steps, chance)
+            bouts = Bouts(trainer, found, len(train[0]), steps, chance, interrupts, sys.stderr)
             while time.monotonic() - began < seconds or found.bouts < LEAST_SAMPLES:
                 bouts.take((time.monotonic() - began) / seconds if seconds else 1.0)
                 _look(found.samples, everywhere)
@@ -246,6 +350,8 @@ def job(
     except SteepestError as error:
         found.error = f"{type(error).__name__}: {error}"
     finally:
+        sys.stderr = stderr
+        interrupts.end()
         logging.getLogger("steepest").removeHandler(said)
     found.seconds = time.monotonic() - began
     return found
@@ -265,7 +371,10 @@ class Bouts:
         samples: int,
         steps: int,
         chance: random.Random,
+        interrupts: Interrupts,
+        reports: Reports,
     ) -> None:
+        self._interrupts, self._reports = interrupts, reports
         self._trainer, self._found, self._length, self._chance = trainer, found, steps, chance
         self._steps, self._seen = Steps(samples), Seen(samples)
         self._workers = trainer.num_workers
@@ -278,21 +387,49 @@ class Bouts:
             part: of the job's time that is over.
         """
         trainer, found, steps = self._trainer, self._found, self._steps
-        when = trainer.stats().step + self._chance.randint(1, max(1, self._length - 20))
-        steps.begin(when, self._victims(part))
-        back, version = steps.back, trainer.stats().version
+        at = trainer.stats()
+        when = at.step + self._chance.randint(1, max(1, self._length - 20))
+        steps.begin(when, self._victims(part), self._signals())
+        back, reports = steps.back, self._reports.count
         until = time.monotonic() + WHOLE_SECONDS
-        last = trainer.fit(steps=self._length, callbacks=[steps], progress=False)
+        last = self._fit(self._length)
         while steps.strike is None or steps.strike.is_alive() or not self._whole():
-            last = trainer.fit(steps=20, callbacks=[steps], progress=False)
+            last = self._fit(20)
             if time.monotonic() > until:
                 raise SteepestError(f"{trainer.num_workers} workers after {WHOLE_SECONDS:g} s")
+        while self._reports.count == reports:
+            time.sleep(0.01)
+            if time.monotonic() > until:
+                raise SteepestError(f"no report on SIGUSR1 within {WHOLE_SECONDS:g} s")
         found.bouts, found.killed = found.bouts + 1, found.killed + len(steps.killed)
-        log = trainer.log()
-        part = steps.back > back or log.parts[0].start > version
+        log = self._between("log", trainer.log)
+        part = steps.back > back or log.parts[0].start > at.version
         self._account(log, last.epoch or 0, part)
         found.back = steps.back
-        trainer.set_weights(trainer.weights())  # the log begins anew
+        weights = self._between("weights", trainer.weights)
+        self._between("set_weights", lambda: trainer.set_weights(weights))  # the log begins anew
+        found.interrupted, found.reports = self._interrupts.calls, self._reports.count
+
+    def _fit(self, count: int) -> StepResult:
+        """Take so many steps at least: after an interrupt as many again."""
+
+        def fit() -> StepResult:
+            trainer, steps = self._trainer, self._steps
+            if steps.reached:
+                steps.catch_up(trainer, trainer.stats().step + 1)
+            return trainer.fit(steps=count, callbacks=[steps], progress=False)
+
+        return self._interrupts.call("fit", fit)
+
+    def _between(self, name: str, function: Callable[[], T]) -> T:
+        """Make a call between two bouts, in which SIGINT may come."""
+        after = self._chance.choice([None, self._chance.uniform(0.0, SHORT_SECONDS)])
+        return self._interrupts.call(name, function, after)
+
+    def _signals(self) -> list[tuple[float, signal.Signals]]:
+        """Which signals the driver gets, and how many seconds after the first death."""
+        numbers = [signal.SIGUSR1, *[signal.SIGINT] * self._chance.randint(1, 2)]
+        return [(self._chance.uniform(0.0, SIGNALS_SECONDS), number) for number in numbers]
 
     def _victims(self, part: float) -> list[tuple[float, str]]:
         """Who dies, and how many seconds after the first."""
@@ -337,7 +474,9 @@ def report(found: Found) -> bool:
     """Prints what a job showed; whether all is well."""
     print(
         f"\n{found.strategy}: {found.seconds:.0f} s, {found.bouts} bouts, {found.killed} processes "
-        f"killed, {found.commits:,} updates, {found.back} of them again, accuracy "
+        f"killed, {sum(found.interrupted.values())} calls interrupted "
+        f"({', '.join(f'{name} {n}' for name, n in found.interrupted.most_common())}), "
+        f"{found.reports} reports; {found.commits:,} updates, {found.back} of them again, accuracy "
         f"{found.accuracy:.1%}; samples lost {found.lost}, committed twice {found.twice}; epochs "
         f"without each sample once {found.wrong}"
     )

@@ -9,7 +9,9 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +139,39 @@ def test_samples_of_epochs_are_added_up_also_when_steps_are_taken_again() -> Non
     assert wrong(*whole) == wrong(*whole[:2], *whole) == 0
     assert wrong((1, 0, 2), (2, 0, 2), (3, 1, 2)) == 1
     assert wrong(*whole[:3], (4, 0, 2), (5, 1, 2)) == 1
+
+
+@pytest.mark.parametrize("lacks", [0, 2])
+def test_steps_of_which_an_interrupted_call_did_not_hear_are_in_the_history(lacks: int) -> None:
+    rows = [{"kind": "step", "step": n, "epoch": n // 4, "samples": 2} for n in range(1, 6)]
+    history = [{"kind": "event"}, *(row for row in rows if row["step"] != lacks)]
+    book, trainer = soak.Steps(6), SimpleNamespace(history=history)
+    for step in (1, 5):
+        book.on_step(trainer, StepResult(step, step // 4, 0.0, {}, 2, ()))  # type: ignore[arg-type]
+    assert book.back == 0
+    assert book.wrong(1) == (1 if lacks else 0)
+    book.on_step(trainer, StepResult(4, 1, 0.0, {}, 2, ()))  # type: ignore[arg-type]
+    assert book.back == 2
+
+
+def test_a_call_that_a_signal_ends_is_made_again_and_signals_between_calls_end_nothing() -> None:
+    before, tries = signal.getsignal(signal.SIGINT), [2]
+    interrupts = soak.Interrupts()
+    try:
+
+        def call() -> str:
+            if tries[0]:
+                tries[0] -= 1
+                soak.to_driver(signal.SIGINT)
+                threading.Event().wait(60.0)
+            return "found"
+
+        assert interrupts.call("fit", call) == "found"
+        soak.to_driver(signal.SIGINT)
+        assert interrupts.calls == {"fit": 2}
+    finally:
+        interrupts.end()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.long
