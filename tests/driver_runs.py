@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import gc
 import math
 import random
 import shutil
@@ -60,6 +61,7 @@ class Interrupt:
         place: "wait" for one of the thread's waits, "begin" if it comes when the wait begins,
             "point" for a place in steepest's code where Python handles signals, "callback" for a
             callback that raises.
+        files: of steepest, the places in which count; all where there are none.
         number: of the wait, the place or the callback's call, counted from 1.
         error: what is raised.
         again: at which of the waits after it a second KeyboardInterrupt comes; 0 for none.
@@ -69,6 +71,7 @@ class Interrupt:
     number: int
     error: type[BaseException] = KeyboardInterrupt
     again: int = 0
+    files: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         again = f", again {self.again} waits later" if self.again else ""
@@ -274,8 +277,8 @@ def _points(code: CodeType) -> frozenset[int]:
 class _AtPoint:
     """Raises an exception at one of the places in steepest's code where Python handles signals."""
 
-    def __init__(self, number: int, error: type[BaseException]) -> None:
-        self._left, self._error = number, error
+    def __init__(self, number: int, error: type[BaseException], files: tuple[str, ...]) -> None:
+        self._left, self._error, self._files = number, error, files
         self.struck, self.where = False, ""
 
     @contextlib.contextmanager
@@ -291,6 +294,8 @@ class _AtPoint:
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_code.co_filename
         if self.struck or not name.startswith(_PACKAGE) or name.startswith(_TESTING):
+            return None
+        if self._files and not name.endswith(self._files):
             return None
         if (
             frame.f_code.co_name == "<genexpr>"
@@ -402,6 +407,7 @@ class Run:
         first, *acts, last = self.schedule.acts
         try:
             if not self._call(first, self._start):
+                gc.collect()  # the trainer, if its constructor was about to return
                 self._check_nothing_left()
                 return
             for act in acts:
@@ -455,7 +461,7 @@ class Run:
         if why is not None and why.place in ("wait", "begin"):
             waits = simulation.interrupt(why.number, error=why.error, late=why.place == "wait")
         elif why is not None and why.place == "point":
-            point = _AtPoint(why.number, why.error)
+            point = _AtPoint(why.number, why.error, why.files)
 
         def struck() -> bool:
             each = (waits, point, watch)

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 
 import pytest
 
+from steepest import FailureConfig, SimpleStrategy
 from tests.drawn import seeds
-from tests.driver_runs import Run, Schedule
+from tests.driver_runs import Act, Interrupt, Run, Schedule
+from tests.driver_worlds import FAMILIES
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +41,18 @@ def test_calls_that_nothing_strikes_are_those_of_one_process(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_every_call_works_after_an_interrupted_one(seed: int) -> None:
     check(Schedule.drawn(seed))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("first", range(1, 6))
+def test_nothing_is_left_of_a_trainer_of_which_the_constructor_was_interrupted(first: int) -> None:
+    files, plain = ("/trainer.py", "/launch.py", "/lease.py"), FailureConfig(spares=0)
+    for number in itertools.count(first, 5):
+        acts = [Act("start", interrupt=Interrupt("point", number, files=files)), Act("shutdown")]
+        run = Run(Schedule(1, FAMILIES["sync"], 2, SimpleStrategy(), plain, acts))
+        run.run()
+        if not run.struck:
+            return
 
 
 @pytest.mark.long

@@ -140,46 +140,56 @@ class DistributedSGD(Steering):
         # held by the thread whose call of step, fit, evaluate, save ... it is; never by the owner
         self._lock = threading.RLock()
         self._cluster: Cluster | None = None
+        self._dropped: weakref.finalize[..., DistributedSGD] | None = None
         with contextlib.ExitStack() as undo:
             lock = DirectoryLock(checkpoints)
             undo.callback(lock.release)
-            cluster = persistently(
+            undo.callback(self._end_start)
+            persistently(
                 lambda: self._start(
-                    Cluster(model_creator, (least, most), chosen, config, run_config),
-                    (least, most), checkpoints, lock,
+                    Cluster(chosen, run_config), model_creator, (least, most), config,
+                    checkpoints, lock,
                 ),
                 run_config.failure.max_failures,
             )  # fmt: skip
+            self._dropped = weakref.finalize(self, drop, self._live(), self._keeping, os.getpid())
+            self._dropped.atexit = False  # Ray ends everything then
             undo.pop_all()
-        self._dropped = weakref.finalize(self, drop, cluster, self._keeping, os.getpid())
-        self._dropped.atexit = False  # Ray ends everything then
 
     def _start(
         self,
         cluster: Cluster,
+        model_creator: ModelCreator,
         bounds: tuple[int, int],
+        strategy: Strategy,
         checkpoints: Checkpoints | None,
         lock: DirectoryLock,
-    ) -> Cluster:
-        """Take processes that have started, and continue from the newest checkpoint."""
-        with contextlib.ExitStack() as undo:
-            self._cluster = cluster
-            undo.callback(cluster.shutdown)
-            self._state = JobState(cluster)
-            self._supervisor = Supervisor(cluster, self._state, bounds)
-            self._calls = Calls(cluster, self._supervisor)
-            self._training = Training(cluster, self._supervisor)
-            self._keeping = CheckpointManager(
-                checkpoints, lock, self._training, self._state, self._calls
-            )
-            self._keeping.resume()
-            self._events = EventFeed(cluster.events)
-            self._supervisor.snapshots.ensure()
-            if (lost := cluster.client.lost_peer) is not None:
-                cluster.deaths.lost(lost, "its channel closed while the job started")
-            self._supervisor.begin()
-            undo.pop_all()
-        return cluster
+    ) -> None:
+        """Start the processes, and continue from the newest checkpoint."""
+        self._end_start()
+        self._cluster = cluster
+        cluster.begin(model_creator, bounds, strategy)
+        self._state = JobState(cluster)
+        self._supervisor = Supervisor(cluster, self._state, bounds)
+        self._calls = Calls(cluster, self._supervisor)
+        self._training = Training(cluster, self._supervisor)
+        self._keeping = CheckpointManager(
+            checkpoints, lock, self._training, self._state, self._calls
+        )
+        self._keeping.resume()
+        self._events = EventFeed(cluster.events)
+        self._supervisor.snapshots.ensure()
+        if (lost := cluster.client.lost_peer) is not None:
+            cluster.deaths.lost(lost, "its channel closed while the job started")
+        self._supervisor.begin()
+
+    def _end_start(self) -> None:
+        """End the processes of a start that has failed; do nothing where there was none."""
+        if self._cluster is not None:
+            self._cluster.shutdown()
+            self._cluster = None
+        if self._dropped is not None:
+            self._dropped.detach()
 
     @property
     def strategy(self) -> Strategy:
@@ -540,7 +550,8 @@ class DistributedSGD(Steering):
         finally:
             cluster.shutdown()
             self._cluster = None  # until then a call that was interrupted can be made again
-            self._dropped.detach()
+            if self._dropped is not None:
+                self._dropped.detach()
 
     def __enter__(self) -> DistributedSGD:
         return self

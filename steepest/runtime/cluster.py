@@ -31,7 +31,7 @@ from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_pee
 from steepest.models.step_size import StepSize
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import travelling
-from steepest.runtime.connection import hold, let_go, who_else
+from steepest.runtime.connection import Holder, hold, let_go, who_else
 from steepest.runtime.context import LOOK_SECONDS, JobContext, Membership
 from steepest.runtime.deaths import Deaths
 from steepest.runtime.learning_rates import LearningRates
@@ -65,27 +65,18 @@ def _actor_class() -> Any:
 class Cluster(JobContext):
     """All processes of one job, which it starts, gives their roles, and ends.
 
-    The constructor reserves resources, starts the processes, connects them and returns when every
-    worker has joined; if it raises, all of them have ended.
-
-    Raises:
-        ResourcesError: the cluster has no room for the workers.
-        ModelRaisedError: `model_creator` raised; its traceback is the cause.
-        ConfigurationError: the models differ, or the processes cannot talk as configured.
-        PeerLostError, DeadlineError: a process died, or is late, while the job starts.
+    The constructor holds nothing that has to be given back; `begin` does.
     """
+
+    holder: Holder
 
     def __init__(
         self,
-        model_creator: ModelCreator,
-        bounds: tuple[int, int],  # least and most workers; between them the free room decides
         chosen: JobConfig,  # what is computed, whatever the size
-        strategy: Strategy,
         run_config: RunConfig,
     ) -> None:
         check_ray()
         super().__init__(run_config, chosen.seed)  # refuses a bad `tls` before Ray is begun
-        self.holder = hold(f'a trainer with strategy="{strategy.name}"', verbose=run_config.verbose)
         self.chosen = chosen
         self._program = Program.of_this_process()  # whose arguments its processes have too
         self.lease = DriverLease(run_config.deadlines.driver)
@@ -97,18 +88,35 @@ class Cluster(JobContext):
         self.deaths = Deaths(self)
         self.workers = WorkerCalls(self, self.deaths)
         self.ending: list[Callable[[], None]] = []  # called before the processes end
-        try:
-            end_on_sigterm()
-            report_on_sigusr1(self)
-            self.bundle = worker_bundle(
-                chosen.devices_per_worker, chosen.gpu, run_config.resources.cpus_per_worker
-            )
-            num_workers = self._reserve(strategy, *bounds)
-            self.check_ways(strategy)
-            self._start(model_creator, num_workers, strategy)
-        except BaseException:
-            self.shutdown()
-            raise
+
+    def begin(
+        self,
+        model_creator: ModelCreator,
+        bounds: tuple[int, int],  # least and most workers; between them the free room decides
+        strategy: Strategy,
+    ) -> None:
+        """Reserve resources, start the processes and connect them; return when every worker has joined.
+
+        If it raises, the caller shuts the cluster down.
+
+        Raises:
+            ResourcesError: the cluster has no room for the workers.
+            ModelRaisedError: `model_creator` raised; its traceback is the cause.
+            ConfigurationError: the models differ, or the processes cannot talk as configured.
+            PeerLostError, DeadlineError: a process died, or is late, while the job starts.
+        """
+        what = f'a trainer with strategy="{strategy.name}"'
+        self.holder = hold(what, verbose=self.run_config.verbose)
+        self.lease.begin()
+        end_on_sigterm()
+        report_on_sigusr1(self)
+        chosen = self.chosen
+        self.bundle = worker_bundle(
+            chosen.devices_per_worker, chosen.gpu, self.run_config.resources.cpus_per_worker
+        )
+        num_workers = self._reserve(strategy, *bounds)
+        self.check_ways(strategy)
+        self._start(model_creator, num_workers, strategy)
 
     # -- starting ------------------------------------------------------------------------------
 
@@ -539,7 +547,8 @@ class Cluster(JobContext):
                 ray.kill(actor, no_restart=True)
             self.actors.clear()
             self.placement.release()
-        let_go(self.holder, dropped=dropped)
+        if hasattr(self, "holder"):
+            let_go(self.holder, dropped=dropped)
 
     def disconnect(self) -> None:
         """End the driver's end of the job: its router, channels and client."""

@@ -27,6 +27,9 @@ class DriverLease:
         self._actors: list[weakref.ref[Any]] = []
         self._lock = threading.Lock()
         self._ended = threading.Event()
+
+    def begin(self) -> None:
+        """Renew leases from now on."""
         threading.Thread(target=self._run, name="steepest lease", daemon=True).start()
 
     def add(self, actor: Any) -> None:

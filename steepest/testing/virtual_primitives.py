@@ -6,6 +6,7 @@ else is asked of it comes from the module itself, but for other things that make
 
 from __future__ import annotations
 
+import _thread
 import gc
 import queue
 import random
@@ -321,6 +322,11 @@ class Namespace:
         return getattr(self._module, name)
 
 
+def _start_new_thread(function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    """Start a virtual thread, of which there is no handle."""
+    Thread(target=function, args=arguments, daemon=True).start()
+
+
 def stand_ins(scheduler: Scheduler, seed: int) -> list[tuple[Any, Any]]:
     """Return each thing of Python's that makes threads wait, or is drawn by chance, with a stand-in."""
     import secrets
@@ -357,4 +363,5 @@ def stand_ins(scheduler: Scheduler, seed: int) -> list[tuple[Any, Any]]:
         (futures.Future, Future),
         (futures.wait, wait_for_futures),
         (gc, Namespace(gc, {"collect": lambda *_: 0})),
+        (_thread, Namespace(_thread, {"start_new_thread": _start_new_thread})),
     ]
