@@ -37,6 +37,7 @@ import argparse
 import contextlib
 import io
 import logging
+import math
 import random
 import signal
 import sys
@@ -131,6 +132,7 @@ class Steps(Callback):
         self.strike: threading.Thread | None = None
         self._heard: dict[int, tuple[int | None, int]] = {}  # by step: its epoch and samples
         self.reached = 0
+        self._open = 0  # the first epoch that is not forgotten
         self._when = -1
         self._victims: list[tuple[float, str]] = []
         self._signals: list[tuple[float, signal.Signals]] = []
@@ -145,18 +147,24 @@ class Steps(Callback):
         self._when, self._victims, self.killed, self.strike = when, victims, [], None
         self._signals = list(signals)
 
-    def catch_up(self, sgd: DistributedSGD, until: int) -> None:
-        """Take the steps that were committed when a call was interrupted, and of which no callback was told."""
-        for row in sgd.history if until > self.reached + 1 else ():
-            if row["kind"] == "step" and self.reached < row["step"] < until:
-                self._heard[row["step"]] = (row["epoch"], row["samples"])
-        self.reached = max(self.reached, until - 1)
+    def catch_up(self, sgd: DistributedSGD, until: float = math.inf) -> None:
+        """Take the steps from the history of which no callback was told, after a call was interrupted.
+
+        They were committed meanwhile, or taken again between two calls.
+        """
+        for row in sgd.history:
+            if row["kind"] == "step" and (row["epoch"] or 0) >= self._open and row["step"] < until:
+                step, what = row["step"], (row["epoch"], row["samples"])
+                self.back += step <= self.reached and self._heard.get(step) != what
+                self._heard[step] = what
+                self.reached = max(self.reached, step)
 
     def on_step(self, sgd: DistributedSGD, result: StepResult) -> None:
+        if result.step > self.reached + 1:
+            self.catch_up(sgd, result.step)
         for step in range(result.step, self.reached + 1):
             self._heard.pop(step, None)
             self.back += 1
-        self.catch_up(sgd, result.step)
         self.reached = result.step
         self._heard[result.step] = (result.epoch, result.samples)
         if result.step >= self._when and self.strike is None:
@@ -176,6 +184,7 @@ class Steps(Callback):
 
     def wrong(self, epoch: int) -> int:
         """How many epochs before this one did not have each sample once; they are forgotten."""
+        self._open = max(self._open, epoch)
         counts: Counter[int] = Counter()
         for step, (of, samples) in list(self._heard.items()):
             if of is not None and of < epoch:
@@ -415,8 +424,8 @@ class Bouts:
 
         def fit() -> StepResult:
             trainer, steps = self._trainer, self._steps
-            if steps.reached:
-                steps.catch_up(trainer, trainer.stats().step + 1)
+            trainer.stats()  # when what was interrupted has come to its end
+            steps.catch_up(trainer)
             return trainer.fit(steps=count, callbacks=[steps], progress=False)
 
         return self._interrupts.call("fit", fit)
