@@ -46,7 +46,7 @@ def test_every_call_works_after_an_interrupted_one(seed: int) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("first", range(1, 6))
 def test_nothing_is_left_of_a_trainer_of_which_the_constructor_was_interrupted(first: int) -> None:
-    files, plain = ("/trainer.py", "/launch.py", "/lease.py"), FailureConfig(spares=0)
+    files, plain = ("/trainer.py", "/cluster.py", "/lease.py"), FailureConfig(spares=0)
     for number in itertools.count(first, 5):
         acts = [Act("start", interrupt=Interrupt("point", number, files=files)), Act("shutdown")]
         run = Run(Schedule(1, FAMILIES["sync"], 2, SimpleStrategy(), plain, acts))
