@@ -34,7 +34,6 @@ from steepest import (
     StepResult,
     TorchModel,
 )
-from steepest.messages.message import server_peer
 from steepest.runtime.calls import has_answered
 from steepest.strategies.strategy import Strategy
 
@@ -79,7 +78,7 @@ def kill_server(
         creator, num_workers=workers, strategy=strategy, run_config=run_config
     ) as trainer:
         trainer.warmup()
-        kill = Kill(step, trainer._live().places[server_peer(index)].pid)
+        kill = Kill(step, next(p.pid for p in trainer.processes() if p.name == f"server {index}"))
         trainer.fit(steps=step + steps_after, callbacks=[kill], progress=False)
         if trainer.stats().replaced != 1:
             raise RuntimeError(f"{trainer.stats().replaced} processes were replaced, not one")

@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.observe.progress import Callback as Callback
     from steepest.observe.results import EvaluationResult as EvaluationResult
     from steepest.observe.results import Event as Event
+    from steepest.observe.results import ProcessInfo as ProcessInfo
     from steepest.observe.results import Staleness as Staleness
     from steepest.observe.results import Stats as Stats
     from steepest.observe.results import StepResult as StepResult
@@ -110,6 +111,7 @@ _MODULES = {
     "ParameterServer": "parameter_server.api",
     "ParameterServerStrategy": "strategies.parameter_server",
     "PowerSGD": "config.compression",
+    "ProcessInfo": "observe.results",
     "Prometheus": "driver.prometheus",
     "RayDataset": "data.ray_dataset",
     "ReduceOnPlateau": "observe.evaluations",

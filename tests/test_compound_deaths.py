@@ -25,6 +25,7 @@ from steepest import (
 from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.runtime.cluster import Cluster
 from steepest.testing import replay
+from tests.living import places_of
 from tests.pairs import diagonal, mostly_full
 from tests.reference import Task, same_bits, samples, sgd
 from tests.test_smaller_jobs import Watch
@@ -38,7 +39,7 @@ COPIES = ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=64)
 
 
 def kill(trainer: DistributedSGD, *peers: Peer) -> None:
-    places = trainer._live().places
+    places = places_of(trainer)
     for pid in [places[peer].pid for peer in peers]:
         os.kill(pid, signal.SIGKILL)
 
@@ -122,7 +123,7 @@ def test_pairs_of_deaths_soon_after_each_other(seed: int) -> None:
         TASK.creator(), num_workers=4, strategy=COPIES, run_config=LOGGED
     ) as trainer:
         first, second = draw.choice(pairs)
-        pids = {peer: trainer._live().places[peer].pid for peer in (first, second)}
+        pids = {peer: places_of(trainer)[peer].pid for peer in (first, second)}
         later = threading.Timer(draw.uniform(0.0, 0.6), os.kill, [pids[second], signal.SIGKILL])
 
         def strike() -> None:

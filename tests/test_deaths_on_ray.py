@@ -18,6 +18,7 @@ from steepest import (
 from steepest.errors import ModelRaisedError, PeerLostError
 from steepest.messages.message import Kind, Message, Peer, server_peer, worker_peer
 from steepest.strategies.strategy import Strategy
+from tests.living import places_of
 from tests.reference import Task, difference, samples, sgd
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -95,10 +96,10 @@ def test_a_server_whose_own_code_fails_is_killed_and_its_copy_goes_on(
     strategy = ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=64)
     create = failing(server_peer(1), Kind.COMMIT, 5)
     with DistributedSGD(create, num_workers=2, strategy=strategy) as trainer:
-        place = trainer._live().places[server_peer(1)]
+        place = places_of(trainer)[server_peer(1)]
         with caplog.at_level(logging.WARNING, "steepest"):
             assert trainer.fit(steps=12, progress=False).step == 12
-        assert trainer._live().places[server_peer(1)].pid != place.pid
+        assert places_of(trainer)[server_peer(1)].pid != place.pid
         assert difference(trainer.weights(), TASK.train(2, 12)) < 1e-12
     (line,) = [
         text for text in map(logging.LogRecord.getMessage, caplog.records) if "in fails" in text

@@ -42,6 +42,7 @@ from steepest.messages.message import Peer
 from steepest.strategies.named import as_strategy
 from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, linear_model_creator
+from tests.living import places_of
 from tests.reference import same_bits, samples
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -314,7 +315,7 @@ def test_a_process_with_a_server_that_is_killed(
         creator(), num_workers=workers, strategy=strategy, run_config=run_config
     ) as sgd:
         sgd.step()
-        pid = sgd._live().places[victim].pid
+        pid = places_of(sgd)[victim].pid
         kill = At(5, lambda: os.kill(pid, signal.SIGKILL))
         with pytest.raises(PeerLostError, match=rf"{victim} on .*pid {pid}\) died"):
             sgd.fit(steps=1_000_000, callbacks=[kill], progress=False)

@@ -28,6 +28,7 @@ from steepest import (
 from steepest.engine.job import ModelCreator
 from steepest.errors import StepError
 from steepest.testing import replay
+from tests.living import places_of
 from tests.pairs import diagonal, mostly_full
 from tests.reference import Task, difference, same_bits, samples, sgd
 from tests.test_compound_deaths import COPIES, LOGGED, TASK, check, kill, train
@@ -205,7 +206,7 @@ def test_3264_when_no_process_is_left_the_same_command_resumes(
             def end_all() -> None:
                 if not killed:
                     killed.extend([1])
-                    kill(trainer, *trainer._live().places)
+                    kill(trainer, *places_of(trainer))
 
             train(trainer, 60, (35, end_all))
             assert trainer.stats().step == 60

@@ -14,6 +14,7 @@ import torch
 from steepest import DistributedSGD, FailureConfig, RunConfig
 from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.testing import InProcessCluster
+from tests.living import places_of
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd
 from tests.test_smaller_jobs import Watch
 from tests.test_snapshots_of_jobs import KINDS
@@ -25,7 +26,7 @@ WORKERS, STEPS = 3, 60
 
 
 def kill(trainer: DistributedSGD, victim: Peer) -> None:
-    os.kill(trainer._live().places[victim].pid, signal.SIGKILL)
+    os.kill(places_of(trainer)[victim].pid, signal.SIGKILL)
 
 
 def buffers(model: Any) -> Weights:

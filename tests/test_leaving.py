@@ -12,6 +12,7 @@ from steepest.messages.message import worker_peer
 from steepest.recovery import leaving
 from steepest.testing import linear_model_creator
 from steepest.testing.simulation import Simulation, run_config
+from tests.living import places_of
 
 
 class Notice(Callback):
@@ -24,7 +25,7 @@ class Notice(Callback):
 
     def on_step(self, sgd: Any, result: Any) -> None:
         if result.step == 5:
-            place = sgd._live().places[worker_peer(sgd.num_workers - 1)]
+            place = places_of(sgd)[worker_peer(sgd.num_workers - 1)]
             self.hosts.append(place.host)
             deadline = leaving.time.time() + self.seconds if self.seconds else 0.0
             self.patch.setattr(leaving, "draining_nodes", lambda: {place.node: deadline})
@@ -50,7 +51,7 @@ def test_callbacks_hear_of_a_notice_before_anything_has_moved(
             sgd.fit(steps=20, callbacks=[notice], progress=False)
             assert list(sgd.stats().events) == notice.heard
             assert sgd.num_workers == 4
-            hosts = {place.host for place in sgd._live().places.values()}
+            hosts = {place.host for place in places_of(sgd).values()}
     (gone,) = notice.hosts
     assert [event.kind for event in notice.heard] == ["draining", "moved"]
     line = notice.heard[0].line

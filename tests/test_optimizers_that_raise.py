@@ -23,6 +23,7 @@ from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from steepest.testing.simulation import Simulation, run_config
 from tests.crowd import Crowd, values
+from tests.living import places_of
 from tests.reference import Task, difference, samples
 from tests.unusual_optimizers import Raising
 
@@ -149,7 +150,7 @@ def test_a_process_may_die_at_the_same_time(name: str) -> None:
     with simulated(STRATEGIES[name], snapshot_every=1) as trainer:
         trainer.fit(steps=4, progress=False)
         Raising.left.append(2)
-        victim = trainer._live().places[worker_peer(1)].pid
+        victim = places_of(trainer)[worker_peer(1)].pid
         Raising.before = lambda: os.kill(victim, signal.SIGKILL)
         told = False
         try:

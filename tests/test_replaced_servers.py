@@ -19,6 +19,7 @@ from steepest import (
 )
 from steepest.errors import PeerLostError
 from steepest.messages.message import server_peer
+from tests.living import places_of
 from tests.pairs import mostly_full
 from tests.reference import Task, difference, samples, sgd
 from tests.test_replaced_workers import Kill, pids
@@ -30,7 +31,7 @@ TWICE = ParameterServerStrategy(replication=2, chunk_bytes=64)
 
 
 def server_pid(trainer: DistributedSGD, index: int) -> int:
-    return trainer._live().places[server_peer(index)].pid
+    return places_of(trainer)[server_peer(index)].pid
 
 
 @pytest.mark.also_real

@@ -14,6 +14,7 @@ from steepest.recovery import leaving
 from steepest.runtime.room import Room, packed
 from steepest.testing import linear_model_creator
 from steepest.testing.simulation import Simulation, pause, run_config
+from tests.living import places_of
 
 
 @pytest.fixture(autouse=True)
@@ -99,9 +100,9 @@ def test_nodes_that_were_left_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(leaving, "draining_nodes", lambda: dict(going))
         with DistributedSGD(linear_model_creator(), 4, run_config=run_config()) as sgd:
             for _ in range(2):
-                node = sgd._live().places[worker_peer(0)].node
+                node = places_of(sgd)[worker_peer(0)].node
                 going[node] = 0.0
-                while node in {place.node for place in sgd._live().places.values()}:
+                while node in {place.node for place in places_of(sgd).values()}:
                     sgd.fit(steps=10, progress=False)
                 assert held(simulation) == 4
                 (there,) = (each for each in simulation.world.nodes if each.id == node)

@@ -18,9 +18,10 @@ from steepest import (
     SimpleStrategy,
 )
 from steepest.config.run import DeadlineConfig
-from steepest.errors import ConfigurationError, ResourcesError
+from steepest.errors import ConfigurationError, ResourcesError, ShutdownError
 from steepest.runtime.room import fitting
 from steepest.testing.simulation import Simulation, run_config
+from tests.living import places_of
 from tests.reference import Task, difference, samples, sgd
 from tests.simulated_programs import quiet
 
@@ -37,7 +38,7 @@ def serving(hosts: int) -> Any:
 
 
 def nodes(trainer: DistributedSGD, role: str) -> list[str]:
-    places = trainer._live().places
+    places = places_of(trainer)
     return [place.node for peer, place in places.items() if peer.role == role]
 
 
@@ -121,12 +122,12 @@ def test_a_server_that_died_is_replaced_on_its_host() -> None:
         DistributedSGD(TASK.creator(), 2, strategy=strategy, run_config=serving(1)) as sgd,
     ):
         sgd.fit(steps=5, progress=False)
-        before = sgd._live().places
+        before = places_of(sgd)
         (server,) = [peer for peer in before if peer.role == "server"]
         process = next(p for p in simulation.world.processes if p.pid == before[server].pid)
         simulation.world.kill(process, "for want of memory")
         sgd.fit(steps=5, progress=False)
-        after = sgd._live().places[server]
+        after = places_of(sgd)[server]
         assert after.pid != before[server].pid
         assert after.node == before[server].node == simulation.world.nodes[1].id
         assert difference(sgd.weights(), TASK.train(2, 10)) < 1e-12
@@ -178,3 +179,22 @@ def test_nobody_serves_in_some_strategies(strategy: Any) -> None:
 def test_the_number_is_checked(hosts: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"serving_hosts={hosts}: give an integer of at"):
         ResourceConfig(serving_hosts=hosts)
+
+
+def test_a_trainer_says_where_its_processes_run() -> None:
+    with (
+        Simulation(1, cpus=(1, 1)).running(),
+        DistributedSGD(TASK.creator(), 2, run_config=run_config()) as sgd,
+    ):
+        found = sgd.processes()
+        assert [process.name for process in found] == [
+            "server 0",
+            "server 1",
+            "worker 0",
+            "worker 1",
+        ]
+        assert len({(process.node, process.pid) for process in found}) == 4
+        for role in ("server", "worker"):
+            assert len({process.host for process in found if process.role == role}) == 2
+    with pytest.raises(ShutdownError):
+        sgd.processes()

@@ -24,6 +24,7 @@ from steepest import (
 from steepest.errors import ConfigurationError, ShutdownError
 from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
+from tests.living import places_of
 from tests.reference import Task, difference, same_bits, samples, sgd
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -105,7 +106,7 @@ def test_equals_serial_training(strategy: Any, workers: int, devices: int) -> No
         assert list(weights) == [name for name, _ in PLAIN.module().named_parameters()]
         assert difference(weights, PLAIN.train(workers * devices, 20)) < 1e-12
         config = trainer.strategy
-        pids = [place.pid for place in trainer._live().places.values()]
+        pids = [place.pid for place in places_of(trainer).values()]
         assert len(pids) == workers + (2 if strategy is PS else 0)
         assert threads() > before
     again = InProcessCluster(

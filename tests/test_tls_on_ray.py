@@ -18,6 +18,7 @@ from steepest import (
     RunConfig,
 )
 from steepest.testing import InProcessCluster, linear_model_creator
+from tests.living import places_of
 from tests.reference import same_bits
 
 
@@ -40,7 +41,7 @@ def test_training_under_tls_gives_the_same_bits_also_after_a_death(strategy) -> 
         channels = sgd._live().router.transport._channels
         assert channels
         assert {channel._socket.version() for channel in channels} == {"TLSv1.3"}
-        pid = next(p.pid for peer, p in sgd._live().places.items() if str(peer) == "worker 1")
+        pid = next(p.pid for peer, p in places_of(sgd).items() if str(peer) == "worker 1")
         os.kill(pid, signal.SIGKILL)
         sgd.fit(steps=6, progress=False)
         assert sgd.stats().replaced == 1

@@ -31,7 +31,7 @@ from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import ConfigurationError, ShutdownError
 from steepest.observe.history import History
 from steepest.observe.progress import Callback, EventFeed
-from steepest.observe.results import EvaluationResult, Stats, StepResult
+from steepest.observe.results import EvaluationResult, ProcessInfo, Stats, StepResult
 from steepest.recovery.supervisor import Supervisor
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
@@ -455,6 +455,19 @@ class DistributedSGD(Steering):
     def stats(self) -> Stats:
         """Return the job's counters and events so far; any thread may ask."""
         return job_stats(self._live(), self._training, self._supervisor, self._calls)
+
+    def processes(self) -> tuple[ProcessInfo, ...]:
+        """Return the job's worker and server processes, and where they run; any thread may ask.
+
+        Example: a process by its name.
+
+            {process.name: process for process in sgd.processes()}["worker 1"].pid
+        """
+        places = self._live().places
+        return tuple(
+            ProcessInfo(peer.role, peer.index, place.node, place.host, place.pid)
+            for peer, place in sorted(places.items())
+        )
 
     def log(self) -> CommitLog:
         """Return every commit so far, with its pushes, their samples, and the versions they pulled.

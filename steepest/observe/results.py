@@ -205,6 +205,29 @@ def stragglers(paces: Mapping[int, float], since: Mapping[int, int]) -> tuple[St
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """One process of a job, and where it runs.
+
+    Attributes:
+        role, index: "worker" or "server", and its number.
+        node: Ray's id of the node.
+        host: the node's IP address.
+        pid: of the process, on its node.
+    """
+
+    role: str
+    index: int
+    node: str
+    host: str
+    pid: int
+
+    @property
+    def name(self) -> str:
+        """As messages and `stats()` name it, "worker 0"."""
+        return f"{self.role} {self.index}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """The counters of a job.

@@ -1,0 +1,11 @@
+"""The living processes of a trainer, by role."""
+
+from __future__ import annotations
+
+from steepest import DistributedSGD, ProcessInfo
+from steepest.messages.message import Peer
+
+
+def places_of(trainer: DistributedSGD) -> dict[Peer, ProcessInfo]:
+    """Return where each process runs."""
+    return {Peer(process.role, process.index): process for process in trainer.processes()}
