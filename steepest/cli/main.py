@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     launch.add_parser(commands)
     run.add_parser(commands)
-    chosen = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    end = given.index("--") if given[:1] == ["run"] and "--" in given else len(given)
+    chosen = parser.parse_args(given[:end])
     try:
         if chosen.command == "demo":
             from steepest.cli.demo import run as run_demo
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "launch":
             return launch.run(chosen)
         if chosen.command == "run":
-            return run.run(chosen)
+            return run.run(chosen, given[end + 1 :])
         return doctor()
     except SteepestError as error:
         print(f"steepest: {error}", file=sys.stderr)

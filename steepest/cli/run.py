@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from steepest.errors import ConfigurationError
 
@@ -16,7 +17,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "run a script with a training loop of its own on many workers, on this machine or on the Ray cluster that "
         "RAY_ADDRESS names"
     )
-    parser = commands.add_parser("run", help="run a script on many workers", description=about)
+    parser = commands.add_parser(
+        "run",
+        help="run a script on many workers",
+        description=about,
+        usage="steepest run SCRIPT [options] [-- arguments of the script]",
+    )
     parser.add_argument("script", help="a program that calls steepest.prepare()")
     parser.add_argument(
         "--workers",
@@ -42,16 +48,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--every", type=int, metavar="N", help="steps from one checkpoint to the next"
     )
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script, after --")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run a script, and print what it has reported last; return the exit status."""
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run a script with its own arguments, and print what it has reported last; return the exit status."""
     from steepest.checkpoint.files import Checkpoints
     from steepest.loop.run import run as run_function
     from steepest.loop.script import Script
 
-    arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
     checkpoints = None
     if options.checkpoints is not None:
         every = {} if options.every is None else {"every": options.every}
