@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
 from steepest.data.sampler import SamplePlan
+from steepest.testing.simulation import pause
 from tests.reference import Weights, perceptron, samples, sgd, snapshot
 
 BATCH = 2
@@ -49,6 +50,17 @@ class Whole:
 
     def __len__(self) -> int:
         return -(-len(self.data[0]) // self.batch)
+
+
+def alone(script: Callable[[], None], workers: int) -> Weights:
+    """The weights that a script finds that runs without workers, on the data of so many together."""
+    ALONE["workers"] = workers
+    torch.manual_seed(0)
+    try:
+        script()
+    finally:
+        ALONE.clear()
+    return FOUND[script.__name__]
 
 
 @dataclass(frozen=True)
@@ -180,3 +192,66 @@ def by_both(parts: Parts, epochs: int) -> None:
             parts.optimizer.step()
             scheduler.step()
         scheduler.step(None)
+
+
+def adversarial(alternate: int = 1) -> None:
+    """Two networks with an optimizer each, stepped in turns, at different rates."""
+    data, seed = samples(SAMPLES + 2), 0
+    generator, critic = (
+        perceptron(),
+        nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double(),
+    )
+    first = torch.optim.Adam(critic.parameters(), lr=0.02)
+    second = torch.optim.SGD(generator.parameters(), lr=0.05, momentum=0.9)
+    falling = torch.optim.lr_scheduler.ExponentialLR(first, 0.9)
+    loader: Any = DataLoader(TensorDataset(*data), batch_size=BATCH, shuffle=True)
+    workers = ALONE.get("workers")
+    if workers is not None:
+        loader = Whole(data, workers * BATCH, seed)
+    generator, critic, first, second, falling, loader = steepest.prepare(
+        generator, critic, first, second, falling, loader
+    )
+    count = 0
+    for _ in steepest.epochs(3):
+        for x, y in loader:
+            count += 1
+            pause(1e-3)
+            first.zero_grad()
+            critic_loss = critic(generator(x).detach()).mean() - critic(y).mean()
+            (critic_loss + critic(y).square().mean()).backward()
+            first.step()
+            if count % 2:
+                continue
+            second.zero_grad()
+            nn.functional.softplus(-critic(generator(x))).mean().backward()
+            steepest.clip_grad_norm_(generator.parameters(), 0.05)
+            second.step()
+        falling.step()
+    FOUND["adversarial"] = snapshot(nn.ModuleList([generator, critic]))
+
+
+#: How many workers a loop stands for that runs alone; what loops have found.
+ALONE: dict[str, int] = {}
+FOUND: dict[str, Weights] = {}
+
+
+def without_loader() -> None:
+    """Each worker makes data of its own, by its number."""
+    policy = perceptron()
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.02)
+    policy, optimizer = steepest.prepare(policy, optimizer)
+    ranks = range(ALONE["workers"]) if ALONE else [steepest.rank()]
+    for number in steepest.epochs(5):
+        for again in range(2):
+            pause(1e-3)
+            x = torch.cat([rollout(number, rank) for rank in ranks])
+            optimizer.zero_grad()
+            (policy(x).square().mean() + again * policy(x).mean()).backward()
+            optimizer.step()
+    FOUND["without_loader"] = snapshot(policy)
+
+
+def rollout(number: int, rank: int) -> torch.Tensor:
+    """What a worker sees in a round."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(4, 3, generator=generator, dtype=torch.float64)

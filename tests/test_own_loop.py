@@ -24,6 +24,8 @@ from tests.own_loops import (
     Parts,
     Script,
     accumulating,
+    adversarial,
+    alone,
     by_both,
     by_epoch,
     by_hand,
@@ -31,6 +33,7 @@ from tests.own_loops import (
     plain,
     scaling,
     with_token_weights,
+    without_loader,
 )
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd
 from tests.simulated_programs import quiet
@@ -152,6 +155,17 @@ def test_the_same_program_continues_from_its_checkpoint(
 def rate_of(step: int) -> float:
     """The rate of `by_both` with four steps an epoch."""
     return float(0.1 * 0.9 ** (step + step // 4))
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+@pytest.mark.parametrize("script", [adversarial, without_loader])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_several_steps_for_a_batch_equal_one_process(
+    script: Any, strategy: str, workers: int
+) -> None:
+    """Two networks with an optimizer each; a loop without a loader, as of reinforcement learning."""
+    found = run(script, workers, strategy)
+    assert difference(found.weights, alone(script, workers)) < 1e-12
 
 
 class Logged(steepest.Callback):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
-from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,10 +14,11 @@ from torch import nn
 
 import steepest
 from steepest import AllreduceStrategy, FailureConfig, ParameterServerStrategy
+from steepest.engine.commit_log import CommitLog
 from steepest.testing.replay import replay
 from steepest.testing.simulation import Simulation, pause, run_config
-from tests.own_loops import BATCH, Parts, Script
-from tests.reference import Task, difference, same_bits, samples, sgd
+from tests.own_loops import BATCH, Parts, Script, adversarial, alone, without_loader
+from tests.reference import Task, Weights, difference, same_bits, samples, sgd
 from tests.simulated_programs import quiet
 
 
@@ -96,11 +97,24 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-def check(strategy: Any, seed: int, deaths: int = 1, workers: int = WORKERS) -> Counter[str]:
-    """Have processes die at moments drawn from a seed; return how often what has happened."""
+@dataclass
+class Struck:
+    """A run in which processes have died."""
+
+    weights: Weights
+    rows: list[dict[str, Any]]
+    events: set[str]
+    log: CommitLog
+
+    @property
+    def same_workers(self) -> bool:
+        """Whether there were as many workers in each step."""
+        return not {"left", "returned", "resized"} & self.events
+
+
+def struck(script: Any, strategy: Any, seed: int, deaths: int, workers: int = WORKERS) -> Struck:
+    """Run a script while processes die at moments drawn from a seed."""
     draw = random.Random(seed)
-    AVERAGES.clear()
-    KEPT.clear()
     simulation = Simulation(seed)
 
     def strike() -> None:
@@ -122,30 +136,44 @@ def check(strategy: Any, seed: int, deaths: int = 1, workers: int = WORKERS) -> 
     failure, observer = FailureConfig(snapshot_every=3), Deaths()
     with simulation.running():
         found = steepest.run(
-            SCRIPT,
+            script,
             num_workers=workers,
             strategy=strategy,
             run_config=run_config(failure=failure, keep_log=True),
             callbacks=[observer],
             progress=False,
         )
+        events = {event["event"] for event in found.history.events}
         rows = list(found.history.steps)
-        events = Counter(event["event"] for event in found.history.events)
-    averages, kept = dict(AVERAGES), dict(KEPT)
-    assert same_bits(replay(observer.log, TASK.creator()), dict(found.state_dict))
+        return Struck(dict(found.state_dict), rows, events, observer.log)
+
+
+def check(strategy: Any, seed: int, deaths: int = 1) -> None:
+    """Check what a loop with schedulers and a mean of weights finds."""
+    AVERAGES.clear()
+    KEPT.clear()
+    found = struck(SCRIPT, strategy, seed, deaths)
+    averages, kept, rows = dict(AVERAGES), dict(KEPT), found.rows
+    assert same_bits(replay(found.log, TASK.creator()), found.weights)
     for row in rows:
         if not row["timings"]:
             continue  # what is known of this step died with the coordinator
         rate = 0.1 * 0.95 ** (row["step"] - 1) * 0.5 ** row["epoch"]
         assert row["learning_rate"][0] == pytest.approx(rate), row["step"]
-    counts = {rank: (each.count, each.epochs) for rank, each in kept.items()}
+    counts = {(each.count, each.epochs) for each in kept.values()}
     if min(row["samples"] for row in rows) > 1:  # else there are workers that have not seen a step
-        assert set(counts.values()) == {(len(rows), SCRIPT.epochs)}
-    if not {"left", "returned", "resized"} & events.keys():
-        assert difference(dict(found.state_dict), SCRIPT.alone(workers)) < 1e-12
+        assert counts == {(len(rows), SCRIPT.epochs)}
+    if found.same_workers:
+        assert difference(found.weights, SCRIPT.alone(WORKERS)) < 1e-12
         for average in averages.values():
             assert difference(average.values, AVERAGES[0].values) < 1e-12
-    return events
+
+
+def check_lockstep(script: Any, strategy: Any, seed: int, deaths: int = 1) -> None:
+    """Check what a loop finds that takes several steps for a batch."""
+    found = struck(script, strategy, seed, deaths)
+    if found.same_workers:
+        assert difference(found.weights, alone(script, WORKERS)) < 1e-12
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -164,3 +192,18 @@ def test_a_process_dies(strategy: str, seed: int) -> None:
 def test_processes_die_at_many_moments(strategy: str) -> None:
     for seed in range(2, 10):
         check(STRATEGIES[strategy], seed, deaths=1 + seed % 2)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
+@pytest.mark.parametrize("script", [adversarial, without_loader])
+def test_a_process_dies_between_two_steps_for_one_batch(script: Any, strategy: str) -> None:
+    for seed in range(2):
+        check_lockstep(script, STRATEGIES[strategy], seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("script", [adversarial, without_loader])
+def test_processes_die_between_steps_for_one_batch(script: Any, strategy: str) -> None:
+    for seed in range(2, 8):
+        check_lockstep(script, STRATEGIES[strategy], seed, deaths=1 + seed % 2)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError
 from steepest.loop.loaders import SharedLoader, TrainingLoader
+from steepest.loop.lockstep import Lockstep
 from steepest.loop.model import LoopModel
 from steepest.loop.session import Kept, Prepared, Session, current
 from steepest.models.step_size import step_size
@@ -32,15 +34,16 @@ def prepare(*objects: Any) -> Any:
     yield each worker a part of their samples, in order.
 
     Args:
-        objects: a torch module, a torch optimizer over its parameters, a DataLoader of the training data; schedulers
-            of the optimizer, and further DataLoaders.
+        objects: torch modules, torch optimizers over their parameters, a DataLoader of the training data; schedulers
+            of the optimizers, and further DataLoaders. With several optimizers, or without a loader, a batch may have
+            any number of steps, as many on each worker; each step updates the parameters of its optimizer alone.
 
     Returns:
         The same in the same order, a single one by itself: loaders are others, whatever else is what it was.
 
     Raises:
-        ConfigurationError: one of the first three is lacking, or there are two of them; an optimizer over other
-            parameters, a loader with a sampler of its own, or something else that cannot be shared.
+        ConfigurationError: no module, or no optimizer; an optimizer over other parameters, a loader with a sampler of
+            its own, or something else that cannot be shared.
     """
     session = current()
     if session is None:
@@ -55,38 +58,51 @@ def prepare(*objects: Any) -> Any:
             raise ConfigurationError(
                 f"steepest.prepare() was given a {type(each).__name__}: give {_ORDER}"
             )
-    _require_one("a torch.nn.Module", modules)
-    _require_one("a torch.optim.Optimizer", optimizers)
-    if not loaders:
-        raise ConfigurationError(
-            "steepest.prepare() was given no DataLoader: loops without a loader are not supported yet"
-        )
+    for what, given in (("a torch.nn.Module", modules), ("a torch.optim.Optimizer", optimizers)):
+        if not given:
+            raise ConfigurationError(f"steepest.prepare() was not given {what}: give {_ORDER}")
     for scheduler in schedulers:
-        if scheduler.optimizer is not optimizers[0]:
+        if not any(scheduler.optimizer is each for each in optimizers):
             raise ConfigurationError(
-                f"steepest.prepare() was given a {type(scheduler).__name__} of another optimizer: give that of the "
-                "optimizer beside it"
+                f"steepest.prepare() was given a {type(scheduler).__name__} of another optimizer: give that optimizer "
+                "beside it"
             )
     if session.is_prepared:
         raise ConfigurationError(
             "steepest.prepare() was called twice: give it everything in one call, before the loop"
         )
-    model = LoopModel(session, modules[0], optimizers[0], loaders[0])
+    module = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
+    lockstep = _lockstep(session, optimizers, loaders)
+    model = LoopModel(session, module, optimizers, None if lockstep else loaders[0])
     made: dict[int, Any] = {id(loader): SharedLoader(loader, session) for loader in loaders[1:]}
-    samples, whole = model.data.size or 0, step_size().of(model.batch_size)
-    made[id(loaders[0])] = TrainingLoader(loaders[0], session, samples, whole)
-    session.prepare(Prepared(model, optimizers[0], schedulers))
+    if loaders:
+        size = loaders[0].batch_size or 1
+        samples = len(cast(Any, loaders[0].dataset))
+        whole = size * session.size if lockstep else step_size().of(size)
+        made[id(loaders[0])] = TrainingLoader(loaders[0], session, samples, whole)
+    session.prepare(Prepared(model, optimizers, schedulers, lockstep))
     found = tuple(made.get(id(each), each) for each in objects)
     return found[0] if len(found) == 1 else found
 
 
-def _require_one(what: str, found: list[Any]) -> None:
-    if len(found) != 1:
-        many = "no" if not found else f"{len(found)} objects of"
-        later = "; several of them are not supported yet" if found else ""
+def _lockstep(
+    session: Session,
+    optimizers: Sequence[torch.optim.Optimizer],
+    loaders: Sequence[DataLoader[Any]],
+) -> Lockstep | None:
+    """Return the place of a loop whose steps are not one for each batch; None for any other."""
+    if len(optimizers) == 1 and loaders:
+        return None
+    what = "several optimizers" if loaders else "a loop without a loader"
+    if not session.together:
         raise ConfigurationError(
-            f"steepest.prepare() was given {many} {what}: give {_ORDER}{later}"
+            f"{what} where workers do not wait for each other: all of them are to take the same steps; give "
+            'strategy="ps" or "allreduce"'
         )
+    if not loaders:
+        return Lockstep(None, 1, session.seed)
+    source, batch_size = as_source(loaders[0], None)
+    return Lockstep(source, batch_size, session.seed)
 
 
 def register(**objects: Any) -> Any:

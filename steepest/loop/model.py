@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from steepest.errors import ConfigurationError, ModelError
 from steepest.loop.kept import pack, unpack
+from steepest.loop.lockstep import Steps
 from steepest.loop.session import Batch, Progress, Session
 from steepest.models.protocol import Arrive, Computed, Ready, Where, all_here
 from steepest.models.step_size import step_size
@@ -24,7 +25,8 @@ class LoopModel(TorchModel):
 
     Args:
         session: in which the user's function runs, in `prepare`.
-        module, optimizer, loader: that it has given there.
+        module, optimizers: that it has given there.
+        loader: whose batches are one for each step; None where they are not.
 
     Attributes:
         hyper: of the last step, see `steepest.models.protocol.Model`.
@@ -34,10 +36,16 @@ class LoopModel(TorchModel):
         self,
         session: Session,
         module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loader: DataLoader[Any],
+        optimizers: Sequence[torch.optim.Optimizer],
+        loader: DataLoader[Any] | None,
     ) -> None:
-        super().__init__(module, data=loader, optimizer=lambda _: optimizer)
+        of_one = len(optimizers) == 1
+        super().__init__(
+            module,
+            data=Steps() if loader is None else loader,
+            batch_size=1 if loader is None else None,
+            optimizer=lambda _: optimizers[0] if of_one else list(optimizers),
+        )
         self.session = session
         self._where = Where(0, 0, (0, 1))
         if self.tables:
@@ -45,11 +53,15 @@ class LoopModel(TorchModel):
                 "embedding tables (steepest.Embedding) in a loop of your own are not supported yet: train them with "
                 "DistributedSGD and TorchModel"
             )
-        if self.data.size is None:
+        if self.data.size is None and loader is not None:
             raise ConfigurationError(
                 "steepest.prepare() was given a loader over data without a length, whose epochs cannot be counted: "
                 "give one over a map-style dataset"
             )
+
+    def on_device(self, batch: Any) -> Any:
+        """Return a batch on the device of the model."""
+        return self._to_device(batch)
 
     def is_trained(self, name: str) -> bool:
         """Return whether a parameter is trained."""
@@ -84,8 +96,7 @@ class LoopModel(TorchModel):
         in which no worker has one changes nothing.
         """
         arrive(None)
-        assert self._share is not None
-        session, samples = self.session, self._share.samples
+        session, samples = self.session, 1 if self._share is None else self._share.samples
         if session.is_undone(self._where):
             buffers = super().state()
             session.begin_anew(session.state())
@@ -96,12 +107,14 @@ class LoopModel(TorchModel):
         for index, entry in enumerate(self.layout.entries):
             if entry.trainable:
                 parameter, view = self._parameters[entry.name], self._gradients[entry.name]
-                if not stepped or parameter.grad is None:
+                if not stepped or parameter.grad is None or id(parameter) not in session.stepping:
                     view.zero_()
                     ready(index, self._weight, False)
                 else:
                     self._write(index, parameter, parameter.grad, view, ready)
         found, session.fresh = session.fresh if metrics else {}, {}
+        if stepped and self._share is None:
+            samples = session.samples
         loss = sum(each.item() for each in session.losses) if session.losses else math.nan
         return Computed(loss, self._weight, 0 if session.has_ended else samples, found)
 
@@ -175,11 +188,17 @@ class LoopCreator:
 
     Args:
         function: the user's.
+        seed: of the job.
+        together: whether every worker contributes to each update.
     """
 
     function: Callable[[], Any]
+    seed: int = 0
+    together: bool = True
 
     def __call__(self, worker_index: int, device_index: int) -> LoopModel:
         """Begin the function in a worker's process; see `steepest.engine.job.ModelCreator`."""
-        model: LoopModel = Session(self.function, worker_index, step_size().batches).begin()
+        size = step_size().batches
+        session = Session(self.function, worker_index, size, self.seed, self.together)
+        model: LoopModel = session.begin()
         return model

@@ -19,7 +19,12 @@ from steepest.observe.history import History
 from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.named import as_strategy
 from steepest.strategies.strategy import Strategy
+
+#: Steps that are granted to loops that count their epochs themselves: they end before.
+_STEPS = 1 << 40
+_IN_LOCKSTEP = -1
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,9 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
             '"simple"'
         )
     reports = Reports()
+    together = as_strategy(strategy).rule.together
     with DistributedSGD(
-        LoopCreator(function),
+        LoopCreator(function, seed, together),
         num_workers,
         gpu=gpu,
         strategy=strategy,
@@ -104,6 +110,10 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     ) as sgd:
         begun = 0  # epochs that `fit` was asked for; those of a checkpoint are the first of them
         while (wanted := _advance(sgd, reports)) is not None:
+            if wanted == _IN_LOCKSTEP:
+                shown = "lines" if progress is True else progress
+                sgd.fit(steps=_STEPS, callbacks=[_StopsAtTheEnd(), *callbacks], progress=shown)
+                continue
             epochs = max(wanted - begun, 1)
             begun += epochs
             sgd.fit(epochs=epochs, callbacks=[_StopsAtTheEnd(), *callbacks], progress=progress)
@@ -119,6 +129,8 @@ def _advance(sgd: DistributedSGD, reports: Reports) -> int | None:
     going_on = [progress for progress in found if not progress.ended]
     if not going_on:
         return None
+    if any(progress.in_lockstep for progress in going_on):
+        return _IN_LOCKSTEP
     wanted = {progress.epochs for progress in going_on if progress.epochs is not None}
     return max(max(wanted, default=0), epoch + 1)
 

@@ -14,9 +14,11 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from steepest.errors import ConfigurationError
+from steepest.loop.lockstep import Lockstep
 from steepest.loop.turns import Ended, Turns
 from steepest.models.protocol import Where, checked_metrics, checked_weight
 from steepest.models.scalars import as_number
+from steepest.optim.several import WHICH
 from steepest.validation import require_positive
 
 _local = threading.local()
@@ -54,11 +56,13 @@ class Progress:
     Attributes:
         ended: whether it has returned.
         epochs: that it wants in all; None where it has not entered `epochs` yet.
+        in_lockstep: whether its steps are not one for each batch, so that it counts epochs itself.
         reports: since this was asked for the last time.
     """
 
     ended: bool
     epochs: int | None
+    in_lockstep: bool
     reports: list[Reported] = field(default_factory=list)
 
 
@@ -97,25 +101,34 @@ class Prepared:
 
     Attributes:
         model: made of it, for the worker; a `steepest.models.protocol.Model`.
-        optimizer: that the function steps.
+        optimizers: that the function steps.
         schedulers: that it steps too.
+        lockstep: where the loop is, if its steps are not one for each batch.
     """
 
     model: Any
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[LRScheduler | ReduceLROnPlateau]
+    lockstep: Lockstep | None = None
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0].param_groups
+        several = enumerate(self.optimizers)
+        return [{**group, WHICH: i} for i, each in several for group in each.param_groups]
 
     def set_groups(self, changed: Sequence[Mapping[str, Any]]) -> None:
         """Give the optimizer's groups the hyperparameters that they were made with, but for the changed ones."""
         spec = self.model.optimizer_spec
-        for (_, own), now, group in zip(
-            spec.groups, changed, self.optimizer.param_groups, strict=True
-        ):
-            group.update({**own, **now})
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        for (_, own), now, group in zip(spec.groups, changed, groups, strict=True):
+            group.update({k: v for k, v in {**own, **now}.items() if k != WHICH or k in group})
 
     def check_groups(self) -> None:
         """Check that the optimizer has the parameters that it had, and trains the same; else ConfigurationError."""
-        spec, groups = self.model.optimizer_spec, self.optimizer.param_groups
+        spec, groups = self.model.optimizer_spec, self.groups
         if [len(group["params"]) for group in groups] != [len(names) for names, _ in spec.groups]:
             raise ConfigurationError(
                 "the optimizer has got other parameters since steepest.prepare(): give it all of them before, frozen "
@@ -140,10 +153,19 @@ class Session:
         function: the user's.
         rank: number of the worker.
         size: number of workers.
+        seed: of the job.
+        together: whether every worker contributes to each update.
     """
 
-    def __init__(self, function: Callable[[], Any], rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        rank: int,
+        size: int,
+        seed: int = 0,
+        together: bool = True,
+    ) -> None:
+        self.rank, self.size, self.seed, self.together = rank, size, seed, together
         self.prepared: Prepared | None = None
         self._function = function
         self._arriving: dict[str, Any] | None = None  # a state, until the loop is entered
@@ -172,6 +194,8 @@ class Session:
         self._epoch = 0  # in which the loop is
         self._next_epoch = 0  # of the job's next step, as far as it is known
         self._stepped = False  # whether the last batch's step was taken
+        self.stepping: set[int] = set()  # ids of the parameters of the optimizer that steps
+        self._own_weight: float | None = None  # of the present batch, as the user says it
         self._since_report = 0  # samples
         self._kept: Kept | None = None
         self._passed = 0  # steps of the job of which the loop has seen the end
@@ -212,10 +236,7 @@ class Session:
         taken = None if self._taken is None else self._taken.where
         if self._asked is Ask.COMMIT and taken == batch.where:
             return True
-        if self._stepped:
-            self.weight, self.samples, self._stepped = 0.0, 0, False
-            self.losses, self.clip = [], None
-        self._pending = batch
+        self._pending, self.hyper = batch, None
         self._go_on()
         self._raise_error()
         return self._asked is Ask.COMMIT
@@ -254,7 +275,8 @@ class Session:
             self._go_on()
         self._raise_error()
         reports, self._reports = self._reports, []
-        return Progress(self.has_ended, self._epochs, reports)
+        locked = self.prepared is not None and self.prepared.lockstep is not None
+        return Progress(self.has_ended, self._epochs, locked, reports)
 
     def state(self) -> dict[str, Any]:
         """Return what the loop has to go on with elsewhere, see `load`."""
@@ -267,6 +289,9 @@ class Session:
             "reports": self._report_count,
             "since": self._since_report,
             "kept": kept,
+            "lockstep": None
+            if self.prepared is None or self.prepared.lockstep is None
+            else self.prepared.lockstep.state(),
             **self._scheduled(),
         }
 
@@ -302,7 +327,7 @@ class Session:
         """Return the states of schedulers, and what they have set."""
         if self.prepared is None:
             return {"schedulers": [], "groups": []}
-        groups = self.prepared.optimizer.param_groups
+        groups = self.prepared.groups
         return {
             "schedulers": [each.state_dict() for each in self.prepared.schedulers],
             "groups": self.prepared.model.optimizer_spec.changed(groups),
@@ -341,11 +366,12 @@ class Session:
             self.prepared.model.adopt(prepared.model)
             prepared = replace(prepared, model=self.prepared.model)
         self.prepared = prepared
-        optimizer: Any = prepared.optimizer
-        optimizer.step = self._step_function()
-        optimizer.state_dict = optimizer.load_state_dict = partial(
-            _refuse_state, type(optimizer).__name__
-        )
+        for index, each in enumerate(prepared.optimizers):
+            optimizer: Any = each
+            optimizer.step = self._step_function(index)
+            optimizer.state_dict = optimizer.load_state_dict = partial(
+                _refuse_state, type(optimizer).__name__
+            )
         self._ticks = [_Ticks(self, scheduler) for scheduler in prepared.schedulers]
         self._turns.ask(Ask.BEGIN)
 
@@ -362,6 +388,10 @@ class Session:
         self._epochs = count
         pending = self._pending
         self._epoch = self._next_epoch if pending is None else pending.where.epoch or 0
+        lockstep = self.prepared.lockstep
+        if lockstep is not None:
+            yield from self._locked_epochs(lockstep, count)
+            return
         if self._arriving is not None:
             self._take(self._arriving)
         arrived = self._passed > 0 or pending is None
@@ -369,6 +399,20 @@ class Session:
         for ticks in self._ticks:
             ticks.begin(before)
         while self._epoch < count:
+            yield self._epoch
+            self._epoch += 1
+
+    def _locked_epochs(self, lockstep: Lockstep, count: int) -> Iterator[int]:
+        if self._arriving is not None:
+            if (where := self._arriving["lockstep"]) is not None:
+                lockstep.load(where)
+            if not lockstep.skip:
+                self._take(self._arriving)
+        self._epoch = lockstep.first_epoch(self.size)
+        while self._epoch < count:
+            lockstep.begin(self._epoch, self.size)
+            self.batches += 1
+            self._own_weight = None
             yield self._epoch
             self._epoch += 1
 
@@ -418,6 +462,9 @@ class Session:
                 "the loader was iterated over outside of steepest.epochs(): write `for epoch in steepest.epochs(n)` "
                 "around the loop, so that a worker that joins later knows where the job is"
             )
+        lockstep = None if self.prepared is None else self.prepared.lockstep
+        if lockstep is not None:
+            return self._next_locked(lockstep)
         while self._pending is None:
             if self._is_over:
                 raise StopIteration
@@ -431,7 +478,7 @@ class Session:
                 f"the loop over the loader was left in epoch {epoch} before its end, and begun anew: go through all "
                 "batches of an epoch, or return"
             )
-        self._pending, self._taken = None, pending
+        self._pending, self._taken, self._stepped = None, pending, False
         self._see(pending.where)
         self.batches += 1
         self.samples += pending.samples
@@ -439,36 +486,59 @@ class Session:
         self._since_report += pending.samples
         return pending.data
 
+    def _next_locked(self, lockstep: Lockstep) -> Any:
+        """Return the next batch of a loop whose steps are not one for each batch."""
+        if not lockstep.has_more(self.size):
+            raise StopIteration
+        while self._pending is None and not lockstep.skip:
+            self._turns.ask(Ask.BATCH)
+        batch = lockstep.next_batch(self.rank, self.size)
+        self.batches += 1
+        self._own_weight = None
+        self._since_report += lockstep.samples or 0
+        return self.prepared.model.on_device(batch) if self.prepared is not None else batch
+
     def weigh(self, weight: float) -> None:
         """Set the weight of the present batch, in place of its number of samples."""
+        if self.prepared is not None and self.prepared.lockstep is not None:
+            self._own_weight = checked_weight(weight)
+            return
         if self._taken is None:
             raise ConfigurationError(
                 "steepest.weight() before the first batch: call it in the loop over the loader"
             )
         self.weight += checked_weight(weight) - self._taken.samples
 
-    def _step_function(self) -> Callable[..., None]:
+    def _step_function(self, index: int) -> Callable[..., None]:
         def step(closure: object = None) -> None:
             if closure is not None:
                 raise ConfigurationError(
                     "optimizer.step(closure): optimizers that call a closure are not supported yet; call "
                     "backward(), then step()"
                 )
-            self.step()
+            self.step(index)
 
         step.__dict__["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
         return step
 
-    def step(self) -> None:
-        """Push the gradients, and return when the update is committed and the new weights are here."""
+    def step(self, index: int = 0) -> None:
+        """Push the gradients of an optimizer's parameters; return when the update is committed."""
         assert self.prepared is not None
-        prepared, optimizer = self.prepared, self.prepared.optimizer
-        if self._taken is None or self._stepped:
+        prepared = self.prepared
+        optimizer, lockstep = prepared.optimizers[index], prepared.lockstep
+        if lockstep is not None and lockstep.skip:
+            self._skip_step(lockstep)
+            return
+        if lockstep is None and (self._taken is None or self._stepped):
             raise ConfigurationError(
                 "optimizer.step() was called "
                 + ("before the first batch" if self._taken is None else "twice for one batch")
-                + ": each step takes the next batch of the loader that was given to steepest.prepare(); several "
-                "steps for one batch, and loops without a loader, are not supported yet"
+                + ": with one optimizer and a loader each step takes the next batch of that loader"
+            )
+        if self._epochs is None:
+            raise ConfigurationError(
+                "optimizer.step() outside of steepest.epochs(): write `for epoch in steepest.epochs(n)` around the "
+                "loop, so that a worker that joins later knows where the job is"
             )
         prepared.check_groups()
         if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
@@ -476,24 +546,55 @@ class Session:
                 "optimizer.step() was called, and no parameter has a gradient: call loss.backward() before it, and "
                 "zero_grad() before that"
             )
-        changed = prepared.model.optimizer_spec.changed(optimizer.param_groups)
+        if lockstep is not None:
+            while self._pending is None:
+                self._turns.ask(Ask.BATCH)
+            self._taken, self._pending = self._pending, None
+            self.weight = self._weight_of(lockstep)
+            self.samples = 1 if lockstep.samples is None else lockstep.samples
+        changed = prepared.model.optimizer_spec.changed(prepared.groups)
         self.hyper = changed if any(changed) else None
+        self.stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
         vars(optimizer)["_opt_called"] = True
         self._stepped = True
         self._turns.ask(Ask.COMMIT)
+        self.weight, self.samples, self.losses, self.clip = 0.0, 0, [], None
+        if lockstep is not None:
+            lockstep.taken += 1
+
+    def _weight_of(self, lockstep: Lockstep) -> float:
+        """Return what the present batch weighs in a step."""
+        if self._own_weight is not None:
+            return self._own_weight
+        return 1.0 if lockstep.samples is None else float(lockstep.samples)
+
+    def _skip_step(self, lockstep: Lockstep) -> None:
+        """Pass over a step that was committed before this worker came; then take what the others have kept."""
+        lockstep.skip -= 1
+        lockstep.taken += 1
+        self.losses, self.clip = [], None
+        if not lockstep.skip and self._arriving is not None:
+            self._take(self._arriving)
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
         """Have the mean gradient of all workers clipped by its norm; return that of this worker's own."""
         given = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        groups = [] if self.prepared is None else self.prepared.optimizer.param_groups
+        optimizers = () if self.prepared is None else self.prepared.optimizers
+        groups = [group for each in optimizers for group in each.param_groups]
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
-        if given != {id(parameter) for parameter in trained}:
+        of_one = [
+            {id(p) for group in each.param_groups for p in group["params"] if p.requires_grad}
+            for each in optimizers
+        ]
+        if given not in (*of_one, {id(parameter) for parameter in trained}):
             raise ConfigurationError(
                 "steepest.clip_grad_norm_() was given a part of the parameters: the norm is that of the whole "
                 "gradient; give model.parameters()"
             )
         self.clip = require_positive("max_norm", most)
-        return torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+        return torch.nn.utils.get_total_norm(
+            [p.grad for p in trained if p.grad is not None and id(p) in given]
+        )
 
     @property
     def at_step(self) -> int:
@@ -538,6 +639,10 @@ class _Ticks:
     def tick(self, *arguments: Any, **named: Any) -> None:
         """Step the scheduler as often as the job has stepped, if it is stepped by step."""
         now, batches = self._session.at_step, self._session.batches
+        prepared = self._session.prepared
+        if prepared is None or prepared.lockstep is not None:
+            self._step(*arguments, **named)
+            return
         by_step = batches - self._batches == 1 and not arguments and not named
         times = max(now - self._at, 0) if by_step else 1
         self._at, self._batches = now, batches

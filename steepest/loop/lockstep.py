@@ -1,0 +1,130 @@
+"""The place in the data of loops whose steps are not one for each batch: each loop counts them itself, all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from steepest.data.protocol import Indices, Source
+from steepest.data.sampler import Remaining, SamplePlan
+from steepest.errors import ConfigurationError
+
+
+class Steps:
+    """Training data of which each share is one step of a loop: the loop has its samples from elsewhere."""
+
+    size: int | None = None
+
+    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[None]:
+        """Yield None without end."""
+        while True:
+            yield None
+
+
+class Lockstep:
+    """Where a loop is that takes several steps for a batch, or has no loader: as many steps on every worker.
+
+    Args:
+        source: of the loader's data; None without a loader.
+        batch_size: of the loader.
+        seed: of the order of samples.
+
+    Attributes:
+        skip: steps that are committed already of the batch, or epoch, at which the loop was entered.
+        inside: whether the loop is at a batch, or without a loader in an epoch.
+        taken: steps committed since that was begun.
+        samples: of the present batch, on this worker; None without a loader.
+    """
+
+    def __init__(self, source: Source | None, batch_size: int, seed: int) -> None:
+        self.skip = self.taken = 0
+        self.inside = False
+        self.samples: int | None = None
+        self._source = source
+        self._batch_size, self._seed = batch_size, seed
+        self._epoch = self._step = 0  # steps in the data, of all epochs
+        self._plan: SamplePlan | None = None
+        self._size = 0  # workers in the plan
+        if source is not None and source.size is None:
+            raise ConfigurationError(
+                "steepest.prepare() was given a loader over data without a length: give one over a map-style dataset"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Return the place, as plain values."""
+        plan = self._plan
+        begun = None if plan is None else [plan.start_step, plan.start_epoch, plan.start_offset]
+        left = [] if plan is None else [list(part) for part in plan.left]
+        return {
+            "step": self._step,
+            "epoch": self._epoch,
+            "inside": self.inside,
+            "taken": self.taken,
+            "begun": begun,
+            "left": left,
+            "size": self._size,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go to a place: to the beginning of the batch, or epoch, in which another loop is."""
+        self._step, self._epoch = state["step"], state["epoch"]
+        if state["inside"]:
+            self.skip = state["taken"]
+            self._step -= self._source is not None
+        if state["begun"] is not None:
+            self._size = state["size"]
+            step, epoch, offset = state["begun"]
+            left = tuple((e, b, t) for e, b, t in state["left"])
+            self._plan = self._planned(step, Remaining(epoch, offset, left))
+
+    def _planned(self, step: int, rest: Remaining) -> SamplePlan:
+        assert self._source is not None
+        assert self._source.size is not None
+        whole = self._batch_size * self._size
+        about = self._source.size, whole, self._seed, step, rest.epoch, rest.offset
+        return SamplePlan(*about, left=rest.left)
+
+    def _plan_for(self, size: int) -> SamplePlan:
+        """Return the plan of the samples of so many workers."""
+        if self._plan is None or size != self._size:
+            rest = Remaining()
+            if self._plan is not None:
+                rest = self._plan.remaining(self._step * self._size, (), self._size, self._size)
+            self._size = size
+            self._plan = self._planned(self._step, rest)
+        return self._plan
+
+    def first_epoch(self, size: int) -> int:
+        """Return the epoch in which the place is."""
+        if self._source is None:
+            return self._epoch
+        return self._plan_for(size).position(self._step).epoch
+
+    def begin(self, epoch: int, size: int) -> None:
+        """Begin an epoch; what is left of earlier ones is left out."""
+        self._epoch = epoch
+        if self._source is None:
+            self.inside, self.taken = True, 0
+        else:
+            self._step = max(self._step, self._plan_for(size).end_of(epoch - 1) if epoch else 0)
+
+    def has_more(self, size: int) -> bool:
+        """Return whether the epoch has a further batch."""
+        self.inside = False
+        return self._plan_for(size).position(self._step).epoch == self._epoch
+
+    def next_batch(self, rank: int, size: int) -> Any:
+        """Return a worker's next batch.
+
+        One that has no samples in it gets the first of the batch, which is to weigh nothing.
+        """
+        plan = self._plan_for(size)
+        position = plan.position(self._step)
+        share = plan.share(self._step, rank, size)
+        self.samples = len(share)
+        if not self.samples:
+            share = plan.permutation(position.epoch)[position.begin : position.begin + 1]
+        self._step += 1
+        self.inside, self.taken = True, 0
+        assert self._source is not None
+        return next(iter(self._source.open([share], prefetch=False)))
