@@ -266,9 +266,10 @@ class Server:
         """Forget what a lost peer had begun; what the loss means is the coordinator's to decide."""
         # The coordinator is sent USER_LEFT for a parameter server's user, after PUSH_STAGED for each of its pushes that
         # had arrived whole.
-        self._puts.lost(peer)
+        if peer.role == "client":  # others neither put nor read
+            self._puts.lost(peer)
+            self._weights.rows.lost(peer)
         self._pulls.lost(peer)
-        self._weights.rows.lost(peer)
         if self._open_to_all and peer.role == "worker":
             for push in self._progress.pushes:
                 if push.worker == peer.index:

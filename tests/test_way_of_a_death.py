@@ -1,0 +1,194 @@
+"""ARCHITECTURE.md lists the files of a death's way: exactly those that a trace of one passes through."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+
+import pytest
+
+from steepest import Callback, DistributedSGD, StepResult
+from steepest.testing.simulation import Simulation, run_config
+from steepest.testing.virtual_threads import _Carrier
+from tests.reference import Task, samples
+from tests.socket_jobs import running, steps
+from tests.struck_jobs import DIED, timed
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "steepest"
+PACKAGES = ("driver", "recovery", "state", "runtime", "engine", "protocol", "transport")
+STEP_SECONDS = 0.3
+DIES_AT = 12  # the driver has looked at its processes by then, and taken copies of the state
+TASK = timed(Task(data=samples(24)), STEP_SECONDS)
+
+
+class Trace:
+    """The files in which a function is entered for the first time after `begin`, or calls such a one.
+
+    Attributes:
+        way: those files, each with the process that was there first, in order.
+        heard: that the coordinator has heard of a death.
+    """
+
+    def __init__(self, process: Callable[[], str | None]) -> None:
+        self.way: dict[str, str] = {}
+        self.heard = threading.Event()
+        self._process = process  # of the calling thread; None if its calls do not count
+        self._known: set[CodeType] = set()
+        self._files: dict[CodeType, str] = {}
+        self._begun = self._ended = False
+
+    def begin(self) -> None:
+        """List from now on what is entered that was not entered before."""
+        self._begun = True
+
+    def end(self) -> None:
+        """List no more."""
+        self._ended = True
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        """Take note of a call, see `sys.setprofile`."""
+        code, caller = frame.f_code, frame.f_back
+        if event != "call" or self._ended or code in self._known or not self._file(code):
+            return
+        if (process := self._process()) is None:
+            return
+        self._known.add(code)
+        if self._begun:
+            for each in (code,) if caller is None else (caller.f_code, code):
+                if file := self._file(each):
+                    self.way.setdefault(file, process)
+            if code.co_name == "lost" and self._file(code) == "engine/coordinator_role.py":
+                self.heard.set()
+
+    def _file(self, code: CodeType) -> str:
+        """Return the file of a function of one of the packages; empty for others."""
+        if (file := self._files.get(code)) is None:
+            path = Path(code.co_filename)
+            inside = path.is_relative_to(PACKAGE) and path.parent.name in PACKAGES
+            self._files[code] = file = str(path.relative_to(PACKAGE)) if inside else ""
+        return file
+
+
+@contextmanager
+def traced(trace: Trace) -> Iterator[None]:
+    """Give a trace the calls of this thread and of those that start in a block."""
+    threading.setprofile(trace)
+    sys.setprofile(trace)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+class Death(Callback):
+    """Kills a process at a step, and traces what follows until a step is committed after the change."""
+
+    def __init__(self, simulation: Simulation, trace: Trace, name: str) -> None:
+        self.simulation, self.trace, self.name = simulation, trace, name
+        self.has_died = self.is_over = False
+
+    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+        if not self.has_died and result.step >= DIES_AT:
+            self.has_died = True
+            (victim,) = [p for p in self.simulation.living() if self.name in str(p)]
+            self.trace.begin()
+            self.simulation.world.kill(victim, DIED)
+        elif self.is_over:
+            self.trace.end()
+
+
+class Over(logging.Handler):
+    """Hears the record of a change."""
+
+    def __init__(self, death: Death) -> None:
+        super().__init__()
+        self.death = death
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.death.is_over = True
+
+
+def way_of(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The files that the death of a process adds to a job's start and steps, with a process each."""
+    monkeypatch.setattr(_Carrier, "idle", [])  # other threads than those of earlier simulations
+    simulation = Simulation(1)
+
+    def process() -> str | None:
+        thread = simulation.scheduler.current
+        return None if thread.doomed else "driver" if thread.owner is None else thread.owner.name
+
+    trace = Trace(process)
+    death = Death(simulation, trace, name)
+    changes, over = logging.getLogger("steepest.changes"), Over(death)
+    before = changes.level
+    changes.addHandler(over)
+    changes.setLevel(logging.INFO)
+    try:
+        with (
+            traced(trace),
+            simulation.running(),
+            DistributedSGD(TASK.creator(), 2, strategy="ps", run_config=run_config()) as trainer,
+        ):
+            trainer.fit(steps=DIES_AT + 20, callbacks=[death], progress=False)
+    finally:
+        changes.removeHandler(over)
+        changes.setLevel(before)
+    assert death.is_over
+    return trace.way
+
+
+def way_through_sockets() -> list[str]:
+    """The files of the transport, of a server's process when that of a worker ends."""
+
+    def process() -> str | None:
+        name = threading.current_thread().name
+        return name if name == "process of server 0" else None
+
+    trace = Trace(process)
+    with traced(trace), running("ps") as (router, client):
+        steps(router, client, 3)
+        trace.begin()
+        router.stop()
+        assert trace.heard.wait(60.0)
+        trace.end()
+    return [file for file in trace.way if file.startswith("transport/")]
+
+
+def listed() -> tuple[list[str], list[str]]:
+    """The files that ARCHITECTURE.md lists for a worker's death, and those for a server's besides."""
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    (section,) = re.findall(r"## The way of a death\n(.*?)\n## ", page, re.DOTALL)
+    worker, server = section.split("\nA server's death")
+    item = re.compile(r"^\d+\. `steepest/([\w/.]+)`", re.MULTILINE)
+    return item.findall(worker), item.findall(server)
+
+
+def check(found: list[str], way: dict[str, str]) -> None:
+    """Check that a list has exactly the files of a way, those of each process in their order."""
+    assert sorted(found) == sorted(way), set(found) ^ set(way)
+    for process in set(way.values()):
+        its = [file for file in way if way[file] == process]
+        assert [file for file in found if file in its] == its
+
+
+def test_the_listed_way_of_a_workers_death_is_the_traced_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_a_worker, _ = listed()
+    sockets, way = way_through_sockets(), way_of("worker 1", monkeypatch)
+    assert of_a_worker[: len(sockets)] == sockets
+    check(of_a_worker, dict.fromkeys(sockets, "server") | way)
+
+
+def test_a_servers_death_enters_the_listed_files_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_a_worker, besides = listed()
+    way = way_of("server 0", monkeypatch)
+    check(besides, {file: who for file, who in way.items() if file not in of_a_worker})
