@@ -337,3 +337,24 @@ def test_a_death_at_once_after_a_state_was_set_keeps_that_state(
             assert job.trainer.step().step == job.alone.step + 1
             job.expect(job.alone.at(job.alone.step + 1))
             job.end()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("strategy", ["ps", "async"])
+def test_the_log_of_a_job_that_was_set_back_begins_where_weights_were_set(
+    strategy: str, tmp_path: Path
+) -> None:
+    """All servers die, of whose weights the driver has a copy; those before the copy are in the log too."""
+    failure = FailureConfig(max_failures=9, spares=0, snapshot_every=1, patience=math.inf)
+    with running(KINDS[strategy], 2, tmp_path, failure=failure) as job:
+        trainer = job.trainer
+        trainer.fit(steps=4, progress=False)
+        trainer.set_weights(trainer.weights())
+        begins = trainer.stats().version
+        job.replayed = False  # the log begins with weights that it does not have
+        trainer.fit(steps=6, progress=False)
+        job.kill("server 0", "server 1")
+        trainer.fit(steps=2, progress=False)
+        versions = [c.version for part in trainer.log().parts for c in part.commits]
+        assert versions == [*range(begins + 1, trainer.stats().version + 1)]
+        job.end()

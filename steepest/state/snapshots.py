@@ -172,6 +172,7 @@ class Snapshots:
             Whether it has come, within `DeadlineConfig.step` seconds or five times `heartbeat`: a
             worker may be computing a step that is void. If not, the last one is still there.
         """
+        self._reader = None  # the coordinator's log begins anew
         return not self._wanted or self._renew(meanwhile)
 
     def _renew(self, meanwhile: Callable[[], None]) -> bool:
@@ -188,7 +189,7 @@ class Snapshots:
 
     def forget(self) -> None:
         """Forget the last copy: another state was set."""
-        self._request = self._taken = None
+        self._request = self._taken = self._reader = None
         self._due = 0.0
 
     def interrupted(self) -> None:
