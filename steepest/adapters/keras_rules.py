@@ -23,6 +23,8 @@ class KerasRule(torch.optim.Optimizer):
 
     #: whether gradients are as they were after a step
     keeps_gradients = True
+    #: whether each element is updated by itself, and tensors of all shapes by one rule, see `OptimizerSpec.elementwise`
+    is_elementwise = True
 
     own: ClassVar[Group]  # hyperparameters of the class, `lr` among them, and their defaults
 

@@ -178,7 +178,9 @@ class OptimizerSpec:
             toy = replace(self, groups=groups)
             return toy.build([(name, p) for name, _, p in named])[0]
 
-        known = self.cls.__module__.startswith(("torch.optim.", "steepest.optim.keras_"))
+        known = self.cls.__module__.startswith("torch.optim.") or getattr(
+            self.cls, "is_elementwise", False
+        )
         findings = try_optimizer(self.name, shapes_of_kinds, build, is_known=known)
         if len(_FOUND) >= _MOST_FOUND:
             del _FOUND[next(iter(_FOUND))]

@@ -56,7 +56,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 @functools.lru_cache(maxsize=64)
 def _plain_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any] | None:
     """Return `step` of torch's optimizers and ours without wrappers; None of others."""
-    if not kind.__module__.startswith(("torch.optim.", "steepest.optim.")):
+    if not kind.__module__.startswith(("torch.optim.", "steepest.")):
         return None
     step: Any = kind.step
     while getattr(step, "__globals__", None) is vars(torch_optimizer) and hasattr(
