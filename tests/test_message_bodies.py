@@ -129,9 +129,18 @@ def test_a_body_stays_as_it_is() -> None:
     said = membership.Grant(1, 9)
     with pytest.raises(FrozenInstanceError):
         said.limit = 10  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        del said.limit
     assert replace(said, limit=10) == membership.Grant(1, 10)
     with pytest.raises(TypeError, match="limit"):
         membership.Grant(1)  # type: ignore[call-arg]
+
+
+def test_bodies_of_one_kind_and_equal_fields_are_equal_whatever_their_payloads() -> None:
+    said = gradients.Weights(1, 3, 4, 1, payload=b"a")
+    assert said == replace(said, payload=b"b") != replace(said, chunk=2)
+    assert driver.Stop(5) != driver.Revoke(5)
+    assert repr(membership.Grant(1, 9)) == "Grant(generation=1, limit=9, stats=True, rates=())"
 
 
 def test_a_field_is_named_as_it_is_called_although_it_lies_in_a_header() -> None:

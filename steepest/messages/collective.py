@@ -1,8 +1,5 @@
 """The messages between the members of a collective."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
 from typing import Annotated
 
 from steepest.messages.fields import TEXT
@@ -14,7 +11,6 @@ Call = Annotated[int, Header("version")]
 
 
 @body(Kind.DATA)
-@dataclass(frozen=True)
 class Data(Body):
     """The bytes of one message of a collective operation.
 
@@ -27,11 +23,10 @@ class Data(Body):
     call: Call  # number of the call of a user's function; 0 during a step
     # 0 if the receiver may read the payload in the sender's memory, -1 if it must copy it
     lent: Annotated[int, Header("chunk")] = -1
-    payload: Payload = field(default=None, compare=False)  # the bytes of the tensor
+    payload: Payload = None  # the bytes of the tensor
 
 
 @body(Kind.CONNECTED)
-@dataclass(frozen=True)
 class Connected(Body):
     """A channel between two members is open.
 
@@ -41,7 +36,6 @@ class Connected(Body):
 
 
 @body(Kind.ABORT)
-@dataclass(frozen=True)
 class Abort(Body):
     """The sender takes no further part in a call or generation.
 

@@ -1,9 +1,6 @@
 """The messages between the driver's client and the coordinator: steps, counters, the log."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from steepest.messages.fields import (
@@ -29,7 +26,6 @@ from steepest.messages.schema import Body, Generation, Header, Sequence, Version
 
 
 @body(Kind.ASK)
-@dataclass(frozen=True)
 class Ask(Body):
     """A request for more steps; each step is answered by a RESULT, or all of them by one FAILURE.
 
@@ -44,7 +40,6 @@ class Ask(Body):
 
 
 @body(Kind.RESULT)
-@dataclass(frozen=True)
 class Result(Body):
     """A step is committed.
 
@@ -71,7 +66,6 @@ class Result(Body):
 
 
 @body(Kind.FAILURE)
-@dataclass(frozen=True)
 class Failure(Body):
     """The open step is given up, and the steps asked for after it with it.
 
@@ -104,7 +98,6 @@ class Failure(Body):
 
 
 @body(Kind.REVOKE)
-@dataclass(frozen=True)
 class Revoke(Body):
     """A request to take back all steps that were asked for and are not committed.
 
@@ -115,7 +108,6 @@ class Revoke(Body):
 
 
 @body(Kind.REVOKED)
-@dataclass(frozen=True)
 class Revoked(Body):
     """The steps are taken back, and workers are idle in a new generation.
 
@@ -128,7 +120,6 @@ class Revoked(Body):
 
 
 @body(Kind.STOP)
-@dataclass(frozen=True)
 class Stop(Body):
     """A request to finish the steps that are begun, and to take back the others.
 
@@ -139,7 +130,6 @@ class Stop(Body):
 
 
 @body(Kind.STOPPED)
-@dataclass(frozen=True)
 class Stopped(Body):
     """The version at which workers become idle.
 
@@ -152,7 +142,6 @@ class Stopped(Body):
 
 
 @body(Kind.GIVE_UP)
-@dataclass(frozen=True)
 class GiveUp(Body):
     """A worker is to be treated as dead although its channel is open.
 
@@ -166,7 +155,6 @@ class GiveUp(Body):
 
 
 @body(Kind.WORKER_LOST)
-@dataclass(frozen=True)
 class WorkerLost(Body):
     """One life of a worker is over; its successor may join.
 
@@ -182,7 +170,6 @@ class WorkerLost(Body):
 
 
 @body(Kind.READ_COUNTERS)
-@dataclass(frozen=True)
 class ReadCounters(Body):
     """A request for the counters.
 
@@ -193,7 +180,6 @@ class ReadCounters(Body):
 
 
 @body(Kind.COUNTERS)
-@dataclass(frozen=True)
 class Counters(Body):
     """The counters of the job so far.
 
@@ -219,7 +205,6 @@ class Counters(Body):
 
 
 @body(Kind.READ_LOG)
-@dataclass(frozen=True)
 class ReadLog(Body):
     """A request for a page of the log.
 
@@ -231,7 +216,6 @@ class ReadLog(Body):
 
 
 @body(Kind.LOG_PAGE)
-@dataclass(frozen=True)
 class LogPage(Body):
     """Consecutive entries of the log.
 

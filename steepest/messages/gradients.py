@@ -1,9 +1,7 @@
 """The messages of a step: pushes of gradients, reports, what is staged, commits, weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Row
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any
 
 from steepest.messages.fields import (
@@ -47,7 +45,6 @@ Absent = Annotated[Row[int], many(COUNT)]
 
 
 @body(Kind.PUSH)
-@dataclass(frozen=True)
 class Push(Body):
     """One chunk of a gradient.
 
@@ -67,11 +64,10 @@ class Push(Body):
     # indices, in the layout's entries, of parameters of the chunk without a gradient
     absent: Absent = ()
     # in the chunk's dtype, in half precision, or compressed; None: no gradient, which counts as zero
-    payload: Payload = field(default=None, compare=False)
+    payload: Payload = None
 
 
 @body(Kind.HOST_PUSH)
-@dataclass(frozen=True)
 class HostPush(Body):
     """One chunk of the sum of the gradients of a host's workers.
 
@@ -89,11 +85,10 @@ class HostPush(Body):
     pushes: Annotated[tuple[PushId, ...], PUSHES]
     # indices, in the layout's entries, of parameters without a gradient in any of the pushes
     absent: Absent = ()
-    payload: Payload = field(default=None, compare=False)  # as in `Push`
+    payload: Payload = None  # as in `Push`
 
 
 @body(Kind.VERSION_STAGED)
-@dataclass(frozen=True)
 class VersionStaged(Body):
     """The gradients of all members for the next version are reduced on one server.
 
@@ -111,7 +106,6 @@ class VersionStaged(Body):
 
 
 @body(Kind.PUSH_STAGED)
-@dataclass(frozen=True)
 class PushStaged(Body):
     """Every chunk of one push has arrived at one server.
 
@@ -134,7 +128,6 @@ class PushStaged(Body):
 
 
 @body(Kind.REPORT)
-@dataclass(frozen=True)
 class Report(Body):
     """Every chunk of a gradient has been sent, and what the step was like.
 
@@ -168,7 +161,7 @@ class Report(Body):
     clip: Annotated[float | None, NUMBER] = None
 
 
-@dataclass(frozen=True)
+@body()
 class Decision(Body):
     """A decision of the coordinator; base of the messages that all servers get in one order.
 
@@ -187,7 +180,6 @@ class Decision(Body):
 
 
 @body(Kind.COMMIT)
-@dataclass(frozen=True)
 class Commit(Decision):
     """The order to apply these pushes as the next version.
 
@@ -216,7 +208,6 @@ class Commit(Decision):
 
 
 @body(Kind.DISCARD)
-@dataclass(frozen=True)
 class Discard(Decision):
     """The order to forget pushes that will not be committed.
 
@@ -230,7 +221,6 @@ class Discard(Decision):
 
 
 @body(Kind.REFRESH)
-@dataclass(frozen=True)
 class Refresh(Decision):
     """The order to send the present weights to workers that hold older ones.
 
@@ -242,7 +232,6 @@ class Refresh(Decision):
 
 
 @body(Kind.LOGGED)
-@dataclass(frozen=True)
 class Logged(Body):
     """A commit is remembered in another process than the coordinator's, and outlives that one.
 
@@ -254,7 +243,6 @@ class Logged(Body):
 
 
 @body(Kind.WEIGHTS)
-@dataclass(frozen=True)
 class Weights(Body):
     """One chunk of the weights.
 
@@ -272,11 +260,10 @@ class Weights(Body):
     # whether the reader's last committed push was left out, because of NaN or infinity
     skipped: Annotated[bool, FLAG] = False
     # in the chunk's dtype or in half precision
-    payload: Payload = field(default=None, compare=False)
+    payload: Payload = None
 
 
 @body(Kind.WEIGHTS_SHARED)
-@dataclass(frozen=True)
 class WeightsShared(Body):
     """The memory in which the weights of a host lie.
 
@@ -286,4 +273,4 @@ class WeightsShared(Body):
 
     generation: Generation
     # the flat vector of all weights, in shared memory
-    payload: Payload = field(default=None, compare=False)
+    payload: Payload = None

@@ -1,9 +1,6 @@
 """The messages by which the coordinator and workers agree on members, generations and steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from steepest.messages.fields import (
@@ -23,7 +20,6 @@ from steepest.messages.schema import Body, Generation, Header, Incarnation, Vers
 
 
 @body(Kind.JOIN)
-@dataclass(frozen=True)
 class Join(Body):
     """A worker asks to become a member.
 
@@ -34,7 +30,6 @@ class Join(Body):
 
 
 @body(Kind.MEMBERS)
-@dataclass(frozen=True)
 class Members(Decision):
     """A generation begins; pushes of earlier generations are void.
 
@@ -52,7 +47,6 @@ class Members(Decision):
 
 
 @body(Kind.WORKER_JOINED)
-@dataclass(frozen=True)
 class WorkerJoined(Decision):
     """A worker becomes a member of the generation that has begun already.
 
@@ -64,7 +58,6 @@ class WorkerJoined(Decision):
 
 
 @body(Kind.WORKER_ENDED)
-@dataclass(frozen=True)
 class WorkerEnded(Decision):
     """One life of a worker is over, and the other members continue.
 
@@ -80,7 +73,6 @@ class WorkerEnded(Decision):
 
 
 @body(Kind.GRANT)
-@dataclass(frozen=True)
 class Grant(Body):
     """Steps may be taken up to a version.
 
@@ -95,7 +87,6 @@ class Grant(Body):
 
 
 @body(Kind.LEASE)
-@dataclass(frozen=True)
 class Lease(Body):
     """A share of the samples is leased to a worker, which computes one push from it.
 
@@ -112,7 +103,6 @@ class Lease(Body):
 
 
 @body(Kind.FAILED)
-@dataclass(frozen=True)
 class Failed(Body):
     """Computing a gradient, or applying an update, raised an exception of the user's code.
 

@@ -1,8 +1,5 @@
 """The messages by which a worker reads rows of embedding tables in the middle of its step."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
 from typing import Annotated
 
 from steepest.messages.fields import COUNT, FLAG, TEXT
@@ -11,7 +8,6 @@ from steepest.messages.schema import Body, Generation, Payload, Sequence, Versio
 
 
 @body(Kind.PULL_ROWS)
-@dataclass(frozen=True)
 class PullRows(Body):
     """A request for rows of a group of tables.
 
@@ -25,11 +21,10 @@ class PullRows(Body):
     group: Annotated[int, COUNT]  # of tables
     training: Annotated[bool, FLAG] = False  # whether gradients of these rows will be pushed
     # keys of distinct rows, by ascending shard, see `steepest.tables.gradients.pack_keys`
-    payload: Payload = field(default=None, compare=False)
+    payload: Payload = None
 
 
 @body(Kind.ROWS)
-@dataclass(frozen=True)
 class Rows(Body):
     """The values of rows.
 
@@ -42,4 +37,4 @@ class Rows(Body):
     # why there are none, in words: a table has no room for new rows, say
     refused: Annotated[str, TEXT] = ""
     # the values, (n, dim) of the tables' dtype, in the order of the request
-    payload: Payload = field(default=None, compare=False)
+    payload: Payload = None

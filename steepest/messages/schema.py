@@ -3,7 +3,8 @@
 Each field is annotated with the values that it may hold. Fields that the header has a place for
 name that place (`Header`); the others travel under their own names, and are left out while
 they hold their default. From the dataclass follow how it becomes a message, how it is read from
-one, and which messages are refused.
+one, and which messages are refused. Modules with bodies do without `from __future__ import
+annotations`, which makes texts of annotations, and reading these takes 0.15 ms for each class.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Any,
     ClassVar,
@@ -18,11 +20,19 @@ from typing import (
     TypeVar,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
 from steepest.messages.fields import Field, Schema, needed
 from steepest.messages.message import Kind, Message
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: Any) -> Any:
+        """Return a decorator that does nothing: Python 3.10 has none of this name."""
+        return lambda function: function
+
 
 B = TypeVar("B", bound="Body")
 _SLOTS = {  # places of a header, with the value that they have where a kind has no such field
@@ -62,6 +72,9 @@ Chunk = Annotated[int, Header("chunk")]
 class Body:
     """The content of a message of one kind; `body` makes a subclass for each kind.
 
+    It stays as it is. Two are equal if they are of one kind and their fields are equal, payloads
+    aside.
+
     Attributes:
         KIND: of the message.
         SCHEMA: the values that its fields may hold, see `steepest.messages.permissions`.
@@ -84,6 +97,23 @@ class Body:
         """
         raise NotImplementedError
 
+    # Written here, because a dataclass compiles its own for each class, which takes 0.1 ms each.
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return {**self.__dict__, "payload": None} == {**other.__dict__, "payload": None}
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
+        return f"{type(self).__name__}({fields})"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
@@ -97,17 +127,19 @@ class _Part:
     keyword_only: bool
 
 
-def body(kind: Kind) -> Callable[[type[B]], type[B]]:
-    """Return a decorator that makes a frozen dataclass the body of a kind of messages.
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def body(kind: Kind | None = None) -> Callable[[type[B]], type[B]]:
+    """Return a decorator that makes a class of fields the body of a kind of messages.
 
-    It gives the class `KIND`, `SCHEMA`, `pack` and `unpack`, and another `__init__`, because that
-    of a frozen dataclass takes three times as long.
+    It gives the class `KIND`, `SCHEMA`, `pack`, `unpack` and `__init__`. Without a kind the class
+    is the base of bodies that have its fields.
     """
 
     def make(cls: type[B]) -> type[B]:
-        hints = get_type_hints(cls, include_extras=True)
-        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-        parts = [_part(field, hints[field.name]) for field in fields]
+        dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+        if kind is None:
+            return cls
+        parts = [_part(field) for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         cls.KIND, cls.SCHEMA = kind, _schema(parts)
         for name, function in _functions(cls, kind, parts).items():
             function.__qualname__ = f"{cls.__qualname__}.{name}"
@@ -117,9 +149,9 @@ def body(kind: Kind) -> Callable[[type[B]], type[B]]:
     return make
 
 
-def _part(field: dataclasses.Field[Any], hint: Any) -> _Part:
-    assert get_origin(hint) is Annotated, f"{field.name}: annotate it with what it may hold"
-    about = get_args(hint)[1]
+def _part(field: dataclasses.Field[Any]) -> _Part:
+    assert get_origin(field.type) is Annotated, f"{field.name}: annotate it with what it may hold"
+    about = get_args(field.type)[1]
     header = about if isinstance(about, Header) else Header("", about)
     default = (
         field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

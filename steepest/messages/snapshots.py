@@ -1,9 +1,7 @@
 """The messages by which clients read one version of the state, or install another state."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Row
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any
 
 from steepest.messages.fields import (
@@ -41,7 +39,6 @@ _BASES = many(row(CHUNK, COUNT, COUNT))
 
 
 @body(Kind.READ)
-@dataclass(frozen=True)
 class Read(Body):
     """A request for a snapshot: one version over all servers.
 
@@ -62,7 +59,6 @@ class Read(Body):
 
 
 @body(Kind.SNAPSHOT)
-@dataclass(frozen=True)
 class Snapshot(Body):
     """The order to send a reader what it asked for.
 
@@ -81,7 +77,7 @@ class Snapshot(Body):
     state: Annotated[dict[str, Any] | None, STATE] = None
 
 
-@dataclass(frozen=True)
+@body()
 class _Tensor(Body):
     """One tensor of optimizer state: elements [start, stop) of a flattened parameter of a chunk."""
 
@@ -95,7 +91,7 @@ class _Tensor(Body):
     plain: Annotated[bool, FLAG]
     dtype: Annotated[str, TEXT]  # without "torch."
     shape: Annotated[Row[int], many(COUNT)]
-    payload: Payload = field(default=None, compare=False, kw_only=True)
+    payload: Payload = field(default=None, kw_only=True)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -105,7 +101,6 @@ class _Tensor(Body):
 
 
 @body(Kind.STATE)
-@dataclass(frozen=True)
 class StateTensor(_Tensor):
     """One tensor of optimizer state, or an array of some rows of tables, in a snapshot.
 
@@ -117,7 +112,6 @@ class StateTensor(_Tensor):
 
 
 @body(Kind.READ_ON)
-@dataclass(frozen=True)
 class ReadOn(Body):
     """A request for the next rows of a snapshot, or its end.
 
@@ -129,7 +123,6 @@ class ReadOn(Body):
 
 
 @body(Kind.SNAPSHOT_END)
-@dataclass(frozen=True)
 class SnapshotEnd(Body):
     """The end of a snapshot from one server: all that it has of it was sent before.
 
@@ -148,7 +141,6 @@ class SnapshotEnd(Body):
 
 
 @body(Kind.PUT)
-@dataclass(frozen=True)
 class Put(Body):
     """One chunk of weights, to be installed later.
 
@@ -158,11 +150,10 @@ class Put(Body):
     sequence: Sequence  # the client's count of its requests; one for all messages of a put
     number: Number  # of this message among those of the put, from 0
     chunk: Chunk
-    payload: Payload = field(default=None, compare=False)  # in the chunk's dtype
+    payload: Payload = None  # in the chunk's dtype
 
 
 @body(Kind.PUT_STATE)
-@dataclass(frozen=True)
 class PutState(_Tensor):
     """One tensor of optimizer state, to be installed later.
 
@@ -173,7 +164,6 @@ class PutState(_Tensor):
 
 
 @body(Kind.REPLACE_STATE)
-@dataclass(frozen=True)
 class ReplaceState(Body):
     """The put replaces all optimizer state, even if it holds no tensor of it.
 
@@ -186,7 +176,6 @@ class ReplaceState(Body):
 
 
 @body(Kind.PUT_RECEIVED)
-@dataclass(frozen=True)
 class PutReceived(Body):
     """A server has received one message of a put.
 
@@ -200,7 +189,6 @@ class PutReceived(Body):
 
 
 @body(Kind.INSTALL)
-@dataclass(frozen=True)
 class Install(Body):
     """A request to make a put the state of the job.
 
@@ -216,7 +204,6 @@ class Install(Body):
 
 
 @body(Kind.INSTALLED)
-@dataclass(frozen=True)
 class Installed(Body):
     """The put is the state of the job.
 
@@ -229,7 +216,6 @@ class Installed(Body):
 
 
 @body(Kind.INSTALL_REFUSED)
-@dataclass(frozen=True)
 class InstallRefused(Body):
     """Nothing is installed, because a process is dead.
 
@@ -242,7 +228,6 @@ class InstallRefused(Body):
 
 
 @body(Kind.INSTALL_PUT)
-@dataclass(frozen=True)
 class InstallPut(Decision):
     """The order to make what clients have put the state.
 

@@ -1,9 +1,6 @@
 """The messages between the users of a parameter server and its coordinator, about pushes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from steepest.messages.fields import CULPRITS, FLAG, TEXT, WORKER
@@ -13,7 +10,6 @@ from steepest.messages.schema import Body, Sequence, Version, body
 
 
 @body(Kind.PUSHED)
-@dataclass(frozen=True)
 class Pushed(Body):
     """A user pushes an update.
 
@@ -27,7 +23,6 @@ class Pushed(Body):
 
 
 @body(Kind.PUSH_COMMITTED)
-@dataclass(frozen=True)
 class PushCommitted(Body):
     """A push is committed.
 
@@ -39,7 +34,6 @@ class PushCommitted(Body):
 
 
 @body(Kind.PUSH_REFUSED)
-@dataclass(frozen=True)
 class PushRefused(Body):
     """A push is not applied.
 
@@ -56,7 +50,6 @@ class PushRefused(Body):
 
 
 @body(Kind.USER_LEFT)
-@dataclass(frozen=True)
 class UserLeft(Body):
     """A user's channel to one server has closed, and all pushes that came over it are staged.
 
