@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import pytest
 
@@ -33,11 +34,13 @@ class Trace:
 
     Attributes:
         way: those files, each with the process that was there first, in order.
+        functions: the names of such functions, by file.
         heard: that the coordinator has heard of a death.
     """
 
     def __init__(self, process: Callable[[], str | None]) -> None:
         self.way: dict[str, str] = {}
+        self.functions: dict[str, set[str]] = {}
         self.heard = threading.Event()
         self._process = process  # of the calling thread; None if its calls do not count
         self._known: set[CodeType] = set()
@@ -64,6 +67,7 @@ class Trace:
             for each in (code,) if caller is None else (caller.f_code, code):
                 if file := self._file(each):
                     self.way.setdefault(file, process)
+                    self.functions.setdefault(file, set()).add(each.co_name)
             if code.co_name == "lost" and self._file(code) == "engine/coordinator_role.py":
                 self.heard.set()
 
@@ -116,9 +120,8 @@ class Over(logging.Handler):
         self.death.is_over = True
 
 
-def way_of(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The files that the death of a process adds to a job's start and steps, with a process each."""
-    monkeypatch.setattr(_Carrier, "idle", [])  # other threads than those of earlier simulations
+def trace_of(name: str) -> Trace:
+    """The trace of a process' death in a simulated job, less what the job's start and steps enter."""
     simulation = Simulation(1)
 
     def process() -> str | None:
@@ -132,21 +135,21 @@ def way_of(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     changes.addHandler(over)
     changes.setLevel(logging.INFO)
     try:
-        with (
-            traced(trace),
-            simulation.running(),
-            DistributedSGD(TASK.creator(), 2, strategy="ps", run_config=run_config()) as trainer,
-        ):
-            trainer.fit(steps=DIES_AT + 20, callbacks=[death], progress=False)
+        with pytest.MonkeyPatch.context() as patch, traced(trace), simulation.running():
+            patch.setattr(_Carrier, "idle", [])  # other threads than those of earlier simulations
+            with DistributedSGD(
+                TASK.creator(), 2, strategy="ps", run_config=run_config()
+            ) as trainer:
+                trainer.fit(steps=DIES_AT + 20, callbacks=[death], progress=False)
     finally:
         changes.removeHandler(over)
         changes.setLevel(before)
     assert death.is_over
-    return trace.way
+    return trace
 
 
-def way_through_sockets() -> list[str]:
-    """The files of the transport, of a server's process when that of a worker ends."""
+def trace_through_sockets() -> Trace:
+    """The trace of a server's process when that of a worker ends; channels are sockets."""
 
     def process() -> str | None:
         name = threading.current_thread().name
@@ -159,36 +162,61 @@ def way_through_sockets() -> list[str]:
         router.stop()
         assert trace.heard.wait(60.0)
         trace.end()
-    return [file for file in trace.way if file.startswith("transport/")]
+    return trace
 
 
-def listed() -> tuple[list[str], list[str]]:
-    """The files that ARCHITECTURE.md lists for a worker's death, and those for a server's besides."""
+class Traces(NamedTuple):
+    """Of the death of a worker, with sockets and in a simulation, and of that of a server."""
+
+    sockets: Trace
+    worker: Trace
+    server: Trace
+
+    @property
+    def way(self) -> dict[str, str]:
+        """The files of a worker's death."""
+        transport = [file for file in self.sockets.way if file.startswith("transport/")]
+        return dict.fromkeys(transport, "sockets") | self.worker.way
+
+
+@pytest.fixture(scope="module")
+def traces() -> Traces:
+    return Traces(trace_through_sockets(), trace_of("worker 1"), trace_of("server 0"))
+
+
+def listed() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """The files that ARCHITECTURE.md lists for a worker's death, and for a server's besides, with functions."""
     page = (ROOT / "ARCHITECTURE.md").read_text()
     (section,) = re.findall(r"## The way of a death\n(.*?)\n## ", page, re.DOTALL)
-    worker, server = section.split("\nA server's death")
-    item = re.compile(r"^\d+\. `steepest/([\w/.]+)`", re.MULTILINE)
-    return item.findall(worker), item.findall(server)
+    item = re.compile(r"^\d+\. `steepest/([\w/.]+)` \((.*?)\):", re.MULTILINE)
+    worker, server = (
+        [(file, re.findall(r"`(\w+)`", names)) for file, names in item.findall(part)]
+        for part in section.split("\nA server's death")
+    )
+    assert len({file for file, _ in worker + server}) == len(worker + server)
+    return dict(worker), dict(server)
 
 
 def check(found: list[str], way: dict[str, str]) -> None:
     """Check that a list has exactly the files of a way, those of each process in their order."""
-    assert sorted(found) == sorted(way), set(found) ^ set(way)
-    for process in set(way.values()):
+    assert sorted(found) == sorted(way), {*found} ^ {*way}
+    for process in {*way.values()}:
         its = [file for file in way if way[file] == process]
         assert [file for file in found if file in its] == its
 
 
-def test_the_listed_way_of_a_workers_death_is_the_traced_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    of_a_worker, _ = listed()
-    sockets, way = way_through_sockets(), way_of("worker 1", monkeypatch)
-    assert of_a_worker[: len(sockets)] == sockets
-    check(of_a_worker, dict.fromkeys(sockets, "server") | way)
+def test_the_listed_way_of_a_workers_death_is_the_traced_way(traces: Traces) -> None:
+    check(list(listed()[0]), traces.way)
 
 
-def test_a_servers_death_enters_the_listed_files_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_a_worker, besides = listed()
-    way = way_of("server 0", monkeypatch)
-    check(besides, {file: who for file, who in way.items() if file not in of_a_worker})
+def test_a_servers_death_enters_the_listed_files_besides(traces: Traces) -> None:
+    besides = {file: who for file, who in traces.server.way.items() if file not in traces.way}
+    check(list(listed()[1]), besides)
+
+
+def test_deaths_enter_the_listed_functions(traces: Traces) -> None:
+    worker, server = listed()
+    for file, names in {**worker, **server}.items():
+        entered = set().union(*(trace.functions.get(file, set()) for trace in traces))
+        assert names, file
+        assert {*names} <= entered, (file, entered)
