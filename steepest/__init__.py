@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.engine.commit_log import LoggedPush as LoggedPush
     from steepest.loop.calls import clip_grad_norm_ as clip_grad_norm_
     from steepest.loop.calls import epochs as epochs
+    from steepest.loop.calls import gather as gather
     from steepest.loop.calls import prepare as prepare
     from steepest.loop.calls import rank as rank
     from steepest.loop.calls import register as register
@@ -136,6 +137,7 @@ _MODULES = {
     "RunResult": "loop.run",
     "clip_grad_norm_": "loop.calls",
     "epochs": "loop.calls",
+    "gather": "loop.calls",
     "prepare": "loop.calls",
     "rank": "loop.calls",
     "register": "loop.calls",

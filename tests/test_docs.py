@@ -74,7 +74,9 @@ def blocks_of(page: str) -> list[str]:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("number", "said"), [(0, "EvaluationResult(loss="), (1, "20.0 20.0")])
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "{'loss': "), (1, "EvaluationResult(loss="), (2, "20.0 20.0")]
+)
 def test_the_readmes_examples_run_as_they_stand(
     tmp_path: Path, address: str, number: int, said: str
 ) -> None:
@@ -82,9 +84,15 @@ def test_the_readmes_examples_run_as_they_stand(
         "sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'"
     )
     blocks = blocks_of("README.md")
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     assert said in run_block(blocks[number], tmp_path, address)
-    assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 0)
+    assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 1)
+
+
+@pytest.mark.long
+@pytest.mark.ray
+def test_the_example_of_a_loop_of_ones_own_runs_as_it_stands(tmp_path: Path, address: str) -> None:
+    assert "['0.bias', " in run_block(blocks_of("docs/own_loop.md")[0], tmp_path, address)
 
 
 @pytest.mark.full

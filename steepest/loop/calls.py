@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError
-from steepest.loop.loaders import SharedLoader, TrainingLoader
+from steepest.loop.loaders import TrainingLoader
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.model import LoopModel
 from steepest.loop.session import Kept, Prepared, Session, current
@@ -30,8 +30,8 @@ def prepare(*objects: Any) -> Any:
 
     The optimizer's `step` returns when the update that all workers' gradients make is committed, and the new weights
     are here. Schedulers that are stepped after each of its steps count the steps of the job. The first loader yields
-    this worker's share of the samples of each step, each sample once per epoch whatever becomes of the workers; others
-    yield each worker a part of their samples, in order.
+    this worker's share of the samples of each step, each sample once per epoch whatever becomes of the workers; others,
+    such as one for evaluations in the loop, stay as they are, so that all workers decide alike.
 
     Args:
         objects: torch modules, torch optimizers over their parameters, a DataLoader of the training data; schedulers
@@ -39,7 +39,7 @@ def prepare(*objects: Any) -> Any:
             any number of steps, as many on each worker; each step updates the parameters of its optimizer alone.
 
     Returns:
-        The same in the same order, a single one by itself: loaders are others, whatever else is what it was.
+        The same in the same order, a single one by itself: the first loader is another, whatever else is what it was.
 
     Raises:
         ConfigurationError: no module, or no optimizer; an optimizer over other parameters, a loader with a sampler of
@@ -74,7 +74,7 @@ def prepare(*objects: Any) -> Any:
     module = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
     lockstep = _lockstep(session, optimizers, loaders)
     model = LoopModel(session, module, optimizers, None if lockstep else loaders[0])
-    made: dict[int, Any] = {id(loader): SharedLoader(loader, session) for loader in loaders[1:]}
+    made: dict[int, Any] = {}  # a further loader stays as it is: each worker reads all of it
     if loaders:
         size = loaders[0].batch_size or 1
         samples = len(cast(Any, loaders[0].dataset))
@@ -189,6 +189,20 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     return session.clip_norm(given, max_norm)
+
+
+def gather(value: Any) -> Any:
+    """Return the values of all workers; with one worker, or outside of `steepest.run`, what it is given.
+
+    Raises:
+        ConfigurationError: there are several workers, for which it is not supported yet.
+    """
+    if size() == 1:
+        return value
+    raise ConfigurationError(
+        "steepest.gather() among several workers is not supported yet: report() gives the driver means over them; to "
+        "decide something in the loop, evaluate all of the data on each worker"
+    )
 
 
 def rank() -> int:
