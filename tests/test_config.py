@@ -280,7 +280,7 @@ def test_no_other_module_reads_the_environment() -> None:
         )
     }
     # a place to run is told of its job by variables, and hands them on to the program
-    assert readers == {"config/run.py", "launch/sagemaker.py"}
+    assert readers == {"config/run.py", "places/sagemaker.py"}
 
 
 # -- errors ---------------------------------------------------------------------------------------

@@ -18,19 +18,11 @@ from pathlib import Path
 import pytest
 
 from steepest.cli.main import main
-from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
-from steepest.places import sagemaker, sagemaker_hosts
-from steepest.places.sagemaker_hosts import (
-    Follower,
-    Leader,
-    Lines,
-    Welcome,
-    follow,
-    interface_address,
-)
+from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
+from steepest.places import sagemaker, sagemaker_hosts, sagemaker_processes
+from steepest.places.sagemaker_hosts import Follower, Leader, follow, interface_address
 from steepest.places.sagemaker_job import in_natural_order, read_job
-from steepest.places.sagemaker_nodes import missing_among
-from steepest.places.sagemaker_processes import Program, command_of
+from steepest.places.sagemaker_processes import Program, command_of, ray_lives, start_ray
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 20.0
@@ -128,13 +120,14 @@ def test_numbers_in_names_are_sorted_as_numbers() -> None:
 
 # -- hosts that find each other --------------------------------------------------------------------
 
-WELCOME = Welcome("10.0.0.1:6379", "secret")
+WELCOME = {"RAY_ADDRESS": "10.0.0.1:6379", "RAY_AUTH_TOKEN": "secret"}
+ADDRESSES = {"algo-2": {"127.0.0.2"}, "algo-10": {"127.0.0.10"}}
 
 
 @pytest.fixture
 def leader() -> Iterator[Leader]:
     """Listens for algo-2 and algo-10, both of this machine."""
-    made = Leader(LOCAL, 0, ("algo-2", "algo-10"), WELCOME, lambda host: {LOCAL})
+    made = Leader(LOCAL, 0, tuple(ADDRESSES), WELCOME, ADDRESSES.__getitem__)
     try:
         yield made
     finally:
@@ -145,6 +138,7 @@ def leader() -> Iterator[Leader]:
 def _names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sagemaker_hosts, "addresses_of", lambda host: {LOCAL})
     monkeypatch.setattr(sagemaker_hosts, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(sagemaker_hosts, "PARTING_SECONDS", 0.2)  # as both ends are here
 
 
 def soon() -> float:
@@ -157,59 +151,51 @@ def until(happened: Callable[[], object]) -> None:
         assert time.monotonic() < deadline
 
 
-def test_hosts_join_get_the_welcome_and_hear_the_end(
-    leader: Leader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert leader.missing() == ["algo-2", "algo-10"]
-    hosts = [follow("algo-1", leader.port, each, LOCAL, soon()) for each in ("algo-10", "algo-2")]
+def ask(leader: Leader, host: str, deadline: float | None = None) -> Follower:
+    (own,) = ADDRESSES[host]
+    return follow("algo-1", leader.port, own, deadline or soon())
+
+
+def test_hosts_join_get_the_welcome_and_hear_the_end(leader: Leader) -> None:
+    assert leader.silent() == leader.missing() == ["algo-2", "algo-10"]
+    hosts = [ask(leader, each) for each in ("algo-10", "algo-2")]
     assert [host.welcome for host in hosts] == [WELCOME] * 2
-    leader.wait(SECONDS)
-    assert leader.missing() == []
+    until(lambda: leader.silent() == [])
+    hosts[0].joined()
+    until(lambda: leader.missing() == ["algo-2"])
+    hosts[1].joined()
+    until(lambda: leader.missing() == [])
     assert hosts[0].poll(0.01) is None
-    monkeypatch.setattr(sagemaker_hosts, "PARTING_SECONDS", 0.2)  # as both ends are here
     leader.end(3, "train.py ended with exit status 3")
     for host in hosts:
         assert host.poll(SECONDS) == (3, "train.py ended with exit status 3")
         host.close()
 
 
-def test_the_token_is_not_printed() -> None:
-    assert "secret" not in repr(WELCOME)
-
-
 def test_a_host_that_is_gone_is_missing_and_may_come_again(leader: Leader) -> None:
     for _ in range(2):
-        host = follow("algo-1", leader.port, "algo-2", LOCAL, soon())
+        host = ask(leader, "algo-2")
+        host.joined()
         until(lambda: leader.missing() == ["algo-10"])
         host.close()
-        until(lambda: leader.missing() == ["algo-2", "algo-10"])
+        until(lambda: leader.missing() == leader.silent() == ["algo-2", "algo-10"])
 
 
 def test_a_host_that_cannot_join_says_why(leader: Leader) -> None:
-    host = follow("algo-1", leader.port, "algo-2", LOCAL, soon())
+    host = ask(leader, "algo-2")
     host.fail("no disk")
-    leader.wait(SECONDS)
+    until(lambda: leader.failed)
     assert leader.failed == {"algo-2": "no disk"}
     host.close()
 
 
-@pytest.mark.parametrize("host", ["algo-1", "algo-3", ""])
-def test_a_name_that_is_no_other_host_of_the_job_is_refused(leader: Leader, host: str) -> None:
-    said = f"{host} could not reach algo-1, which leads, in time: {LOCAL}:{leader.port}: "
+def test_a_stranger_learns_nothing(leader: Leader) -> None:
+    with socket.create_connection((LOCAL, leader.port), SECONDS) as link:
+        assert link.recv(100) == b""
+    said = f"could not reach algo-1, which leads, in time: {LOCAL}:{leader.port}: "
     with pytest.raises(DeadlineError, match=said):
-        follow("algo-1", leader.port, host, LOCAL, time.monotonic() + 0.3)
-    assert leader.missing() == ["algo-2", "algo-10"]
-
-
-def test_a_stranger_learns_nothing() -> None:
-    leader = Leader(LOCAL, 0, ("algo-2",), WELCOME, lambda host: {"10.0.0.2"})
-    try:
-        with socket.create_connection((LOCAL, leader.port), SECONDS) as link:
-            assert link.recv(100) == b""
-        with pytest.raises(DeadlineError):
-            follow("algo-1", leader.port, "algo-2", LOCAL, time.monotonic() + 0.3)
-    finally:
-        leader.end(0, "")
+        follow("algo-1", leader.port, "127.0.0.3", time.monotonic() + 0.3)
+    assert leader.silent() == ["algo-2", "algo-10"]
 
 
 def test_each_name_is_looked_up_until_it_resolves() -> None:
@@ -217,35 +203,26 @@ def test_each_name_is_looked_up_until_it_resolves() -> None:
 
     def resolve(host: str) -> set[str]:
         asked.append(host)
-        return {LOCAL} if len(asked) > 2 else set()
+        return ADDRESSES[host] if len(asked) > 2 else set()
 
     leader = Leader(LOCAL, 0, ("algo-2",), WELCOME, resolve)
     try:
         for _ in range(2):
-            follow("algo-1", leader.port, "algo-2", LOCAL, soon()).close()
+            ask(leader, "algo-2").close()
     finally:
         leader.end(0, "")
     assert len(asked) == 3
 
 
-def test_a_host_cannot_take_the_name_of_another() -> None:
-    addresses = {"algo-2": {"127.0.0.2"}, "algo-3": {"127.0.0.3"}}
-    leader = Leader(LOCAL, 0, tuple(addresses), WELCOME, addresses.__getitem__)
-    try:
-        with pytest.raises(DeadlineError):
-            follow("algo-1", leader.port, "algo-2", "127.0.0.3", time.monotonic() + 0.3)
-        follow("algo-1", leader.port, "algo-3", "127.0.0.3", soon()).close()
-    finally:
-        leader.end(0, "")
-
-
 @pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\n", b"[]\n", b"x" * 20_000])
 def test_noise_closes_its_own_connection_alone(leader: Leader, sent: bytes) -> None:
-    host = follow("algo-1", leader.port, "algo-2", LOCAL, soon())
-    with socket.create_connection((LOCAL, leader.port), SECONDS) as link:
+    host = ask(leader, "algo-2")
+    own = (*ADDRESSES["algo-10"], 0)
+    with socket.create_connection((LOCAL, leader.port), SECONDS, source_address=own) as link:
         link.sendall(sent)
         with contextlib.suppress(ConnectionResetError):  # it has not read all
-            assert link.recv(100) == b""
+            while link.recv(100):
+                pass
     assert host.poll(0.01) is None
     host.close()
 
@@ -253,59 +230,36 @@ def test_noise_closes_its_own_connection_alone(leader: Leader, sent: bytes) -> N
 def test_a_leader_whose_name_does_not_resolve_is_waited_for(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter([set(), set()])
+    answers: Iterator[set[str]] = iter([set(), set()])
     monkeypatch.setattr(sagemaker_hosts, "addresses_of", lambda host: next(answers, {LOCAL}))
-    follow("algo-1", leader.port, "algo-2", LOCAL, soon()).close()
+    ask(leader, "algo-2").close()
     assert list(answers) == []
     monkeypatch.setattr(sagemaker_hosts, "addresses_of", lambda host: set())
     with pytest.raises(DeadlineError, match="could not reach algo-1.*its name does not resolve"):
-        follow("algo-1", leader.port, "algo-2", LOCAL, time.monotonic() + 0.2)
+        ask(leader, "algo-2", time.monotonic() + 0.2)
 
 
-def followed() -> tuple[Follower, socket.socket]:
-    mine, theirs = socket.socketpair()
-    return Follower("algo-1", Lines(mine), WELCOME), theirs
-
-
-def test_a_leader_that_dies_or_falls_silent_or_talks_nonsense_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for sent in (b"", b"{]\n"):
-        host, theirs = followed()
-        theirs.sendall(sent)
-        theirs.close()
-        with pytest.raises(PeerLostError, match="algo-1, which leads, is gone"):
-            host.poll(SECONDS)
-        host.fail("too late")  # nobody hears it, which is no error
-        host.close()
-    monkeypatch.setattr(sagemaker_hosts, "SILENCE_SECONDS", 0.0)
-    host, theirs = followed()
-    with pytest.raises(DeadlineError, match="algo-1, which leads, has sent no sign of life"):
-        host.poll(0.01)
+@pytest.mark.parametrize("sent", [b"", b"{]\n", b"{}\n", b'{"ended": 0, "rea'])
+def test_a_leader_that_dies_or_talks_nonsense_is_an_error(sent: bytes) -> None:
+    with socket.create_server((LOCAL, 0)) as listener:
+        mine = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    with theirs:
+        theirs.sendall(json.dumps(WELCOME).encode() + b"\n" + sent)
+        host = Follower("algo-1", mine)
+    with pytest.raises(PeerLostError, match="algo-1, which leads, is gone"):
+        host.poll(SECONDS)
+    host.fail("too late")  # nobody hears it, which is no error
     host.close()
-    theirs.close()
 
 
-def test_the_leader_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sagemaker_hosts, "BEAT_SECONDS", 0.01)
-    leader = Leader(LOCAL, 0, ("algo-2",), WELCOME, lambda host: {LOCAL})
-    with socket.create_connection((LOCAL, leader.port), SECONDS) as link:
-        link.sendall(b'{"host": "algo-2"}\n')
-        heard = b""
-        while heard.count(b'{"beat": true}\n') < 2:
-            heard += link.recv(1000)
-    leader.end(0, "")
-
-
-def test_a_line_without_end_is_refused() -> None:
-    mine, theirs = socket.socketpair()
-    with mine, theirs:
-        theirs.sendall(b"x" * 8000)
-        lines = Lines(mine)
-        assert lines.arrived() == []
-        theirs.sendall(b"x" * 500)
-        with pytest.raises(ProtocolError, match="a line of over 8192 bytes"):
-            lines.arrived()
+def test_what_is_not_the_leader_of_a_job_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Leader(LOCAL, 0, ("algo-2",), {"other": "service"}, ADDRESSES.__getitem__)
+    try:
+        with pytest.raises(DeadlineError, match="what answers is not the leader of a job"):
+            ask(other, "algo-2", time.monotonic() + 0.3)
+    finally:
+        other.end(0, "")
 
 
 def test_a_port_in_use_is_named(leader: Leader) -> None:
@@ -319,11 +273,6 @@ def test_an_interface_has_an_address_or_the_error_names_those_there_are() -> Non
         ConfigurationError, match=r"'eth77' has no IPv4 address here .*give one of .*lo"
     ):
         interface_address("eth77")
-
-
-def test_hosts_are_missing_until_their_nodes_live() -> None:
-    nodes = [{"NodeName": "algo-1", "Alive": True}, {"NodeName": "algo-2", "Alive": False}]
-    assert missing_among(nodes, ["algo-1", "algo-2", "algo-3"]) == ["algo-2", "algo-3"]
 
 
 # -- processes, failures ----------------------------------------------------------------------------
@@ -371,28 +320,37 @@ signal.pause()
 """
 
 
-class Node:
-    """Stands for the leader's Ray node, which has died or not."""
-
-    def __init__(self, dead: bool) -> None:
-        self.dead = dead
-
-    def require_alive(self) -> None:
-        if self.dead:
-            raise PeerLostError("the Ray node of this host ended")
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("dead", [True, False])
-def test_a_program_that_outlives_ray_or_ctrl_c_is_killed(
-    monkeypatch: pytest.MonkeyPatch, dead: bool
-) -> None:
+def test_a_program_that_outlives_ray_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sagemaker, "_WITHOUT_RAY_SECONDS", 0.0)
-    monkeypatch.setattr(sagemaker, "_INTERRUPTED_SECONDS", 0.0)
-    received = 0 if dead else signal.SIGINT
-    here = argparse.Namespace(signals=argparse.Namespace(received=received))
     program = Program([sys.executable, "-c", IMMUNE], os.environ)
-    assert sagemaker._wait_for(program, here, Node(dead)) == 128 + signal.SIGKILL  # type: ignore[arg-type]
+    assert sagemaker._wait_for(program) == 128 + signal.SIGKILL
+
+
+def test_ray_lives_as_long_as_its_raylet(tmp_path: Path) -> None:
+    raylet = tmp_path / "raylet"
+    raylet.symlink_to("/bin/sleep")  # a process' name is that of its file
+    assert not ray_lives()
+    with subprocess.Popen([raylet, "60"]) as process:
+        assert ray_lives()
+        process.kill()
+        until(lambda: not ray_lives())  # though nobody has waited for it
+
+
+@pytest.mark.parametrize(
+    ("then", "seconds", "kind"),
+    [("exit 3", SECONDS, PeerLostError), ("exec sleep 60", 0.5, DeadlineError)],
+)
+def test_a_ray_that_does_not_start_says_why(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    then: str,
+    seconds: float,
+    kind: type[Exception],
+) -> None:
+    monkeypatch.setattr(sagemaker_processes, "_RAY", ("sh", "-c", f"echo no disk; {then}"))
+    with pytest.raises(kind, match=r"Ray did not start.*: no disk"):
+        start_ray([], os.environ, tmp_path, time.monotonic() + seconds)
 
 
 def test_a_programs_errors_pass_through_and_the_last_ones_are_kept(
@@ -415,7 +373,7 @@ def test_a_program_that_fails_is_told_with_its_status_and_last_words(
         job=argparse.Namespace(arguments=lambda: ["--epochs", "2"]),
         environment=lambda welcome: {},
     )
-    told = sagemaker._run_program(here, Node(False), None)  # type: ignore[arg-type]
+    told = sagemaker._run_program(here, {})  # type: ignore[arg-type]
     words = "so it is: ['--lr', '1', '--epochs', '2']"
     assert told == (1, f"train.py ended with exit status 1\n{words}")
     assert words in capfd.readouterr().err

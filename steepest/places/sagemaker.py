@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
-from steepest.places.sagemaker_hosts import Follower, Leader, Welcome, follow, interface_address
+from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, SteepestError
+from steepest.places.sagemaker_hosts import Leader, follow, interface_address
 from steepest.places.sagemaker_job import Job, read_job
 from steepest.places.sagemaker_processes import (
-    NodeWatch,
     Program,
-    RayNode,
     adopt_orphans,
     command_of,
     end_descendants,
+    ray_lives,
+    start_ray,
 )
 
 __all__ = ["Job", "add_arguments", "job", "run"]
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 REASON_CHARACTERS = 1024  # of the failure file, which SageMaker reads
 _LOOK_SECONDS = 0.5
 _WITHOUT_RAY_SECONDS = 60.0  # that the program has after the leader's Ray node has died
-_INTERRUPTED_SECONDS = 30.0  # that it has after Ctrl-C
 
 
 def job() -> Job:
@@ -67,8 +66,8 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         ConfigurationError: this is no SageMaker container, or an option is wrong.
-        DeadlineError: hosts have not joined in time (named), or the leader has fallen silent.
-        PeerLostError: the leader died, or a Ray node of this host.
+        DeadlineError: hosts have not joined in time (named).
+        PeerLostError: the leader died or has fallen silent, or a host's Ray could not start.
     """
     logging.basicConfig(level=logging.INFO, format="steepest: %(message)s")
     found = read_job(os.environ)
@@ -76,7 +75,8 @@ def run(options: argparse.Namespace) -> int:
         _check(options)
         address = interface_address(found.interface)
         with _Signals() as signals, _directory(signals) as directory:
-            here = _Host(found, options, signals, directory, address)
+            deadline = time.monotonic() + options.join_timeout
+            here = _Host(found, options, signals, directory, address, deadline)
             return _lead(here) if found.leads else _join(here)
     except SystemExit as stop:  # of a signal, which is no failure
         return int(stop.code or 0)
@@ -160,18 +160,13 @@ class _Host:
     signals: _Signals
     directory: Path
     address: str
+    deadline: float
 
-    def environment(self, welcome: Welcome) -> dict[str, str]:
+    def environment(self, welcome: dict[str, str]) -> dict[str, str]:
         """Return the variables of Ray and of the program: the token is nowhere else."""
-        return {
-            **self.job.variables(),
-            **os.environ,
-            "RAY_ADDRESS": welcome.ray,
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": welcome.token,
-        }
+        return {**self.job.variables(), **os.environ, **welcome}
 
-    def start_ray(self, welcome: Welcome, *arguments: str) -> RayNode:
+    def start_ray(self, welcome: dict[str, str], *arguments: str) -> None:
         """Start this host's Ray node."""
         environment = self.environment(welcome)
         # workers import what lies beside the program, which each host has at the same place
@@ -181,7 +176,7 @@ class _Host:
         own = [f"--node-ip-address={self.address}", f"--node-name={self.job.host}", *arguments]
         if self.options.num_cpus is not None:
             own.append(f"--num-cpus={self.options.num_cpus}")
-        return RayNode(own, environment, self.directory)
+        start_ray(own, environment, self.directory, self.deadline)
 
 
 # --- the leader ---
@@ -189,17 +184,19 @@ class _Host:
 
 def _lead(here: _Host) -> int:
     """Start Ray, wait for the other hosts, run the program; tell them how it ended."""
-    deadline = time.monotonic() + here.options.join_timeout
     port, others = here.options.port, here.job.hosts[1:]
-    welcome = Welcome(f"{here.address}:{port}", secrets.token_hex(32))
+    welcome = {
+        "RAY_ADDRESS": f"{here.address}:{port}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
     log.info("%s leads %d hosts, at %s", here.job.host, len(here.job.hosts), here.address)
-    node = here.start_ray(welcome, "--head", f"--port={port}", "--include-dashboard=false")
-    status, reason, hosts = 1, f"{here.job.host}, which leads, has failed", None
+    here.start_ray(welcome, "--head", f"--port={port}", "--include-dashboard=false")
+    hosts = Leader(here.address, port + 1, others, welcome)
+    status, reason = 1, f"{here.job.host}, which leads, has failed"
     try:
-        node.wait_until_open(here.address, port, deadline)
-        hosts = Leader(here.address, port + 1, others, welcome)
-        _wait_for_all(here, hosts, node, welcome, deadline)
-        status, reason = _run_program(here, node, welcome)
+        _wait_for_all(here, hosts)
+        status, reason = _run_program(here, welcome)
     except SystemExit as stop:
         status, reason = int(stop.code or 0), ""
     except BaseException as error:
@@ -207,32 +204,22 @@ def _lead(here: _Host) -> int:
         raise
     finally:
         here.signals.held = True  # what is left is short
-        if hosts is not None:
-            hosts.end(status, reason)
-        node.stop()
+        hosts.end(status, reason)
     if reason:
         write_failure(here.job.failure, reason)
     return status
 
 
-def _wait_for_all(
-    here: _Host, hosts: Leader, node: RayNode, welcome: Welcome, deadline: float
-) -> None:
+def _wait_for_all(here: _Host, hosts: Leader) -> None:
     """Return when all hosts are nodes of Ray."""
-    # DeadlineError names those that are missing; PeerLostError: one has said that it cannot join, or this host's node
-    # has died.
-    watch = NodeWatch(here.job.hosts, here.environment(welcome), here.directory)
-    try:
-        while not watch.all_there():
-            node.require_alive()
-            if hosts.failed:
-                told = "; ".join(f"{host}: {why}" for host, why in hosts.failed.items())
-                raise PeerLostError(f"not all hosts could join. {told}")
-            if time.monotonic() > deadline:
-                raise DeadlineError(_who_is_missing(here, hosts.missing(), watch.missing()))
-            time.sleep(_LOOK_SECONDS)
-    finally:
-        watch.stop()
+    # DeadlineError names those that are missing; PeerLostError: one has said that it cannot join.
+    while missing := hosts.missing():
+        if hosts.failed:
+            told = "; ".join(f"{host}: {why}" for host, why in hosts.failed.items())
+            raise PeerLostError(f"not all hosts could join. {told}")
+        if time.monotonic() > here.deadline:
+            raise DeadlineError(_who_is_missing(here, hosts.silent(), missing))
+        time.sleep(_LOOK_SECONDS)
     log.info("all %d hosts have joined", len(here.job.hosts))
 
 
@@ -247,15 +234,16 @@ def _who_is_missing(here: _Host, silent: list[str], out: list[str]) -> str:
     )
 
 
-def _run_program(here: _Host, node: RayNode, welcome: Welcome) -> tuple[int, str]:
+def _run_program(here: _Host, welcome: dict[str, str]) -> tuple[int, str]:
     """Run the program to its end; return its exit status, and the reason if it has failed."""
-    # Hosts that die on the way are the program's business; so are signals, which it gets.
-    arguments = [*here.options.arguments, *_hyperparameters(here.job)]
-    command = command_of(here.options.program, arguments)
+    # Hosts that die on the way are the program's business; so are signals, which it gets. Hyperparameters are its
+    # arguments, unless SageMaker's toolkit has passed them already.
+    told = [] if "SM_USER_ARGS" in os.environ else here.job.arguments()
+    command = command_of(here.options.program, [*here.options.arguments, *told])
     program = Program(command, {"PYTHONUNBUFFERED": "1", **here.environment(welcome)})
     here.signals.program = program
     try:
-        status = _wait_for(program, here, node)
+        status = _wait_for(program)
     finally:
         here.signals.held, here.signals.program = True, None
         program.kill()
@@ -264,24 +252,14 @@ def _run_program(here: _Host, node: RayNode, welcome: Welcome) -> tuple[int, str
     return status, f"{program.name} ended with exit status {status}\n{program.last_words()}".strip()
 
 
-def _hyperparameters(found: Job) -> list[str]:
-    """Return them as arguments, unless SageMaker's toolkit has passed them already."""
-    return [] if "SM_USER_ARGS" in os.environ else found.arguments()
-
-
-def _wait_for(program: Program, here: _Host, node: RayNode) -> int:
-    """Return the program's status; it is killed if it outlives the leader's Ray node, or Ctrl-C."""
-    give_up: float | None = None
+def _wait_for(program: Program) -> int:
+    """Return the program's status; it is killed if it outlives the leader's Ray node for long."""
+    lived = time.monotonic()
     while (status := program.wait(_LOOK_SECONDS)) is None:
-        if give_up is None:
-            try:
-                node.require_alive()
-            except PeerLostError as error:
-                log.error("%s", error)
-                give_up = time.monotonic() + _WITHOUT_RAY_SECONDS
-            if here.signals.received == signal.SIGINT:
-                give_up = time.monotonic() + _INTERRUPTED_SECONDS
-        elif time.monotonic() > give_up:
+        if ray_lives():
+            lived = time.monotonic()
+        elif time.monotonic() > lived + _WITHOUT_RAY_SECONDS:
+            log.error("the Ray node of this host has ended, and the program runs on: it is killed")
             program.kill()
     return status
 
@@ -291,47 +269,23 @@ def _wait_for(program: Program, here: _Host, node: RayNode) -> int:
 
 def _join(here: _Host) -> int:
     """Join the leader's Ray, and stay until the leader has ended; return its exit status."""
-    deadline = time.monotonic() + here.options.join_timeout
-    found, port = here.job, here.options.port
-    leader = follow(found.leader, port + 1, found.host, here.address, deadline)
-    try:
-        node = here.start_ray(leader.welcome, f"--address={leader.welcome.ray}")
+    found = here.job
+    leader = follow(found.leader, here.options.port + 1, here.address, here.deadline)
+    with contextlib.closing(leader):
         try:
-            log.info("%s has joined %s", found.host, found.leader)
-            # SageMaker stops all hosts at once: the leader's program wants them for its checkpoint
-            here.signals.held = True
-            status, reason = _stay(here, leader, node)
-        finally:
-            node.stop()
-    finally:
-        leader.close()
+            here.start_ray(leader.welcome, f"--address={leader.welcome['RAY_ADDRESS']}")
+        except SteepestError as error:
+            leader.fail(str(error))
+            raise
+        leader.joined()
+        log.info("%s has joined %s", found.host, found.leader)
+        # SageMaker stops all hosts at once: the leader's program wants them for its checkpoint
+        here.signals.held = True
+        while (ended := leader.poll(_LOOK_SECONDS)) is None:
+            if here.signals.received == signal.SIGINT:
+                return 130
+    status, reason = ended
     if reason:
         log.error("%s: %s", found.leader, reason)
         write_failure(found.failure, f"{found.leader}: {reason}")
     return status
-
-
-def _stay(here: _Host, leader: Follower, node: RayNode) -> tuple[int, str]:
-    """Return the status and reason with which the leader ends."""
-    # PeerLostError: it is gone without a word, or this host's node has died; DeadlineError: it has fallen silent.
-    while (ended := leader.poll(_LOOK_SECONDS)) is None:
-        if here.signals.received == signal.SIGINT:
-            raise SystemExit(130)
-        try:
-            node.require_alive()
-        except PeerLostError as error:
-            # when the leader's Ray ends, this node may end before the word comes
-            if (ended := _last_word(leader)) is not None:
-                return ended
-            leader.fail(str(error))
-            raise
-    return ended
-
-
-def _last_word(leader: Follower) -> tuple[int, str] | None:
-    """Return how the leader has ended, if it says so within seconds."""
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline:
-        if (ended := leader.poll(_LOOK_SECONDS)) is not None:
-            return ended
-    return None

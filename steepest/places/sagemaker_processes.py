@@ -7,7 +7,6 @@ import ctypes
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,108 +17,45 @@ from pathlib import Path
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 
 _RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
-_NODES = (sys.executable, "-c", "from steepest.places.sagemaker_nodes import main; main()")
-_STOP_SECONDS = 5.0  # that a Ray node has to end by itself
 _SWEEP_SECONDS = 10.0
-_LOOK_SECONDS = 0.2
-_CONNECT_SECONDS = 2.0
+_LOOK_SECONDS = 0.02
 _KEPT = 4096  # bytes of a program's errors
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class RayNode:
-    """A Ray node of this host, as a child process, with its files in a directory, and Ray's token in its variables."""
-
-    # arguments: of `ray start`, beside those that every node has.
-
-    def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], directory: Path
-    ) -> None:
-        self._environment = {k: v for k, v in environment.items() if k != "RAY_ADDRESS"}
-        self._said = directory / "ray-start.txt"
-        own = (f"--temp-dir={directory / 'ray'}", "--disable-usage-stats", "--block")
-        with self._said.open("wb") as said:
-            self._process = subprocess.Popen(
+def start_ray(
+    arguments: Sequence[str], environment: Mapping[str, str], directory: Path, deadline: float
+) -> None:
+    """Start a Ray node, whose files go into a directory, and return when it has joined."""
+    # PeerLostError, with the end of what `ray start` said: it did not; DeadlineError: in time. The node's processes are
+    # descendants of this one: see `adopt_orphans`.
+    said = directory / "ray-start.txt"
+    own = (f"--temp-dir={directory / 'ray'}", "--disable-usage-stats")
+    try:
+        with said.open("wb") as file:
+            status = subprocess.run(
                 [*_RAY, "start", *arguments, *own],
-                env=self._environment,
+                env={name: value for name, value in environment.items() if name != "RAY_ADDRESS"},
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )
-
-    def require_alive(self) -> None:
-        """Raise PeerLostError, with the end of what it said, if the node has ended."""
-        if (status := self._process.poll()) is not None:
-            raise PeerLostError(
-                f"the Ray node of this host ended with status {status}: {self._end()}"
-            )
-
-    def _end(self) -> str:
-        """Return the end of what `ray start` said."""
-        text = self._said.read_text(errors="replace").strip() if self._said.exists() else ""
-        return text[-600:]
-
-    def wait_until_open(self, address: str, port: int, deadline: float) -> None:
-        """Return when a head node takes connections; PeerLostError: it ended; DeadlineError: by `time.monotonic`."""
-        while True:
-            self.require_alive()
-            try:
-                socket.create_connection((address, port), _CONNECT_SECONDS).close()
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"Ray did not open {address}:{port} in time ({error}): {self._end()}"
-                    ) from None
-                time.sleep(_LOOK_SECONDS)
-            else:
-                return
-
-    def stop(self) -> None:
-        """End the node, by force if it takes long."""
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+                check=False,
+                timeout=max(0.0, deadline - time.monotonic()),
+            ).returncode
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"Ray did not start in time: {_end_of(said)}") from None
+    if status:
+        raise PeerLostError(f"Ray did not start, with status {status}: {_end_of(said)}")
 
 
-class NodeWatch:
-    """A process that asks Ray which hosts have joined, and ends well when all have."""
+def _end_of(said: Path) -> str:
+    return said.read_text(errors="replace").strip()[-600:]
 
-    def __init__(self, hosts: Sequence[str], environment: Mapping[str, str], directory: Path):
-        self._hosts = hosts
-        self._said = directory / "nodes.txt"
-        with self._said.open("wb") as said:
-            self._process = subprocess.Popen(
-                [*_NODES, *hosts],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
 
-    def all_there(self) -> bool:
-        """Return whether all hosts have joined; PeerLostError: Ray did not answer; with what the process said."""
-        status = self._process.poll()
-        if status:
-            raise PeerLostError(f"Ray does not say which hosts have joined: {self._text()[-600:]}")
-        return status == 0
-
-    def _text(self) -> str:
-        return self._said.read_text(errors="replace").strip()
-
-    def missing(self) -> list[str]:
-        """Return the hosts that have not joined, as far as is known."""
-        told = [line for line in self._text().splitlines() if line.startswith("missing: ")]
-        return told[-1].removeprefix("missing: ").split() if told else list(self._hosts)
-
-    def stop(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
+def ray_lives() -> bool:
+    """Return whether this host's Ray node, started by `start_ray`, lives."""
+    return "raylet" in _descendants(os.getpid()).values()
 
 
 class Program:
@@ -195,23 +131,24 @@ def end_descendants() -> None:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(_LOOK_SECONDS / 10)
+        time.sleep(_LOOK_SECONDS)
 
 
-def _descendants(ancestor: int) -> list[int]:
-    parents = {}
+def _descendants(ancestor: int) -> dict[int, str]:
+    """Return the names of those that live, by their PIDs."""
+    parents, names = {}, {}
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
             with contextlib.suppress(OSError):
                 # the name in parentheses may hold anything
-                rest = (directory / "stat").read_text(errors="replace").rpartition(")")[2]
-                parents[int(directory.name)] = int(rest.split()[1])
-    found: list[int] = []
+                name, _, rest = (directory / "stat").read_text(errors="replace").rpartition(")")
+                state, parent, *_ = rest.split()
+                if state not in "ZX":
+                    pid = int(directory.name)
+                    parents[pid], names[pid] = int(parent), name.partition("(")[2]
+    found: dict[int, str] = {}
     ancestors = {ancestor}
     while ancestors:
         ancestors = {pid for pid, parent in parents.items() if parent in ancestors}
-        found += ancestors
+        found |= {pid: names[pid] for pid in ancestors}
     return found
