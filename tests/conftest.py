@@ -157,7 +157,7 @@ def anywhere(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     from steepest.models.torch import TorchModel
-    from steepest.testing.simulation import Simulation, pause
+    from tests.simulation.run import Simulation, pause
 
     compute = TorchModel.compute_gradients
 
@@ -177,7 +177,7 @@ def anywhere(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def simulated() -> Iterator[None]:
     """The test's jobs are simulated: their processes are threads of this one, on virtual time."""
-    from steepest.testing.simulation import Simulation
+    from tests.simulation.run import Simulation
 
     with Simulation(1).running():
         yield

@@ -36,11 +36,11 @@ from steepest.checkpoint import files
 from steepest.config.run import DeadlineConfig
 from steepest.errors import PeerLostError
 from steepest.testing.replay import replay
-from steepest.testing.simulation import Simulation, run_config
-from steepest.testing.virtual_threads import HangError
 from tests.driver_worlds import FAMILIES, Family, Worlds, of_size, paced, under
 from tests.reference import same_bits
 from tests.simulated_programs import Fault, quiet
+from tests.simulation.run import Simulation, run_config
+from tests.simulation.virtual_threads import HangError
 
 # steps may last longer than all that a start may take
 _DEADLINES = DeadlineConfig(start=5.0, step=600.0, call=600.0, driver=1e6)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from steepest.data.sampler import SamplePlan, even_share
 from steepest.models.torch import TorchModel
 from steepest.strategies.parameter_server import ParameterServerStrategy
-from steepest.testing.simulation import pause
 from tests.reference import samples
+from tests.simulation.run import pause
 
 Vector = NDArray[np.float64]
 

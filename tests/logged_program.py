@@ -22,8 +22,8 @@ from steepest import (
     Trackio,
     WandB,
 )
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, samples
+from tests.simulation.run import Simulation, run_config
 
 STEPS = 30
 TASK = Task(data=samples(24), batch_size=2, metrics={"first": lambda output, target: output[0, 0]})

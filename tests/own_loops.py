@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
 from steepest.data.sampler import SamplePlan
-from steepest.testing.simulation import pause
 from tests.reference import Weights, perceptron, samples, sgd, snapshot
+from tests.simulation.run import pause
 
 BATCH = 2
 SAMPLES = 13

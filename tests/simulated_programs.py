@@ -30,8 +30,8 @@ from steepest.config.run import DeadlineConfig
 from steepest.engine.commit_log import CommitLog
 from steepest.errors import ConfigurationError, PeerLostError, ResourcesError, SteepestError
 from steepest.testing.replay import replay
-from steepest.testing.simulation import Simulation, pause, run_config
 from tests.reference import Task, Weights, same_bits, samples, sgd
+from tests.simulation.run import Simulation, pause, run_config
 from tests.table_tasks import counting, expected_counts, rows_in, table_values
 
 SAMPLES = 61

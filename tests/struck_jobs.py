@@ -31,10 +31,10 @@ from steepest.config.run import DeadlineConfig
 from steepest.data.sampler import SamplePlan
 from steepest.engine.commit_log import CommitLog
 from steepest.testing.replay import replay
-from steepest.testing.simulated_processes import SimulatedProcess
-from steepest.testing.simulation import Interruption, Simulation, pause, run_config
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd, snapshot
 from tests.simulated_programs import linear
+from tests.simulation.run import Interruption, Simulation, pause, run_config
+from tests.simulation.simulated_processes import SimulatedProcess
 
 SAMPLES, GLOBAL_BATCH = 60, 12
 EPOCH = SAMPLES // GLOBAL_BATCH  # steps of a synchronous job

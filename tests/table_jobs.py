@@ -14,8 +14,8 @@ from steepest import DistributedSGD, ParameterServerStrategy, TorchModel
 from steepest.engine.job import ModelCreator
 from steepest.models.embedding import Embedding
 from steepest.tables.initial import Constant
-from steepest.testing.simulation import Simulation
 from tests.reference import sgd
+from tests.simulation.run import Simulation
 
 IDS = torch.tensor([5, 9, 5, 2, 7, 5, 1000, 9, 3, 2, 40, 41])  # an epoch of two steps
 FIRST, LR = 0.5, 1.5

@@ -34,10 +34,10 @@ from steepest.runtime.deaths import persistently
 from steepest.runtime.places import Place
 from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, linear_model_creator
-from steepest.testing.simulation import Simulation, pause, run_config
 from steepest.transport.router import Router
 from tests.modes import MODES, make
 from tests.reference import samples, sgd
+from tests.simulation.run import Simulation, pause, run_config
 
 X, Y = samples(64)
 

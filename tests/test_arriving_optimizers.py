@@ -23,9 +23,9 @@ from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster
 from steepest.testing.replay import replay
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, Weights, difference, same_bits, samples, snapshot
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, run_config
 from tests.unusual_optimizers import Preconditioned, Prodigy
 
 STRATEGIES: list[tuple[Any, int]] = [

@@ -10,9 +10,9 @@ import torch
 
 from steepest import Callback, DistributedSGD, StepResult
 from steepest.errors import ConfigurationError
-from steepest.testing.simulation import Simulation, pause, run_config
 from tests.reference import Weights, difference
 from tests.simulated_programs import TASK, quiet
+from tests.simulation.run import Simulation, pause, run_config
 
 
 @pytest.fixture(autouse=True)

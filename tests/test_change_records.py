@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from steepest import Callback, DistributedSGD, FailureConfig, ParameterServerStrategy, StepResult
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, samples
+from tests.simulation.run import Simulation, run_config
 
 TASK = Task(data=samples(24))
 PARTS = ("cause", "seen", "decision", "processes", "seconds", "repeated")

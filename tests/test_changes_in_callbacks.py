@@ -14,9 +14,9 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
-from steepest.testing.simulation import Simulation, pause, run_config
 from tests.reference import Task, same_bits, samples, sgd
 from tests.simulated_programs import linear, quiet
+from tests.simulation.run import Simulation, pause, run_config
 
 TASK = Task(linear, sgd(lr=0.01, momentum=0.9), samples(61), batch_size=1)
 

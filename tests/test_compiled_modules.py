@@ -10,8 +10,8 @@ from torch import nn
 
 from steepest import DistributedSGD
 from steepest.errors import ConfigurationError
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, difference, same_bits, samples
+from tests.simulation.run import Simulation, run_config
 
 
 class Tied(nn.Module):

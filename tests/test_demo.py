@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from steepest import DistributedSGD
-from steepest.testing.simulation import Simulation, pause, run_config
+from tests.simulation.run import Simulation, pause, run_config
 
 pytest.importorskip("sklearn", reason="the demo's digits: pip install 'steepest[demo]'")
 

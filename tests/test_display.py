@@ -15,7 +15,7 @@ from steepest import DistributedSGD, EvaluationResult, StepResult
 from steepest.errors import ConfigurationError
 from steepest.observe.display import Display, NotebookLine, ProgressBar, ProgressLines, display
 from steepest.testing import linear_model_creator
-from steepest.testing.simulation import Simulation, run_config
+from tests.simulation.run import Simulation, run_config
 
 
 class Trainer:

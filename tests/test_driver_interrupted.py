@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from steepest import Checkpoints, DistributedSGD
-from steepest.testing.simulation import Simulation, run_config
 from tests.pairs import pairwise
 from tests.reference import difference
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, run_config
 from tests.struck_jobs import (
     ACTIONS,
     CHANGE_SECONDS,

@@ -22,10 +22,10 @@ from steepest import (
 from steepest.config.run import DeadlineConfig
 from steepest.errors import DeadlineError, ResourcesError, ShutdownError
 from steepest.storage.files import LocalStorage
-from steepest.testing.simulation import Simulation, pause, run_config
-from steepest.testing.virtual_primitives import Thread
 from tests.reference import Task
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, pause, run_config
+from tests.simulation.virtual_primitives import Thread
 from tests.struck_jobs import (
     ACTIONS,
     DEADLINES,

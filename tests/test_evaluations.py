@@ -26,9 +26,9 @@ from steepest import (
 )
 from steepest.errors import ConfigurationError
 from steepest.observe.evaluations import best_of
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import samples
 from tests.simulated_programs import TASK, linear, quiet
+from tests.simulation.run import Simulation, run_config
 from tests.test_loggers import Memory
 
 STRATEGIES: list[Any] = [

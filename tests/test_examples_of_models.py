@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from steepest.config.run import data_directory
-from steepest.testing.simulation import Simulation
 from tests.example_modules import imported
+from tests.simulation.run import Simulation
 
 SHARED = data_directory() or Path("/nowhere")
 

@@ -18,9 +18,9 @@ from steepest import (
 )
 from steepest.config.run import DeadlineConfig
 from steepest.errors import PeerLostError, ResourcesError
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, samples, sgd
 from tests.simulated_programs import linear, quiet
+from tests.simulation.run import Simulation, run_config
 
 TASK = Task(linear, sgd(lr=0.01, momentum=0.9), samples(61), batch_size=1)
 

@@ -13,9 +13,9 @@ from torch import nn
 from steepest import DeadlineConfig, DistributedSGD, FailureConfig, TorchModel
 from steepest.data.sampler import SamplePlan
 from steepest.errors import DeadlineError, PeerLostError
-from steepest.testing.simulation import Simulation, pause, run_config
 from tests.reference import samples, sgd
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, pause, run_config
 
 BAD = 37
 X, Y = samples(64)

@@ -23,10 +23,10 @@ from steepest import (
 )
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.testing import Fault, with_faults
-from steepest.testing.simulation import Simulation, run_config
 from tests.jax_tasks import JaxTask, output_of, squared_error
 from tests.reference import difference, same_bits, samples
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, run_config
 from tests.test_simulated_checkpoints import After
 
 DATA = tuple(array.numpy() for array in samples(64))

@@ -13,9 +13,9 @@ pytest.importorskip("jax", reason="needs JAX: make test-jax")
 
 
 from steepest.config.run import data_directory
-from steepest.testing.simulation import Simulation
 from tests.example_modules import imported
 from tests.pairs import mostly_full
+from tests.simulation.run import Simulation
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -26,7 +26,7 @@ from steepest.data.sampler import SamplePlan
 from steepest.adapters.keras_variables import KerasVariables
 from steepest.adapters.tensorflow import TensorFlowModel
 from steepest.testing import Fault, InProcessCluster, replay
-from steepest.testing.simulation import run_config
+from tests.simulation.run import run_config
 from tests.pairs import diagonal, mostly_full
 from tests.reference import Weights, difference, same_bits
 

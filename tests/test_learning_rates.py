@@ -24,9 +24,9 @@ from steepest import (
 from steepest.errors import ConfigurationError
 from steepest.protocol.rates import with_rates
 from steepest.testing.replay import replay
-from steepest.testing.simulation import Simulation, pause, run_config
 from tests.reference import Task, difference, same_bits
 from tests.simulated_programs import TASK, quiet
+from tests.simulation.run import Simulation, pause, run_config
 
 STRATEGIES: list[Any] = [
     ParameterServerStrategy(num_servers=2, chunk_bytes=32),

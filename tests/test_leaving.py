@@ -11,8 +11,8 @@ from steepest import Callback, DistributedSGD, Event
 from steepest.messages.message import worker_peer
 from steepest.recovery import leaving
 from steepest.testing import linear_model_creator
-from steepest.testing.simulation import Simulation, run_config
 from tests.living import places_of
+from tests.simulation.run import Simulation, run_config
 
 
 class Notice(Callback):

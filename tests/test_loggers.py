@@ -36,9 +36,9 @@ from steepest.observe import loggers
 from steepest.observe.loggers import Logger, Point
 from steepest.storage.files import storage_of
 from steepest.storage.places import place_of
-from steepest.testing.simulation import Simulation, run_config
 from tests.conftest import ROOT
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, run_config
 from tests.test_history import TASK
 
 

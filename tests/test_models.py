@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from steepest.models.protocol import Computed, Model
 from steepest.models.torch import TorchModel, accuracy
 from steepest.tensors.layout import ChunkSpec
-from steepest.testing.simulation import Simulation
+from tests.simulation.run import Simulation
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(12, 3, generator=GENERATOR, dtype=torch.float64)

@@ -24,9 +24,9 @@ from steepest.runtime.learning_rates import LearningRates
 from steepest.runtime.owner import Owner
 from steepest.state.job_state import JobState
 from steepest.state.snapshots import Snapshots
-from steepest.testing.simulation import Simulation, run_config
-from steepest.testing.virtual_primitives import Thread
 from tests.reference import Task, samples
+from tests.simulation.run import Simulation, run_config
+from tests.simulation.virtual_primitives import Thread
 
 TASK = Task(data=samples(24))
 STATE = [

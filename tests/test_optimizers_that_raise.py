@@ -21,10 +21,10 @@ from steepest.messages.message import server_peer, worker_peer
 from steepest.strategies.simple import SimpleStrategy
 from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
-from steepest.testing.simulation import Simulation, run_config
 from tests.crowd import Crowd, values
 from tests.living import places_of
 from tests.reference import Task, difference, samples
+from tests.simulation.run import Simulation, run_config
 from tests.unusual_optimizers import Raising
 
 STEPS, WORKERS = 12, 2

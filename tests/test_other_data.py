@@ -20,8 +20,8 @@ from steepest.data.fingerprint import differences, fingerprint
 from steepest.data.sources import as_source
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.storage.places import place_of
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Weights, difference, same_bits, samples, sgd, snapshot
+from tests.simulation.run import Simulation, run_config
 
 Job = Callable[..., DistributedSGD]
 

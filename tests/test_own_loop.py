@@ -18,7 +18,6 @@ from steepest.cli.main import main
 from steepest.errors import ConfigurationError, ModelError, ModelRaisedError
 from steepest.loop.session import current
 from steepest.testing.replay import replay
-from steepest.testing.simulation import Simulation, run_config
 from tests.own_loops import (
     BATCH,
     Parts,
@@ -37,6 +36,7 @@ from tests.own_loops import (
 )
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, run_config
 
 
 @pytest.fixture(autouse=True)

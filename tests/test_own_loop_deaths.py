@@ -16,10 +16,10 @@ import steepest
 from steepest import AllreduceStrategy, FailureConfig, ParameterServerStrategy
 from steepest.engine.commit_log import CommitLog
 from steepest.testing.replay import replay
-from steepest.testing.simulation import Simulation, pause, run_config
 from tests.own_loops import BATCH, Parts, Script, adversarial, alone, without_loader
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, pause, run_config
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,8 @@ from steepest.errors import ConfigurationError
 from steepest.protocol.commit_rules import CommitRule, Decision, Staged
 from steepest.strategies.named import STRATEGY_NAMES, as_strategy
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd, snapshot
+from tests.simulation.run import Simulation, run_config
 from tests.struck_jobs import DIED
 
 

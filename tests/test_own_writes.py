@@ -23,10 +23,10 @@ from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.simulation import Simulation, run_config
 from tests.own_writes import STATEFUL, WRITERS, WRITES, Momentum, Writer
 from tests.pairs import grid
 from tests.reference import Task, same_bits
+from tests.simulation.run import Simulation, run_config
 
 WORKERS = (1, 2, 3)
 SAMPLES, STEPS = 12, 4

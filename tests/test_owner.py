@@ -12,8 +12,8 @@ from steepest import Checkpoints, DistributedSGD
 from steepest.errors import ShutdownError
 from steepest.runtime import owner as module
 from steepest.runtime.owner import GivenUp, Moment, Owner
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task
+from tests.simulation.run import Simulation, run_config
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.testing.simulation import Simulation
+from tests.simulation.run import Simulation
 
 ROOT = Path(__file__).resolve().parent.parent
 

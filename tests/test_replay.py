@@ -17,11 +17,11 @@ from steepest.config.compression import Compression, Int8, PowerSGD, TopK
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Kind
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.simulation import Simulation, run_config
 from tests.deaths import kill_senders
 from tests.drawn import runs
 from tests.modes import make, trained
 from tests.reference import Task, same_bits, samples, sgd
+from tests.simulation.run import Simulation, run_config
 
 CHOICES = {"int8": Int8(16), "topk": TopK(0.1), "powersgd": PowerSGD(2)}
 DEATHS = st.tuples(st.integers(0, 2), st.sampled_from([Kind.PUSH, Kind.REPORT]), st.integers(1, 12))

@@ -13,8 +13,8 @@ from steepest.messages.message import worker_peer
 from steepest.recovery import leaving
 from steepest.runtime.room import Room, packed
 from steepest.testing import linear_model_creator
-from steepest.testing.simulation import Simulation, pause, run_config
 from tests.living import places_of
+from tests.simulation.run import Simulation, pause, run_config
 
 
 @pytest.fixture(autouse=True)

@@ -257,7 +257,7 @@ def test_without_credentials_the_error_says_where_they_are_found(
 PROGRAM = """
     import contextlib, json, sys
     from steepest import Callback, Checkpoints, DistributedSGD
-    from steepest.testing.simulation import Simulation, run_config
+    from tests.simulation.run import Simulation, run_config
     from tests.test_checkpoint_manager import TASK
 
     simulated = sys.argv[3] == "simulated"

@@ -20,10 +20,10 @@ from steepest import (
 from steepest.config.run import DeadlineConfig
 from steepest.errors import ConfigurationError, ResourcesError, ShutdownError
 from steepest.runtime.room import fitting
-from steepest.testing.simulation import Simulation, run_config
 from tests.living import places_of
 from tests.reference import Task, difference, samples, sgd
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, run_config
 
 TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(61), batch_size=1)
 STRATEGIES = [

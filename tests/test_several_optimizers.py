@@ -15,9 +15,9 @@ from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError
 from steepest.optim.spec import Schedule
 from steepest.testing import InProcessCluster
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, Weights, difference, perceptron, samples, snapshot
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, run_config
 
 
 def adagrad_and_adam(module: Any) -> list[torch.optim.Optimizer]:

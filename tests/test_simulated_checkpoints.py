@@ -19,9 +19,9 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import same_bits
 from tests.simulated_programs import TASK, quiet
+from tests.simulation.run import Simulation, run_config
 
 STRATEGIES: list[Any] = [
     ParameterServerStrategy(num_servers=2, chunk_bytes=32),

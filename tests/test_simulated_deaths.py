@@ -10,13 +10,13 @@ import pytest
 
 from steepest import DistributedSGD
 from steepest.testing import InProcessCluster
-from steepest.testing.simulation import Simulation, pause, run_config
-from steepest.testing.virtual_primitives import Event, Queue, Thread
-from steepest.testing.virtual_threads import HangError
 from tests.drawn import seeds
 from tests.pairs import mostly_full
 from tests.reference import same_bits
 from tests.simulated_programs import TASK, Program, Run, quiet, run, told
+from tests.simulation.run import Simulation, pause, run_config
+from tests.simulation.virtual_primitives import Event, Queue, Thread
+from tests.simulation.virtual_threads import HangError
 
 
 @pytest.fixture(autouse=True)

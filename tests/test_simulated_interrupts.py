@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from steepest import DistributedSGD
-from steepest.testing.simulation import Simulation, pause, run_config
-from steepest.testing.virtual_primitives import Condition, Event, Queue, RLock, Thread
 from tests.simulated_programs import TASK, quiet
+from tests.simulation.run import Simulation, pause, run_config
+from tests.simulation.virtual_primitives import Condition, Event, Queue, RLock, Thread
 
 
 class Ring(BaseException):

@@ -12,9 +12,9 @@ import pytest
 from steepest import DistributedSGD
 from steepest.testing import InProcessCluster
 from steepest.testing.models import linear_model_creator
-from steepest.testing.simulated_ray import SimulatedRay
-from steepest.testing.simulation import Simulation, run_config
 from steepest.transport.stream import WireChannel
+from tests.simulation.run import Simulation, run_config
+from tests.simulation.simulated_ray import SimulatedRay
 from tests.socket_jobs import STEPS, STRATEGIES, WORKERS, running, steps
 
 #: The most calls of the library's own functions in a step of two workers, all processes together.

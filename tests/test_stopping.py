@@ -16,9 +16,9 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
-from steepest.testing.simulation import Simulation, pause, run_config
 from tests.reference import same_bits
 from tests.simulated_programs import TASK, quiet
+from tests.simulation.run import Simulation, pause, run_config
 from tests.test_loggers import Memory
 
 SYNCHRONOUS: list[Any] = [

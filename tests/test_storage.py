@@ -24,8 +24,8 @@ from steepest.storage import object_storage
 from steepest.storage.files import storage_of
 from steepest.storage.object_storage import ObjectStorage, Patience
 from steepest.storage.places import ObjectUrl, Place, StorageError, place_of
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import same_bits
+from tests.simulation.run import Simulation, run_config
 from tests.storage_contract import StorageContract, blocks, holds, kept, names
 from tests.test_checkpoint import content
 from tests.test_checkpoint_manager import TASK, Stop

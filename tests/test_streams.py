@@ -26,8 +26,8 @@ from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Failure, Result
 from steepest.testing import InProcessCluster
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, difference, samples, snapshot
+from tests.simulation.run import Simulation, run_config
 
 quiet_fork = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 

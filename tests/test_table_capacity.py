@@ -20,10 +20,10 @@ from steepest.tables.admission import CBFFilter, CounterFilter, ProbabilityFilte
 from steepest.tables.eviction import LFU, LRU
 from steepest.tables.shard import TableShard
 from steepest.testing.replay import replay_state
-from steepest.testing.simulation import Simulation, run_config
 from tests.modes import TOGETHER, make, trained
 from tests.reference import same_bits
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, run_config
 from tests.table_jobs import trainer, words
 from tests.table_tasks import (
     OPTIMIZERS,

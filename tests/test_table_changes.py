@@ -24,10 +24,10 @@ from steepest.models.embedding import Embedding
 from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import SGD
 from steepest.testing.replay import replay_state
-from steepest.testing.simulation import Simulation, pause, run_config
 from tests.pairs import grid
 from tests.reference import Task, Weights, difference, same_bits, sgd
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, pause, run_config
 from tests.table_tasks import (
     OPTIMIZERS,
     clicks,

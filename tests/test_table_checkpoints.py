@@ -37,8 +37,8 @@ from steepest.tables.row_optimizers import Adagrad
 from steepest.tables.state import TableState
 from steepest.tensors.layout import Chunk, ElementType, ParameterLayout
 from steepest.tensors.safetensors_file import write_tensors
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import same_bits
+from tests.simulation.run import Simulation, run_config
 from tests.table_jobs import trainer, words
 
 

@@ -25,8 +25,8 @@ from steepest import (
 from steepest.engine.job import ModelCreator
 from steepest.errors import CheckpointError, ConfigurationError, ModelError, ModelRaisedError
 from steepest.tables import LRU, SGD, Adagrad, LocalRows
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import OptimizerFactory, sgd
+from tests.simulation.run import Simulation, run_config
 
 IDS, TARGETS = torch.arange(16).reshape(8, 2), torch.linspace(0, 1, 8, dtype=torch.float64)[:, None]
 WORDS = Table("words", 2, optimizer=SGD(lr=0.5), dtype="float64")

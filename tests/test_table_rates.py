@@ -20,9 +20,9 @@ from steepest.tables.initial import Constant, Zeros
 from steepest.tables.row_optimizers import FTRL, SGD, Adagrad, RowOptimizer
 from steepest.tables.table import Table
 from steepest.testing import InProcessCluster
-from steepest.testing.simulation import Simulation, run_config
 from tests.modes import make, trained
 from tests.reference import Task, Weights, difference, sgd
+from tests.simulation.run import Simulation, run_config
 from tests.table_jobs import trainer
 from tests.table_tasks import (
     OPTIMIZERS,

@@ -32,11 +32,11 @@ from steepest.errors import (
 from steepest.messages.message import COORDINATOR, worker_peer
 from steepest.runtime.connection import who_else
 from steepest.testing import linear_model_creator
-from steepest.testing.simulation import Simulation, run_config
 from steepest.transport import certificates, handshake
 from steepest.transport.certificates import JobCertificate, make_certificate
 from steepest.transport.channel import Address
 from steepest.transport.tls import RECORD, Tls, TlsSocket, identity_of
+from tests.simulation.run import Simulation, run_config
 from tests.test_sockets import (
     GREETING,
     LIMIT,

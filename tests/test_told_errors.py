@@ -22,9 +22,9 @@ from steepest.errors import ConfigurationError, ModelError, ModelRaisedError, de
 from steepest.runtime.calls import RemoteError, unimportable, who_raised, why_unpicklable
 from steepest.runtime.process import Program
 from steepest.testing import InProcessCluster
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import same_bits, samples, sgd
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, run_config
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,9 @@ from steepest import (
 from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, ModelError
 from steepest.testing import replay
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import OptimizerFactory, Task, Weights, difference, samples, sgd, snapshot
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, run_config
 
 STRATEGIES: list[Any] = [
     ParameterServerStrategy(num_servers=2, chunk_bytes=32),

@@ -26,9 +26,9 @@ from steepest.optim.portable import pack_all, unpack
 from steepest.optim.spec import OptimizerSpec
 from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster
-from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, difference, samples
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, run_config
 from tests.unusual_optimizers import (
     Clipped,
     Counting,

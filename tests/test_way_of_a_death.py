@@ -15,9 +15,9 @@ from typing import NamedTuple
 import pytest
 
 from steepest import Callback, DistributedSGD, StepResult
-from steepest.testing.simulation import Simulation, run_config
-from steepest.testing.virtual_threads import _Carrier
 from tests.reference import Task, samples
+from tests.simulation.run import Simulation, run_config
+from tests.simulation.virtual_threads import _Carrier
 from tests.socket_jobs import running, steps
 from tests.struck_jobs import DIED, timed
 

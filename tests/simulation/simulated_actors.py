@@ -9,9 +9,9 @@ from typing import Any
 
 import ray as real
 
-from steepest.testing.simulated_objects import ByReference, Ref, Store, task_error
-from steepest.testing.simulated_placement import InGroup, Places, Slot
-from steepest.testing.simulated_processes import SimulatedProcess
+from tests.simulation.simulated_objects import ByReference, Ref, Store, task_error
+from tests.simulation.simulated_placement import InGroup, Places, Slot
+from tests.simulation.simulated_processes import SimulatedProcess
 
 
 class _Method:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from steepest.testing.simulated_objects import Ref, Store
-from steepest.testing.simulated_processes import Node, World
+from tests.simulation.simulated_objects import Ref, Store
+from tests.simulation.simulated_processes import Node, World
 
 
 class Placed(Protocol):

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError
 from steepest.messages.message import Message, Peer
 from steepest.tensors.memory import Memory, address_of, clone, copy_bytes
-from steepest.testing.virtual_threads import Scheduler, Waiters
 from steepest.transport.channel import Address, ChannelSink, Event
 from steepest.transport.frames import decode_meta, encode_meta
 from steepest.transport.handshake import names_of
+from tests.simulation.virtual_threads import Scheduler, Waiters
 
 log = logging.getLogger(__name__)
 

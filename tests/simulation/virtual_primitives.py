@@ -18,7 +18,7 @@ from concurrent import futures
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from steepest.testing.virtual_threads import Scheduler, VirtualThread, Waiters
+from tests.simulation.virtual_threads import Scheduler, VirtualThread, Waiters
 
 T = TypeVar("T")
 EPOCH = 1_700_000_000.0  # what `time.time` returns when the virtual clock is at zero

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 import steepest
-from steepest.testing.simulated_processes import Node, SimulatedProcess, World
-from steepest.testing.simulated_ray import SimulatedRay
-from steepest.testing.virtual_primitives import EPOCH, Active, stand_ins
-from steepest.testing.virtual_threads import Killed, Scheduler
+from tests.simulation.simulated_processes import Node, SimulatedProcess, World
+from tests.simulation.simulated_ray import SimulatedRay
+from tests.simulation.virtual_primitives import EPOCH, Active, stand_ins
+from tests.simulation.virtual_threads import Killed, Scheduler
 
 _REAL = ("steepest.testing", "steepest.cli", "steepest.parameter_server")
 _PACKAGE = os.path.dirname(steepest.__file__) + os.sep
@@ -88,7 +88,7 @@ class Simulation:
     Example:
         >>> from steepest import DistributedSGD
         >>> from steepest.testing import linear_model_creator
-        >>> from steepest.testing.simulation import Simulation, run_config
+        >>> from tests.simulation.run import Simulation, run_config
         >>> with Simulation(seed=1).running():
         ...     with DistributedSGD(linear_model_creator(), 2, run_config=run_config()) as trainer:
         ...         trainer.fit(steps=3, progress=False).step

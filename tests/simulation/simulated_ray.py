@@ -12,11 +12,11 @@ from typing import Any
 
 import ray as real
 
-from steepest.testing.simulated_actors import Actor, Handle
-from steepest.testing.simulated_objects import Ref, Store, task_error
-from steepest.testing.simulated_placement import Group, InGroup, Places
-from steepest.testing.simulated_processes import World
-from steepest.testing.virtual_threads import Waiters
+from tests.simulation.simulated_actors import Actor, Handle
+from tests.simulation.simulated_objects import Ref, Store, task_error
+from tests.simulation.simulated_placement import Group, InGroup, Places
+from tests.simulation.simulated_processes import World
+from tests.simulation.virtual_threads import Waiters
 
 _CALL_SECONDS = 2e-4  # that `get` and `wait` take at least
 

@@ -12,8 +12,8 @@ from typing import Any
 import ray as real
 from ray import cloudpickle
 
-from steepest.testing.virtual_primitives import Future
-from steepest.testing.virtual_threads import Scheduler, Waiters
+from tests.simulation.virtual_primitives import Future
+from tests.simulation.virtual_threads import Scheduler, Waiters
 
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
@@ -48,7 +48,7 @@ class Store:
         """Return a copy of a value that was dumped."""
         if not isinstance(value, _Pickled):
             return value
-        unpickler = pickle.Unpickler(io.BytesIO(value.data))  # noqa: S301 - made by `dump`
+        unpickler = pickle.Unpickler(io.BytesIO(value.data))
         unpickler.persistent_load = self._things.__getitem__  # type: ignore[method-assign]
         return unpickler.load()
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from steepest.testing.simulated_channels import SimulatedTransport, Wires
-from steepest.testing.virtual_primitives import Namespace
-from steepest.testing.virtual_threads import Killed, Scheduler, VirtualThread, Waiters
+from tests.simulation.simulated_channels import SimulatedTransport, Wires
+from tests.simulation.virtual_primitives import Namespace
+from tests.simulation.virtual_threads import Killed, Scheduler, VirtualThread, Waiters
 
 _FIRST_PID = 100_000_000  # above all that a kernel gives: nothing real can be hit by mistake
 
