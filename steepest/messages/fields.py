@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, starmap
 from typing import Any, NamedTuple
@@ -37,7 +37,6 @@ class Field:
     allowed: str  # these values, in words, for errors
     # whether it may hold a value, in a job of these limits; never raises, whatever arrived
     fits: Callable[[Any, Limits], bool]
-    needed: bool = False  # whether a message must have the field
     # converts what arrived to the type that the sender's field had; None where it is the same
     read: Callable[[Any], Any] | None = None
 
@@ -48,28 +47,13 @@ class Schema:
 
     # fields of `Message.meta` that any role reads, by name; others are ignored
     meta: Mapping[str, Field] = field(default_factory=dict)
+    required: tuple[str, ...] = ()  # the names of those that must be there
     # limits of fields in the header, by attribute, beside those of version and chunk
     header: Mapping[str, Field] = field(default_factory=dict)
     # the kind's own names for the header's attributes, for errors
     names: Mapping[str, str] = field(default_factory=dict)
-    # whether the message is about one chunk, rather than about all or none
-    about_chunk: bool = False
+    lowest_chunk: int = WHOLE  # that it may have; 0 of messages about one chunk
     weighs: bool = False  # whether its weight and total say what its payload weighs
-
-    @property
-    def lowest_chunk(self) -> int:
-        """The lowest chunk index that the message may have."""
-        return 0 if self.about_chunk else WHOLE
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The names of the fields of `meta` that the message must have."""
-        return tuple(name for name, field in self.meta.items() if field.needed)
-
-
-def needed(field: Field) -> Field:
-    """Return the same field, as one that a message must have."""
-    return replace(field, needed=True)
 
 
 def _is_number(value: Any) -> bool:
@@ -212,30 +196,19 @@ def nothing_or(other: Field) -> Field:
     )
 
 
-def whole(fields: Mapping[str, Field]) -> Field:
-    """Return a field that holds an object with these fields; the object may have others, too."""
-    required = [name for name, part in fields.items() if part.needed]
-
-    def fits(value: Any, limits: Limits) -> bool:
-        if not isinstance(value, dict) or not all(name in value for name in required):
-            return False
-        return all(part.fits(value[name], limits) for name, part in fields.items() if name in value)
-
+def whole(schema: Schema) -> Field:
+    """Return a field that holds an object with the fields of a schema's `meta`; it may have others, too."""
+    fields = schema.meta.items()
     return Field(
-        "an object with " + ", ".join(f"{name}: {part.allowed}" for name, part in fields.items()),
-        fits,
+        "an object with " + ", ".join(f"{name}: {part.allowed}" for name, part in fields),
+        lambda value, limits: isinstance(value, dict) and unfit(schema, value, limits) is None,
     )
 
 
-def unfit(
-    fields: Mapping[str, Field],
-    required: Collection[str],
-    values: Mapping[str, Any],
-    limits: Limits,
-) -> str | None:
-    """Return what is wrong with the first field that is missing or wrong in a message's values, else None."""
-    # fields: the allowed values, by name; others are ignored; required: names that must be there.
-    for name in required:
+def unfit(schema: Schema, values: Mapping[str, Any], limits: Limits) -> str | None:
+    """Return what is wrong with the first of a message's named values that is missing or wrong, else None."""
+    fields = schema.meta
+    for name in schema.required:
         if name not in values:
             return f"{name} is missing: give {fields[name].allowed}"
     for name, value in values.items():
@@ -271,11 +244,10 @@ PUTS = many(row(one_of("client"), COUNT, COUNT))
 CULPRITS = many(
     row(Field("an integer from -1", lambda v, limits: type(v) is int and -1 <= v < MOST), TEXT)
 )
-_HISTORY = {
-    "committed": needed(COUNT),
-    "skipped": needed(COUNT),
-    "dropped": needed(COUNT),
-    "staleness": needed(many(row(COUNT, COUNT))),
-}
+_COUNTS = ("committed", "skipped", "dropped")
+_HISTORY = Schema(
+    {**dict.fromkeys(_COUNTS, COUNT), "staleness": many(row(COUNT, COUNT))},
+    required=(*_COUNTS, "staleness"),
+)
 #: The state from which another coordinator continues; parts that are missing begin anew.
-STATE = whole({"ledger": some(COUNT), "history": whole(_HISTORY), "schedule": RECORD})
+STATE = whole(Schema({"ledger": some(COUNT), "history": whole(_HISTORY), "schedule": RECORD}))

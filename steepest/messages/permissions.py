@@ -151,17 +151,7 @@ class Admission:
     ) -> None:
         self.succeeded = frozenset(succeeded)
         self._limits = limits
-        self._lines = {
-            line: (
-                schema,
-                schema.lowest_chunk,
-                schema.weighs,
-                schema.header,
-                schema.meta,
-                schema.required,
-            )
-            for line, schema in table.items()
-        }
+        self._table = dict(table)
 
     def exists(self, peer: Peer) -> bool:
         """Return whether this job can have a peer.
@@ -188,27 +178,25 @@ class Admission:
         source, target, limits = message.source, message.target, self._limits
         assert source is not None
         assert target is not None
-        line = self._lines.get((message.kind, source.role, target.role))
-        if line is None:
+        schema = self._table.get((message.kind, source.role, target.role))
+        if schema is None:
             raise ProtocolError(
                 f"a {source.role} may not send {message.kind.name} to a {target.role}"
             )
-        schema, lowest, weighs, header, fields, required = line
-        wrong = None
+        wrong, lowest = None, schema.lowest_chunk
         if not lowest <= message.chunk < limits.chunks:
             wrong = f"chunk={message.chunk}: give an index from {lowest} to {limits.chunks - 1}"
         elif not 0 <= message.version < MOST:
             name = schema.names.get("version", "version")
             wrong = f"{name}={message.version}: give an integer from 0 to 2**62"
-        elif weighs and not (
+        elif schema.weighs and not (
             0.0 <= message.weight <= HEAVIEST and 0.0 <= message.total <= HEAVIEST
         ):
             wrong = _unfit_weight(message, schema)
-        elif header:
+        elif schema.header:
             wrong = _unfit_header(message, schema, limits)
-        meta = message.meta
-        if wrong is None and (required or meta):
-            wrong = unfit(fields, required, {} if meta is None else meta, limits)
+        if wrong is None and (schema.required or message.meta):
+            wrong = unfit(schema, message.values(), limits)
         if wrong is not None:
             raise ProtocolError(f"{message.kind.name} from {source} with {wrong}")
 

@@ -22,8 +22,8 @@ from typing import (
     get_origin,
 )
 
-from steepest.messages.fields import Field, Schema, needed
-from steepest.messages.message import Kind, Message
+from steepest.messages.fields import Field, Schema
+from steepest.messages.message import WHOLE, Kind, Message
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -126,6 +126,11 @@ class _Part:
     default: Any
     keyword_only: bool
 
+    @property
+    def needed(self) -> bool:
+        """Whether it has no default: messages that lack it are refused."""
+        return self.default is dataclasses.MISSING
+
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def body(kind: Kind | None = None) -> Callable[[type[B]], type[B]]:
@@ -162,22 +167,15 @@ def _part(field: dataclasses.Field[Any]) -> _Part:
 
 
 def _schema(parts: list[_Part]) -> Schema:
-    inside = [part for part in parts if part.slot is None and part.field is not None]
+    inside = [part for part in parts if part.slot is None]
     return Schema(
-        meta={
-            part.name: needed(part.field) if _is_needed(part) else part.field
-            for part in inside
-            if part.field
-        },
+        meta={part.name: part.field for part in inside if part.field is not None},
+        required=tuple(part.name for part in inside if part.needed),
         header={part.slot: part.field for part in parts if part.slot and part.field is not None},
         names={part.slot: part.name for part in parts if part.slot},
-        about_chunk=any(part.name == part.slot == "chunk" for part in parts),
+        lowest_chunk=0 if any(part.name == part.slot == "chunk" for part in parts) else WHOLE,
         weighs=any(part.weighs for part in parts),
     )
-
-
-def _is_needed(part: _Part) -> bool:
-    return part.default is dataclasses.MISSING
 
 
 def _functions(cls: type[Any], kind: Kind, parts: list[_Part]) -> dict[str, Callable[..., Any]]:
@@ -196,7 +194,7 @@ def _init(parts: list[_Part]) -> list[str]:
     for part in sorted(parts, key=lambda part: part.keyword_only):
         if part.keyword_only and "*" not in arguments:
             arguments.append("*")
-        arguments.append(part.name if _is_needed(part) else f"{part.name}=default_{part.name}")
+        arguments.append(part.name if part.needed else f"{part.name}=default_{part.name}")
     return [
         f"def __init__({', '.join(arguments)}):",
         "    values = self.__dict__",
@@ -211,16 +209,14 @@ def _pack(parts: list[_Part]) -> list[str]:
         for slot, empty in _SLOTS.items()
     ]
     inside = [part for part in parts if part.slot is None]
-    always = ", ".join(
-        f"{part.name!r}: values[{part.name!r}]" for part in inside if _is_needed(part)
-    )
+    always = ", ".join(f"{part.name!r}: values[{part.name!r}]" for part in inside if part.needed)
     lines = [
         "def pack(self):",
         "    values = self.__dict__",
         f"    meta = {{{always}}}" if inside else "    meta = None",
     ]
     for part in inside:
-        if not _is_needed(part):
+        if not part.needed:
             differs = (
                 " is not None"
                 if part.default is None
@@ -244,7 +240,7 @@ def _unpack(parts: list[_Part]) -> list[str]:
             continue
         read = f"read_{part.name}" if part.field is not None and part.field.read is not None else ""
         value = f"{read}(meta[{part.name!r}])"
-        if not _is_needed(part):
+        if not part.needed:
             value = f"{value} if {part.name!r} in meta else default_{part.name}"
         found.append(name + value)
     return [
