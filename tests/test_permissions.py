@@ -30,7 +30,7 @@ from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.strategy import Strategy
 from steepest.testing import Fault, InProcessCluster
-from steepest.transport.frames import ROLES
+from steepest.transport.frames import ROLES, decode_meta
 from steepest.transport.router import Router
 from tests.crowd import Crowd, like
 from tests.modes import MODES, make, mode, trained
@@ -112,6 +112,14 @@ def test_what_is_wrong_in_a_header_is_named(
     called = TRAINING[kind, source.role, target.role].names[field]
     with pytest.raises(ProtocolError, match=f"{kind.name} from {source} with {called}=.*: give"):
         admission.check(message)
+
+
+@pytest.mark.parametrize("depth", [1, 500, 1000, 1020])
+def test_a_value_within_many_lists_is_refused_as_any_other(depth: int) -> None:
+    share = decode_meta(b"\x81\xa5share" + b"\x91" * depth + b"\x01")
+    message = Message(Kind.LEASE, meta=share, source=COORDINATOR, target=worker_peer(0))
+    with pytest.raises(ProtocolError, match=r"LEASE from coordinator with share=\[.*: give an int"):
+        Admission().check(message)
 
 
 REPORT = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, starmap
@@ -16,6 +17,10 @@ MOST = 1 << 62
 HEAVIEST = 1e100
 #: Characters of a text: a traceback is cut to 20,000.
 _TEXT = 1 << 16
+# Errors show the outer levels of a value: its whole `repr` may be long, and lists within a thousand lists have none.
+_shown = reprlib.Repr()
+_shown.maxlist = _shown.maxtuple = _shown.maxdict = 16
+_shown.maxstring = _shown.maxother = 80
 
 
 _LISTS = {list, tuple}
@@ -214,7 +219,7 @@ def unfit(schema: Schema, values: Mapping[str, Any], limits: Limits) -> str | No
     for name, value in values.items():
         part = fields.get(name)
         if part is not None and not part.fits(value, limits):
-            return f"{name}={value!r:.80}: give {part.allowed}"
+            return f"{name}={_shown.repr(value):.80}: give {part.allowed}"
     return None
 
 
