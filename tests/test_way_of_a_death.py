@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md lists the files of a death's way: exactly those that a trace of one passes through."""
+"""docs/ways.md lists the files of a death's way: exactly those that a trace of one passes through."""
 
 from __future__ import annotations
 
@@ -191,8 +191,8 @@ def traces() -> Traces:
 
 
 def listed() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """The files that ARCHITECTURE.md lists for a worker's death, and for a server's besides, with functions."""
-    page = (ROOT / "ARCHITECTURE.md").read_text()
+    """The files that docs/ways.md lists for a worker's death, and for a server's besides, with functions."""
+    page = (ROOT / "docs" / "ways.md").read_text()
     (section,) = re.findall(r"## The way of a death\n(.*?)\n## ", page, re.DOTALL)
     item = re.compile(r"^\d+\. `steepest/([\w/.]+)` \((.*?)\):", re.MULTILINE)
     worker, server = (
