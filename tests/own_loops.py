@@ -255,3 +255,49 @@ def rollout(number: int, rank: int) -> torch.Tensor:
     """What a worker sees in a round."""
     generator = torch.Generator().manual_seed(100 * number + rank)
     return torch.randn(4, 3, generator=generator, dtype=torch.float64)
+
+
+def sharpness_aware(parts: Parts, epochs: int) -> None:
+    """The gradient at the worst place nearby, from which the loop comes back before the step."""
+    parameters = list(parts.model.parameters())
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            with torch.no_grad():
+                moves = [0.05 * p.grad.sign() for p in parameters if p.grad is not None]
+                for parameter, move in zip(parameters, moves, strict=True):
+                    parameter.add_(move)
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            with torch.no_grad():
+                for parameter, move in zip(parameters, moves, strict=True):
+                    parameter.sub_(move)
+            parts.optimizer.step()
+
+
+def with_closures(parts: Parts, epochs: int) -> None:
+    """The optimizer is given what computes the loss."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+
+            def closure(x: Any = x, y: Any = y) -> torch.Tensor:
+                parts.optimizer.zero_grad()
+                loss = nn.functional.mse_loss(parts.model(x), y)
+                loss.backward()
+                return loss
+
+            assert parts.optimizer.step(closure) > 0
+
+
+def penalised(parts: Parts, epochs: int) -> None:
+    """A penalty on the gradient by the input: a backward pass through a backward pass."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            x.requires_grad_()
+            output = parts.model(x)
+            (slopes,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            loss = nn.functional.mse_loss(output, y) + 0.1 * slopes.square().sum(dim=1).mean()
+            loss.backward()
+            parts.optimizer.step()

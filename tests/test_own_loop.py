@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import steepest
+from steepest import DeadlineConfig
 from steepest.cli.main import main
-from steepest.errors import ConfigurationError, ModelError, ModelRaisedError
+from steepest.errors import ConfigurationError, DeadlineError, ModelError, ModelRaisedError
 from steepest.loop.session import current
 from steepest.testing.replay import replay
 from tests.own_loops import (
@@ -29,14 +30,17 @@ from tests.own_loops import (
     by_epoch,
     by_hand,
     clipping,
+    penalised,
     plain,
     scaling,
+    sharpness_aware,
+    with_closures,
     with_token_weights,
     without_loader,
 )
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd
 from tests.simulated_programs import quiet
-from tests.simulation.run import Simulation, run_config
+from tests.simulation.run import Simulation, pause, run_config
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +98,8 @@ ALIKE = {
     "rates by hand": Script(by_hand, optimizer=sgd(momentum=0.9)),
     "clipping": Script(clipping, optimizer=sgd(momentum=0.9)),
     "a scaler": Script(scaling, optimizer=sgd(momentum=0.9)),
+    "closures": Script(with_closures, optimizer=sgd(momentum=0.9)),
+    "a gradient penalty": Script(penalised),
     "token weights": Script(with_token_weights),
 }
 
@@ -166,6 +172,27 @@ def test_several_steps_for_a_batch_equal_one_process(
     """Two networks with an optimizer each; a loop without a loader, as of reinforcement learning."""
     found = run(script, workers, strategy)
     assert difference(found.weights, alone(script, workers)) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+def test_writes_to_parameters_may_be_undone_before_a_step(strategy: str) -> None:
+    """Of sharpness-aware minimisation each worker's part of the batch has its own worst place nearby."""
+    script = Script(sharpness_aware)
+    assert difference(run(script, 1, strategy).weights, script.alone(1)) < 1e-12
+    assert difference(run(script, 2, strategy).weights, script.alone(2)) < 0.1
+
+
+def stuck(parts: Parts, epochs: int) -> None:
+    for _ in steepest.epochs(epochs):
+        for _ in parts.loader:
+            pause(1000.0 if steepest.rank() else 0.1)
+
+
+def test_a_loop_that_is_awaited_for_long_is_named_with_its_line() -> None:
+    late = run_config(deadlines=DeadlineConfig(step=20.0))
+    with pytest.raises(DeadlineError, match="still waiting for worker 1") as raised:
+        run(Script(stuck), 2, run_config=late)
+    assert "pause(1000.0 if steepest.rank() else 0.1)" in str(raised.value.__cause__)
 
 
 class Logged(steepest.Callback):
@@ -321,7 +348,7 @@ WRONG = {
     "was left in epoch 0 before its end": Script(left_early),
     r"prepare\(\) was called twice": Script(prepared_again),
     "the state of SGD lies on the job's servers": Script(own_state),
-    "written to its trainable parameter '0.weight'": Script(writing),
+    "written to the trained parameter '0.weight'": Script(writing),
     "that is not a parameter of the module": foreign_optimizer,
     r"a sampler of its own \(WeightedRandomSampler\)": own_sampler,
 }

@@ -14,6 +14,7 @@ from steepest.errors import ConfigurationError, ModelError
 from steepest.loop.kept import pack, unpack
 from steepest.loop.lockstep import Steps
 from steepest.loop.session import Batch, Progress, Session
+from steepest.loop.writes import LoopWrites
 from steepest.models.protocol import Arrive, Computed, Ready, Where, all_here
 from steepest.models.step_size import step_size
 from steepest.models.torch import TorchModel
@@ -47,6 +48,7 @@ class LoopModel(TorchModel):
             optimizer=lambda _: optimizers[0] if of_one else list(optimizers),
         )
         self.session = session
+        self._writes = LoopWrites()
         self._where = Where(0, 0, (0, 1))
         if self.tables:
             raise ConfigurationError(

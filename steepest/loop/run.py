@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from steepest.checkpoint.files import Checkpoints
-from steepest.config.run import RunConfig
+from steepest.config.run import FailureConfig, RunConfig
 from steepest.driver.trainer import DistributedSGD
 from steepest.errors import ConfigurationError
 from steepest.loop.model import LoopCreator, LoopModel
@@ -74,7 +75,8 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
             dead one runs it from its beginning, and enters `epochs` where the job is.
         num_workers, strategy, gpu, global_batch_size, seed, run_config, checkpoints: as of `DistributedSGD`. The
             loader's batch size is that of each worker, unless `global_batch_size` says what all have together. With
-            `checkpoints` the same program, started again, goes on where it was.
+            `checkpoints` the same program, started again, goes on where it was. Without a `run_config` a step waits
+            for the successor of a dead worker (``FailureConfig(patience=math.inf)``), so that all stay in their loops.
         callbacks, progress: as of `DistributedSGD.fit`.
 
     Raises:
@@ -105,7 +107,7 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         strategy=strategy,
         global_batch_size=global_batch_size,
         seed=seed,
-        run_config=run_config,
+        run_config=run_config or RunConfig(failure=FailureConfig(patience=math.inf)),
         checkpoints=checkpoints,
     ) as sgd:
         begun = 0  # epochs that `fit` was asked for; those of a checkpoint are the first of them

@@ -509,14 +509,14 @@ class Session:
             )
         self.weight += checked_weight(weight) - self._taken.samples
 
-    def _step_function(self, index: int) -> Callable[..., None]:
-        def step(closure: object = None) -> None:
-            if closure is not None:
-                raise ConfigurationError(
-                    "optimizer.step(closure): optimizers that call a closure are not supported yet; call "
-                    "backward(), then step()"
-                )
+    def _step_function(self, index: int) -> Callable[..., Any]:
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            if closure is None:
+                return self.step(index)
+            with torch.enable_grad():
+                loss = closure()
             self.step(index)
+            return loss
 
         step.__dict__["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
         return step

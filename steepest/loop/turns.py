@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import contextvars
 import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from steepest.transport.router import runs_in_turn
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,7 @@ class Turns:
             target=context.run, args=(self._run,), name=name, daemon=True
         )
         self._begun = False
-
-    @property
-    def ident(self) -> int | None:
-        """The identifier of the function's thread; None before it has begun."""
-        return getattr(self._thread, "ident", None)
+        self._ident: int | None = None  # of the function's thread, once that runs
 
     def resume(self, given: Any = None) -> Any:
         """Let the function go on until it asks for something; return that, or an `Ended`.
@@ -65,8 +64,11 @@ class Turns:
         if not self._begun:
             self._begun = True
             self._thread.start()
+        me = _thread.get_ident()
+        runs_in_turn[me] = lambda: self._ident
         self._given.put(given)
         asked = self._asked.get()
+        del runs_in_turn[me]
         if isinstance(asked, Ended):
             self.ended = asked
         return asked
@@ -87,6 +89,7 @@ class Turns:
         return given
 
     def _run(self) -> None:
+        self._ident = _thread.get_ident()  # that of its frames, in a simulation too
         given = self._given.get()
         if isinstance(given, _Thrown):
             self._asked.put(Ended(error=given.error))

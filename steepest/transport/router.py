@@ -85,6 +85,10 @@ def _start_thread(body: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
+#: By a router's thread that waits while another one runs in its turn: what returns the identifier of that one.
+runs_in_turn: dict[int, Callable[[], int | None]] = {}
+
+
 class Router:
     """The delivery of messages between the roles of this process and those of other processes.
 
@@ -423,7 +427,8 @@ class Router:
 
     def where(self, *, whole: bool = False) -> str:
         """Return the frames, all or those of users' code alone, in which the router's thread is; any thread may ask."""
-        frame = sys._current_frames().get(self._ident)
+        ident = runs_in_turn.get(self._ident, lambda: None)() or self._ident
+        frame = sys._current_frames().get(ident)
         return "" if frame is None else describe_stack(frame, whole=whole)
 
     def doing(self) -> list[tuple[Peer, str]]:
