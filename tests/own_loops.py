@@ -301,3 +301,39 @@ def penalised(parts: Parts, epochs: int) -> None:
             loss = nn.functional.mse_loss(output, y) + 0.1 * slopes.square().sum(dim=1).mean()
             loss.backward()
             parts.optimizer.step()
+
+
+def clamp(name: str, values: torch.Tensor) -> None:
+    """Keeps a critic's weights small, as of a Wasserstein GAN."""
+    if name.startswith("1."):
+        values.clamp_(-0.3, 0.3)
+
+
+def clamped() -> None:
+    """Two networks, of which one is clamped after each step of its optimizer."""
+    data = samples(SAMPLES + 2)
+    generator, critic = (
+        perceptron(),
+        nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double(),
+    )
+    first = torch.optim.RMSprop(critic.parameters(), lr=0.05)
+    second = torch.optim.RMSprop(generator.parameters(), lr=0.02)
+    loader: Any = DataLoader(TensorDataset(*data), batch_size=BATCH, shuffle=True)
+    if workers := ALONE.get("workers"):
+        loader = Whole(data, workers * BATCH, 0)
+    generator, critic, first, second, loader = steepest.prepare(
+        generator, critic, first, second, loader, project=clamp
+    )
+    for _ in steepest.epochs(2):
+        for x, y in loader:
+            first.zero_grad()
+            (critic(generator(x).detach()).mean() - critic(y).mean()).backward()
+            first.step()
+            if workers:
+                with torch.no_grad():
+                    for parameter in critic.parameters():
+                        clamp("1.", parameter)
+            second.zero_grad()
+            (-critic(generator(x)).mean()).backward()
+            second.step()
+    FOUND["clamped"] = snapshot(nn.ModuleList([generator, critic]))

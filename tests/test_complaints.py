@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import steepest
 from steepest import FailureConfig, ParameterServerStrategy
-from tests.simulation.run import Simulation, pause, run_config
 from tests.own_loops import BATCH, Parts, Script, plain
 from tests.reference import Weights, difference, perceptron, samples, sgd
 from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, pause, run_config
 
 
 @pytest.fixture(autouse=True)

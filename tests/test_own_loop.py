@@ -29,6 +29,7 @@ from tests.own_loops import (
     by_both,
     by_epoch,
     by_hand,
+    clamped,
     clipping,
     penalised,
     plain,
@@ -164,7 +165,7 @@ def rate_of(step: int) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
-@pytest.mark.parametrize("script", [adversarial, without_loader])
+@pytest.mark.parametrize("script", [adversarial, without_loader, clamped])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_several_steps_for_a_batch_equal_one_process(
     script: Any, strategy: str, workers: int

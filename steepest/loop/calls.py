@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ _ORDER = (
 )
 
 
-def prepare(*objects: Any) -> Any:
+def prepare(*objects: Any, project: Callable[[str, torch.Tensor], object] | None = None) -> Any:
     """Make a model, its optimizer, schedulers and loaders those of the job whose worker this is.
 
     Call it once, before the loop. Outside of `steepest.run` it returns what it is given.
@@ -37,6 +37,9 @@ def prepare(*objects: Any) -> Any:
         objects: torch modules, torch optimizers over their parameters, a DataLoader of the training data; schedulers
             of the optimizers, and further DataLoaders. With several optimizers, or without a loader, a batch may have
             any number of steps, as many on each worker; each step updates the parameters of its optimizer alone.
+        project: called as ``project(name, values)`` after each update of a parameter, where that is made: changes the
+            values, perhaps a part of them, in place, each by itself, such as ``values.clamp_(-0.01, 0.01)``. Names are
+            those of the module, or "0.weight" and "1.weight" of several. Without `steepest.run` it is not called.
 
     Returns:
         The same in the same order, a single one by itself: the first loader is another, whatever else is what it was.
@@ -73,7 +76,7 @@ def prepare(*objects: Any) -> Any:
         )
     module = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
     lockstep = _lockstep(session, optimizers, loaders)
-    model = LoopModel(session, module, optimizers, None if lockstep else loaders[0])
+    model = LoopModel(session, module, optimizers, None if lockstep else loaders[0], project)
     made: dict[int, Any] = {}  # a further loader stays as it is: each worker reads all of it
     if loaders:
         size = loaders[0].batch_size or 1

@@ -15,9 +15,12 @@ from steepest.loop.kept import pack, unpack
 from steepest.loop.lockstep import Steps
 from steepest.loop.session import Batch, Progress, Session
 from steepest.loop.writes import LoopWrites
+from steepest.models.names import plain
 from steepest.models.protocol import Arrive, Computed, Ready, Where, all_here
 from steepest.models.step_size import step_size
 from steepest.models.torch import TorchModel
+from steepest.optim.projected import Projected, Projection
+from steepest.optim.several import as_one
 from steepest.tensors.dtypes import LOOP_STATE
 
 
@@ -27,6 +30,7 @@ class LoopModel(TorchModel):
     Args:
         session: in which the user's function runs, in `prepare`.
         module, optimizers: that it has given there.
+        project: what is done to parameters after each update, see `prepare`.
         loader: whose batches are one for each step; None where they are not.
 
     Attributes:
@@ -39,13 +43,18 @@ class LoopModel(TorchModel):
         module: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         loader: DataLoader[Any] | None,
+        project: Projection | None = None,
     ) -> None:
-        of_one = len(optimizers) == 1
+        def chosen(own: torch.nn.Module) -> Any:
+            one = optimizers[0] if len(optimizers) == 1 else list(optimizers)
+            names = {id(p): plain(name) for name, p in own.named_parameters()}
+            return one if project is None else Projected.of(as_one(one), names, project)
+
         super().__init__(
             module,
             data=Steps() if loader is None else loader,
             batch_size=1 if loader is None else None,
-            optimizer=lambda _: optimizers[0] if of_one else list(optimizers),
+            optimizer=chosen,
         )
         self.session = session
         self._writes = LoopWrites()

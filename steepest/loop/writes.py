@@ -45,7 +45,8 @@ class LoopWrites(WriteCheck):
             raise ModelError(
                 f"the loop has written to the trained parameter {found!r}, which only the optimizer changes, because "
                 "the other workers would not see it: undo it before optimizer.step(), as sharpness-aware minimisation "
-                "does, or use a parametrization (torch.nn.utils.parametrize)"
+                "does; give what is done to it after each step to steepest.prepare(..., project=f); or use a "
+                "parametrization (torch.nn.utils.parametrize)"
             )
 
     def _left(self, before: torch.Tensor) -> str | None:
