@@ -17,9 +17,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.drawn import scale
 from tests.forked_workers import fork_workers
 from tests.process_one import leave_it_to_an_init
+from tests.random_examples import scale
 
 leave_it_to_an_init()  # while this process has one thread
 

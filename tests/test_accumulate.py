@@ -32,9 +32,9 @@ from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import replicas_of
-from tests.drawn import seeds
 from tests.modes import EACH, MODES, Moody, check, make, shares, trained
 from tests.pairs import grid
+from tests.random_examples import seeds
 from tests.reference import Task, difference, same_bits, samples, sgd, snapshot
 
 STEPS = 12

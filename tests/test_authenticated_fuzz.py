@@ -18,8 +18,8 @@ from steepest.messages.driver import Failure, Result
 from steepest.messages.message import Kind, Message, Peer
 from steepest.messages.permissions import OPEN, TRAINING
 from steepest.testing import Fault, InProcessCluster, Link, Network
-from tests.crowd import Crowd, like
 from tests.fuzzing import Recorder, go_on, tell
+from tests.group_in_one_thread import GroupInOneThread, like
 from tests.modes import check, check_counts, make, trained
 from tests.reference import Task, Weights, same_bits, sgd
 from tests.table_tasks import rows_of, table_task
@@ -212,7 +212,7 @@ def undisturbed_crowd() -> tuple[Message, ...]:
     """All that was said to and by the servers of some arrays and their users."""
     found: list[Message] = []
     for optimizer, copies in ((None, 1), (momentum, 1), (None, 2)):
-        crowd = Crowd(zeros(), optimizer=optimizer, replication=copies)
+        crowd = GroupInOneThread(zeros(), optimizer=optimizer, replication=copies)
         recorder = Recorder(crowd.network)
         use(crowd)
         nan = crowd.users[0].push(like(crowd.initial, float("nan")))
@@ -232,7 +232,7 @@ def undisturbed_crowd() -> tuple[Message, ...]:
 
 def said_to_users_when_an_update_raises() -> list[Message]:
     """What is said when the arrays' optimizer raises on each server."""
-    crowd = Crowd(zeros(), optimizer=lambda parameters: Raising(parameters, 0.1, 0.9))
+    crowd = GroupInOneThread(zeros(), optimizer=lambda parameters: Raising(parameters, 0.1, 0.9))
     recorder = Recorder(crowd.network)
     Raising.left += [0] * len(crowd.routers)
     crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))  # is committed before it is applied
@@ -251,7 +251,7 @@ def zeros() -> dict[str, Any]:
     return {"a": torch.zeros(5, 3), "b": torch.zeros(7)}
 
 
-def use(crowd: Crowd) -> None:
+def use(crowd: GroupInOneThread) -> None:
     """Each user pushes, pulls a part, and does both in one."""
     for user in crowd.users[:2]:
         crowd.wait(user.push(like(crowd.initial, 1.0)))
@@ -265,7 +265,7 @@ def survive_open(seed: int, caplog: pytest.LogCaptureFixture, *, as_stranger: bo
     seen = undisturbed_crowd()
     left = WORDS
     while left > 0:
-        crowd = Crowd(zeros(), optimizer=chance.choice((None, momentum)))
+        crowd = GroupInOneThread(zeros(), optimizer=chance.choice((None, momentum)))
         adds = crowd.group.arrays.rule == "add"
         own, clean = links(crowd.network), True
         while left > 0 and clean:
@@ -284,7 +284,7 @@ def survive_open(seed: int, caplog: pytest.LogCaptureFixture, *, as_stranger: bo
         no_surprise(caplog)
 
 
-def another_user(crowd: Crowd, chance: random.Random) -> Link:
+def another_user(crowd: GroupInOneThread, chance: random.Random) -> Link:
     """One more user; returns the end of its channel at some server."""
     crowd.join()
     transport: Any = chance.choice(crowd.routers).transport

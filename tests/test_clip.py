@@ -31,9 +31,9 @@ from steepest.strategies.simple import SimpleStrategy
 from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import gradient_of
-from tests.drawn import seeds
 from tests.modes import EACH, MODES, Moody, check, make, trained
 from tests.pairs import grid
+from tests.random_examples import seeds
 from tests.reference import OptimizerFactory, Task, difference, perceptron, same_bits, samples, sgd
 
 STEPS = 20

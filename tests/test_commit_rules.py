@@ -22,7 +22,7 @@ from steepest.protocol.commit_rules import (
 from steepest.protocol.push_tracking import ClosedPushes, SequenceSet, StagedEach, StagedTogether
 from steepest.protocol.sample_leases import Ledger
 from steepest.testing.inspection import ranges_of, remembered_by, undecided
-from tests.drawn import examples
+from tests.random_examples import examples
 
 many = examples(200)
 MEMBERS = frozenset({0, 1, 2})

@@ -23,9 +23,9 @@ from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
-from tests.drawn import seeds
 from tests.modes import check, counters, make, trained, worker_weights
 from tests.pairs import grid
+from tests.random_examples import seeds
 from tests.reference import Task, difference, samples, sgd
 
 CHOICES = {"topk": TopK(0.1), "int8": Int8(16), "powersgd": PowerSGD(2)}

@@ -20,7 +20,7 @@ from steepest.errors import (
 )
 from steepest.messages.message import Kind, Message
 from steepest.parameter_server import connection
-from tests.crowd import Crowd, User, like, values, zeros
+from tests.group_in_one_thread import GroupInOneThread, User, like, values, zeros
 
 SECONDS = 30.0
 
@@ -28,7 +28,7 @@ SECONDS = 30.0
 class Everybody:
     """A user's router, whose turns are everybody's: servers live as long as somebody waits for them."""
 
-    def __init__(self, crowd: Crowd, user: User) -> None:
+    def __init__(self, crowd: GroupInOneThread, user: User) -> None:
         self._crowd = crowd
         self._user = user
         self.transport = user.router.transport
@@ -57,7 +57,7 @@ class Setup:
     """A connection to servers of the same thread, or of whichever thread waits."""
 
     def __init__(self, timeout: float = SECONDS, max_in_flight: int = 4) -> None:
-        self.crowd = Crowd(None, 3, 2)
+        self.crowd = GroupInOneThread(None, 3, 2)
         self.user = self.crowd.users[0]
         self.router: Any = Everybody(self.crowd, self.user)
         self.connection = connection.Connection(

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from steepest import FailureConfig, SimpleStrategy
-from tests.drawn import seeds
 from tests.driver_runs import Act, Interrupt, Run, Schedule
 from tests.driver_worlds import FAMILIES
+from tests.random_examples import seeds
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from steepest.engine.replica_states import mean_states
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster
-from tests.drawn import seeds
 from tests.pairs import grid
+from tests.random_examples import seeds
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd
 
 LONG = 50  # steps of the claim; fewer show the same where the claim is another one

@@ -15,7 +15,6 @@ from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 from steepest.messages.driver import Failure
 from steepest.messages.message import Kind, Message, server_peer, worker_peer
 from steepest.testing import Fault, InProcessCluster, InProcessTransport, Moment, with_faults
-from tests.drawn import seeds
 from tests.modes import (
     EACH,
     MODES,
@@ -28,6 +27,7 @@ from tests.modes import (
     staged_kind,
     trained,
 )
+from tests.random_examples import seeds
 from tests.reference import Task, Weights, same_bits, samples, sgd
 
 TASK = Task(optimizer=sgd(momentum=0.9), data=samples(23))

@@ -20,7 +20,7 @@ from steepest.models.torch import TorchModel
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.testing.inspection import buffers_of
-from tests.drawn import SEEDS, runs, seeds
+from tests.random_examples import SEEDS, runs, seeds
 from tests.reference import Task, Weights, same_bits, samples, sgd
 
 Trouble = Callable[[torch.Tensor], torch.Tensor]

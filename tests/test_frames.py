@@ -25,7 +25,7 @@ from steepest.transport.frames import (
     FrameReader,
     encode,
 )
-from tests.drawn import examples
+from tests.random_examples import examples
 
 
 def message_of(kind: Kind = Kind.PUSH, size: int | None = None, **fields) -> Message:

@@ -17,9 +17,9 @@ from steepest.messages.driver import Failure, Result
 from steepest.messages.message import Kind, Message, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
-from tests.crowd import twice
-from tests.drawn import seeds
+from tests.group_in_one_thread import twice
 from tests.modes import Moody, check, make, settle, trainable, trained
+from tests.random_examples import seeds
 from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
 
 FLOAT64 = Task(optimizer=sgd(momentum=0.9))

@@ -11,8 +11,8 @@ from steepest.checkpoint.files import assemble, disassemble
 from steepest.data.sampler import Remaining, SamplePlan
 from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster
-from tests.drawn import seeds
 from tests.modes import MODES, counters, hand_over, make, trained
+from tests.random_examples import seeds
 from tests.reference import Task, same_bits, samples, sgd
 
 SAMPLES = 23

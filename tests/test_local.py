@@ -18,8 +18,8 @@ from steepest.messages.driver import Failure, Result
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, replay
-from tests.drawn import seeds
 from tests.pairs import grid
+from tests.random_examples import seeds
 from tests.reference import OptimizerFactory, Task, Weights, difference, same_bits, samples, sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config

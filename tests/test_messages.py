@@ -20,7 +20,6 @@ from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_p
 from steepest.testing import InProcessCluster, replay, server_peers
 from steepest.testing.inspection import buffers_of
 from steepest.transport.router import Router
-from tests.drawn import seeds
 from tests.modes import (
     EACH,
     MODES,
@@ -37,6 +36,7 @@ from tests.modes import (
     worker_weights,
 )
 from tests.pairs import grid
+from tests.random_examples import seeds
 from tests.reference import Task, Weights, same_bits, sgd
 
 STEPS = 5

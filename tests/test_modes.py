@@ -24,7 +24,6 @@ from steepest.protocol.commit_rules import CommitEach
 from steepest.protocol.commit_state import CommitState
 from steepest.protocol.coordinator import Coordinator
 from steepest.testing import InProcessCluster, replay
-from tests.drawn import seeds
 from tests.modes import (
     EACH,
     MODES,
@@ -40,6 +39,7 @@ from tests.modes import (
     worker_weights,
 )
 from tests.pairs import grid
+from tests.random_examples import seeds
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd, snapshot
 
 

@@ -21,7 +21,7 @@ from steepest.messages.message import server_peer, worker_peer
 from steepest.strategies.simple import SimpleStrategy
 from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
-from tests.crowd import Crowd, values
+from tests.group_in_one_thread import GroupInOneThread, values
 from tests.living import places_of
 from tests.reference import Task, difference, samples
 from tests.simulation.run import Simulation, run_config
@@ -171,7 +171,7 @@ def test_users_of_a_parameter_server_are_told_until_a_whole_state_is_loaded(
     replication: int,
 ) -> None:
     initial = {"a": np.zeros((5, 3)), "b": np.zeros(7)}
-    crowd = Crowd(
+    crowd = GroupInOneThread(
         initial,
         2,
         2,
@@ -207,7 +207,7 @@ def test_users_of_a_parameter_server_are_told_until_a_whole_state_is_loaded(
 
 
 def test_a_push_that_wants_the_arrays_of_the_update_that_raises_is_told() -> None:
-    crowd = Crowd(
+    crowd = GroupInOneThread(
         np.zeros(20), 2, 1, optimizer=lambda parameters: Raising(parameters, lr=0.5, momentum=0.9)
     )
     crowd.wait(crowd.users[0].push(np.ones(20)))
@@ -220,7 +220,7 @@ def test_a_push_that_wants_the_arrays_of_the_update_that_raises_is_told() -> Non
 
 
 def test_a_copy_that_did_not_raise_serves_when_a_server_dies() -> None:
-    crowd = Crowd(
+    crowd = GroupInOneThread(
         np.zeros(20),
         3,
         1,

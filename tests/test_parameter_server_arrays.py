@@ -16,7 +16,7 @@ from steepest.errors import ConfigurationError
 from steepest.parameter_server.arrays import Arrays, Wanted
 from steepest.parameter_server.hosting import read_optimizer
 from steepest.tensors.memory import Bytes
-from tests.drawn import examples
+from tests.random_examples import examples
 from tests.unusual_optimizers import Clipped
 
 many = examples(150)

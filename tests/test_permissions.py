@@ -32,7 +32,7 @@ from steepest.strategies.strategy import Strategy
 from steepest.testing import Fault, InProcessCluster
 from steepest.transport.frames import ROLES, decode_meta
 from steepest.transport.router import Router
-from tests.crowd import Crowd, like
+from tests.group_in_one_thread import GroupInOneThread, like
 from tests.modes import MODES, make, mode, trained
 from tests.reference import Task, perceptron, same_bits, samples, sgd
 
@@ -292,7 +292,7 @@ def test_nothing_that_is_said_when_things_go_wrong_is_refused(
     assert sum(router.refused for router in [*cluster.server_routers, *cluster.worker_routers]) == 0
 
 
-def use(crowd: Crowd) -> None:
+def use(crowd: GroupInOneThread) -> None:
     for user in crowd.users[:2]:
         crowd.wait(user.push(like(crowd.initial, 1.0)))
         crowd.wait(user.pull(["a"], None)[0])
@@ -303,7 +303,7 @@ def use(crowd: Crowd) -> None:
 def test_nothing_that_a_parameter_servers_users_say_is_refused(
     optimizer: Any, said: list[Message]
 ) -> None:
-    crowd = Crowd({"a": torch.zeros(5, 3), "b": torch.zeros(7)}, optimizer=optimizer)
+    crowd = GroupInOneThread({"a": torch.zeros(5, 3), "b": torch.zeros(7)}, optimizer=optimizer)
     use(crowd)
     refusal = crowd.users[0].push(like(crowd.initial, float("nan")))
     crowd.network.run_until(refusal.done, "a refusal")
@@ -320,14 +320,14 @@ def test_nothing_that_a_parameter_servers_users_say_is_refused(
 # -- who is who --------------------------------------------------------------------------------------
 
 
-def refusals(crowd: Crowd) -> int:
+def refusals(crowd: GroupInOneThread) -> int:
     return sum(router.refused for router in crowd.routers)
 
 
 @pytest.mark.parametrize("kind", [*DECISIONS, Kind.ASK, Kind.REVOKE, Kind.STOP])
 @pytest.mark.parametrize("role", ["worker", "client", "coordinator", "server"])
 def test_a_user_cannot_decide_for_all(kind: Kind, role: str) -> None:
-    crowd = Crowd()
+    crowd = GroupInOneThread()
     use(crowd)
     before = crowd.value()
     user = crowd.users[1]
@@ -358,7 +358,7 @@ def test_a_user_cannot_decide_for_all(kind: Kind, role: str) -> None:
     "claimed", [COORDINATOR, server_peer(0), server_peer(1), server_peer(9), worker_peer(100)]
 )
 def test_nobody_takes_the_place_of_one_who_is_connected(claimed: Peer) -> None:
-    crowd = Crowd()
+    crowd = GroupInOneThread()
     use(crowd)
     before = crowd.value()
     router = crowd.network.router()
@@ -438,7 +438,7 @@ def test_early_pushes_are_bounded_and_the_job_goes_on() -> None:
 
 @pytest.mark.parametrize("chunk", [0, -1])
 def test_a_user_who_only_pushes_is_refused_at_some_point(chunk: int) -> None:
-    crowd = Crowd({"a": torch.zeros(40)}, servers=1, users=1)
+    crowd = GroupInOneThread({"a": torch.zeros(40)}, servers=1, users=1)
     server, refused = crowd.servers[0], []
     for sequence in range(1, 1100):
         message = push(server, 100, sequence=sequence)
@@ -455,7 +455,7 @@ def test_a_user_who_only_pushes_is_refused_at_some_point(chunk: int) -> None:
 
 
 def test_reports_without_pushes_are_bounded() -> None:
-    crowd = Crowd()
+    crowd = GroupInOneThread()
     for sequence in range(1, 1025):
         crowd.coordinator.handle(worker_peer(100), Message(Kind.PUSHED, sequence=sequence))
     with pytest.raises(ProtocolError, match="1024 pushes of worker 100 are not complete"):
@@ -464,7 +464,7 @@ def test_reports_without_pushes_are_bounded() -> None:
 
 
 def test_states_that_are_put_and_not_installed_are_bounded() -> None:
-    crowd = Crowd({"a": torch.zeros(8)}, servers=1)
+    crowd = GroupInOneThread({"a": torch.zeros(8)}, servers=1)
     server, client = crowd.servers[0], Peer("client", 100)
     put = lambda sequence: Message(  # noqa: E731
         Kind.PUT,
@@ -535,14 +535,14 @@ def test_a_worker_reports_one_push_for_one_lease() -> None:
     trained(cluster, 1)
 
 
-def state_of(crowd: Crowd, key: str, value: torch.Tensor) -> Any:
+def state_of(crowd: GroupInOneThread, key: str, value: torch.Tensor) -> Any:
     about = {"name": "a", "key": key, "start": 0, "stop": 8, "plain": False}
     return crowd.users[1].client.install(0, crowd.arrays.layout.allocate(), [(0, about, value)])
 
 
 @pytest.mark.parametrize("value", [torch.ones(1), torch.ones(3), torch.ones(8).half()])
 def test_optimizer_state_of_another_size_is_refused_as_it_comes(value: torch.Tensor) -> None:
-    crowd = Crowd(
+    crowd = GroupInOneThread(
         {"a": torch.zeros(8)},
         servers=1,
         optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0, momentum=0.5),
@@ -556,7 +556,7 @@ def test_optimizer_state_of_another_size_is_refused_as_it_comes(value: torch.Ten
 
 
 def test_optimizer_state_with_which_no_step_can_be_taken_is_not_installed() -> None:
-    crowd = Crowd(
+    crowd = GroupInOneThread(
         {"a": torch.zeros(8)}, servers=1, optimizer=lambda ps: torch.optim.RMSprop(ps, lr=1.0)
     )
     crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))

@@ -18,8 +18,8 @@ from steepest.messages.message import PushId
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.tensors.half_precision import WIRE_DTYPES, narrow, rounded
 from steepest.tensors.layout import ParameterLayout
-from tests.drawn import seeds
 from tests.modes import MODES, check, counters, make, trained
+from tests.random_examples import seeds
 from tests.reference import Task, difference, perceptron, samples, sgd
 
 WIRES = pytest.mark.parametrize("wire", ["fp16", "bf16"])

@@ -28,8 +28,8 @@ from steepest.models.prefetch import AwaitedParameter, Gates
 from steepest.testing import InProcessCluster, Network
 from steepest.testing.inspection import replicas_of
 from steepest.transport.router import Router
-from tests.drawn import seeds
 from tests.modes import Moody, check, make, trainable, trained
+from tests.random_examples import seeds
 from tests.reference import Task, difference, same_bits, samples, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

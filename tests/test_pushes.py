@@ -16,8 +16,18 @@ from hypothesis import strategies as st
 from steepest.errors import NonFiniteError, PeerLostError, ShutdownError
 from steepest.messages.message import Kind, Message
 from steepest.testing.inspection import buffers_of, remembered_by
-from tests.crowd import FIRST, Crowd, Reordered, Replayed, late, like, twice, values, zeros
-from tests.drawn import SEEDS, runs
+from tests.group_in_one_thread import (
+    FIRST,
+    GroupInOneThread,
+    Reordered,
+    Replayed,
+    late,
+    like,
+    twice,
+    values,
+    zeros,
+)
+from tests.random_examples import SEEDS, runs
 
 some = runs(25)
 INITIAL = {
@@ -29,7 +39,7 @@ INITIAL = {
 crowds = st.tuples(st.integers(1, 3), st.integers(1, 3))
 
 
-def push_ones(crowd: Crowd, times: int, seed: int = 0) -> list[Future[int]]:
+def push_ones(crowd: GroupInOneThread, times: int, seed: int = 0) -> list[Future[int]]:
     """Every user adds one to everything that many times, with pulls in between; the futures of the pushes."""
     chance = random.Random(seed)
     ones = like(crowd.initial, 1)
@@ -55,7 +65,7 @@ def push_ones(crowd: Crowd, times: int, seed: int = 0) -> list[Future[int]]:
     return pushes
 
 
-def check_ones(crowd: Crowd, pushes: Sequence[Future[int]], user: int = 0) -> None:
+def check_ones(crowd: GroupInOneThread, pushes: Sequence[Future[int]], user: int = 0) -> None:
     """Each made a version of its own, and was applied just once."""
     assert sorted(push.result() for push in pushes) == list(range(1, len(pushes) + 1))
     assert crowd.value(user) == len(pushes)
@@ -73,7 +83,7 @@ def check_ones(crowd: Crowd, pushes: Sequence[Future[int]], user: int = 0) -> No
 def test_ones_that_users_push_add_up_to_their_number(
     kind: str, size: tuple[int, int], shuffle: int
 ) -> None:
-    crowd = Crowd(INITIAL[kind](), *size, shuffle=shuffle)
+    crowd = GroupInOneThread(INITIAL[kind](), *size, shuffle=shuffle)
     check_ones(crowd, push_ones(crowd, 4, shuffle))
 
 
@@ -81,7 +91,7 @@ def test_ones_that_users_push_add_up_to_their_number(
 @some
 @given(size=crowds, shuffle=SEEDS)
 def test_messages_that_come_twice_count_once(size: tuple[int, int], shuffle: int) -> None:
-    crowd = Crowd(None, *size, shuffle=shuffle)
+    crowd = GroupInOneThread(None, *size, shuffle=shuffle)
     crowd.network.filter = twice
     check_ones(crowd, push_ones(crowd, 3, shuffle))
 
@@ -90,7 +100,7 @@ def test_messages_that_come_twice_count_once(size: tuple[int, int], shuffle: int
 @some
 @given(size=crowds, shuffle=SEEDS)
 def test_pushes_that_are_replayed_count_once(size: tuple[int, int], shuffle: int) -> None:
-    crowd = Crowd(None, *size, shuffle=shuffle)
+    crowd = GroupInOneThread(None, *size, shuffle=shuffle)
     crowd.network.filter = replayed = Replayed(shuffle)
     check_ones(crowd, push_ones(crowd, 6, shuffle))
     assert replayed.count > 5
@@ -101,14 +111,14 @@ def test_pushes_that_are_replayed_count_once(size: tuple[int, int], shuffle: int
 def test_messages_may_be_late_and_chunks_come_in_any_order(
     size: tuple[int, int], shuffle: int
 ) -> None:
-    crowd = Crowd(None, *size, shuffle=shuffle)
+    crowd = GroupInOneThread(None, *size, shuffle=shuffle)
     crowd.network.filter = Reordered(crowd, shuffle)
     crowd.network.latency = late(shuffle)
     check_ones(crowd, push_ones(crowd, 4, shuffle))
 
 
 def test_more_servers_than_chunks_do_no_harm() -> None:
-    crowd = Crowd(np.zeros(3), 3, 2)
+    crowd = GroupInOneThread(np.zeros(3), 3, 2)
     assert crowd.group.owners == (0,)
     check_ones(crowd, push_ones(crowd, 3))
     crowd.users[1].die()
@@ -119,7 +129,7 @@ def test_more_servers_than_chunks_do_no_harm() -> None:
 @some
 @given(shuffle=SEEDS)
 def test_pushes_of_one_user_are_committed_in_its_order(shuffle: int) -> None:
-    crowd = Crowd(shuffle=shuffle)
+    crowd = GroupInOneThread(shuffle=shuffle)
     pushes = [[user.push(like(zeros(), 1)) for _ in range(5)] for user in crowd.users]
     crowd.network.run_until(lambda: all(f.done() for own in pushes for f in own), "pushes")
     for own in pushes:
@@ -133,7 +143,7 @@ def test_pushes_of_one_user_are_committed_in_its_order(shuffle: int) -> None:
 @some
 @given(shuffle=SEEDS)
 def test_a_push_that_is_done_is_seen_by_every_later_pull_of_anybody(shuffle: int) -> None:
-    crowd = Crowd(None, 3, 3, shuffle=shuffle)
+    crowd = GroupInOneThread(None, 3, 3, shuffle=shuffle)
     chance = random.Random(shuffle)
     ones = like(zeros(), 1)
     noise = [user.push(ones) for user in crowd.users for _ in range(3)]
@@ -154,7 +164,7 @@ def test_a_push_that_is_done_is_seen_by_every_later_pull_of_anybody(shuffle: int
 def test_push_and_pull_at_once_shows_just_the_version_of_the_push(
     shuffle: int, adding: list[int]
 ) -> None:
-    crowd = Crowd(None, 3, 3, shuffle=shuffle)
+    crowd = GroupInOneThread(None, 3, 3, shuffle=shuffle)
     added = {}
     for number, value in enumerate(adding):
         user = crowd.users[number % 3]
@@ -172,7 +182,7 @@ def test_push_and_pull_at_once_shows_just_the_version_of_the_push(
 
 
 def test_a_partial_pull_moves_only_the_chunks_that_are_needed() -> None:
-    crowd = Crowd()
+    crowd = GroupInOneThread()
     crowd.wait(crowd.users[0].push(like(zeros(), 1)))
     moved: list[tuple[int, int]] = []
 
@@ -217,7 +227,7 @@ def test_a_partial_pull_moves_only_the_chunks_that_are_needed() -> None:
     shuffle=SEEDS, chosen=st.lists(st.sets(st.sampled_from(list(zeros()))), min_size=1, max_size=8)
 )
 def test_what_a_push_leaves_out_stays_as_it_is(shuffle: int, chosen: list[set[str]]) -> None:
-    crowd = Crowd(shuffle=shuffle)
+    crowd = GroupInOneThread(shuffle=shuffle)
     pushes = [
         crowd.users[i % 2].push(like({n: zeros()[n] for n in names}, 1))
         for i, names in enumerate(chosen)
@@ -253,7 +263,7 @@ def test_an_optimizer_on_servers_equals_torch_in_the_order_of_versions(
         n: torch.randn(shape, generator=generator, dtype=torch.float64)
         for n, shape in shapes.items()
     }
-    crowd = Crowd(initial, 3, 3, shuffle=shuffle, optimizer=OPTIMIZERS[name])
+    crowd = GroupInOneThread(initial, 3, 3, shuffle=shuffle, optimizer=OPTIMIZERS[name])
     gradients = []
     for _ in range(9):
         names = [n for n in shapes if not partial or chance.random() < 0.6]
@@ -290,7 +300,7 @@ def spoiled(where: str, value: float) -> Any:
 def test_an_update_that_is_not_finite_is_refused_and_named(
     where: str, value: float, shuffle: int
 ) -> None:
-    crowd = Crowd(shuffle=shuffle)
+    crowd = GroupInOneThread(shuffle=shuffle)
     ones = like(zeros(), 1)
     user, other = crowd.users
     good = [user.push(ones), other.push(ones)]
@@ -304,19 +314,19 @@ def test_an_update_that_is_not_finite_is_refused_and_named(
 
 
 def test_every_array_that_is_not_finite_is_named_and_one_by_itself_as_the_array() -> None:
-    crowd = Crowd(nonfinite="refuse")
+    crowd = GroupInOneThread(nonfinite="refuse")
     update = spoiled("a", np.nan) | {"b": spoiled("b", np.inf)["b"]}
     with pytest.raises(NonFiniteError) as caught:
         crowd.wait(crowd.users[0].push(update))
     assert "'a'" in str(caught.value)
     assert "'b'" in str(caught.value)
-    single = Crowd(np.zeros(20))
+    single = GroupInOneThread(np.zeros(20))
     with pytest.raises(NonFiniteError, match="of it applied: the array holds NaN"):
         single.wait(single.users[0].push(np.full(20, np.nan)))
 
 
 def test_finite_values_whose_squares_overflow_are_finite() -> None:
-    crowd = Crowd({"a": np.zeros(20), "b": np.zeros(9, dtype=np.float16)})
+    crowd = GroupInOneThread({"a": np.zeros(20), "b": np.zeros(9, dtype=np.float16)})
     huge = {"a": np.full(20, 1e300), "b": np.full(9, 6e4, dtype=np.float16)}
     assert crowd.wait(crowd.users[0].push(huge)) == 1
     _, pulled = crowd.pull()
@@ -325,7 +335,7 @@ def test_finite_values_whose_squares_overflow_are_finite() -> None:
 
 @pytest.mark.parametrize("optimizer", [None, OPTIMIZERS["sgd"]])
 def test_a_refused_update_leaves_arrays_and_optimizer_as_they_were(optimizer: Any) -> None:
-    crowd = Crowd({"a": np.zeros(20), "b": np.zeros(9)}, optimizer=optimizer)
+    crowd = GroupInOneThread({"a": np.zeros(20), "b": np.zeros(9)}, optimizer=optimizer)
     user = crowd.users[0]
     crowd.wait(user.push({"a": np.ones(20), "b": np.ones(9)}))
     before = crowd.state()
@@ -349,7 +359,7 @@ def test_a_refused_update_leaves_arrays_and_optimizer_as_they_were(optimizer: An
 def test_an_update_that_is_not_finite_may_be_skipped_and_makes_a_version_that_changes_nothing(
     shuffle: int,
 ) -> None:
-    crowd = Crowd(shuffle=shuffle, nonfinite="skip")
+    crowd = GroupInOneThread(shuffle=shuffle, nonfinite="skip")
     good = [user.push(like(zeros(), 1)) for user in crowd.users for _ in range(3)]
     future, pulled = crowd.users[1].push_pull(spoiled("a", np.nan))
     good += [user.push(like(zeros(), 1)) for user in crowd.users]
@@ -361,7 +371,7 @@ def test_an_update_that_is_not_finite_may_be_skipped_and_makes_a_version_that_ch
 
 
 def test_an_update_that_is_not_finite_may_be_passed_on() -> None:
-    crowd = Crowd(nonfinite="pass")
+    crowd = GroupInOneThread(nonfinite="pass")
     assert crowd.wait(crowd.users[0].push(spoiled("b", np.inf))) == 1
     assert crowd.wait(crowd.users[0].push(spoiled("a", np.nan))) == 2
     _, pulled = crowd.pull()
@@ -379,7 +389,7 @@ def test_an_update_that_is_not_finite_may_be_passed_on() -> None:
 def test_what_a_user_had_sent_when_it_died_is_committed(
     size: tuple[int, int], shuffle: int
 ) -> None:
-    crowd = Crowd(None, size[0], 1, shuffle=shuffle)
+    crowd = GroupInOneThread(None, size[0], 1, shuffle=shuffle)
     watcher = crowd.join()
     for _ in range(size[1]):
         user = crowd.join()
@@ -394,7 +404,7 @@ def test_what_a_user_had_sent_when_it_died_is_committed(
 
 
 def test_a_push_that_reached_one_server_only_is_not_applied_and_its_memory_is_freed() -> None:
-    crowd = Crowd()
+    crowd = GroupInOneThread()
     user, other = crowd.users
     crowd.network.filter = lambda m: (
         [] if m.kind is Kind.PUSH and m.target == ("server", 1) else [m]
@@ -444,7 +454,7 @@ class Cut:
 def test_users_that_die_at_any_moment_leave_every_chunk_at_one_value_and_nothing_else(
     shuffle: int, limits: dict[tuple[int, int], int], slow: bool, turns: int
 ) -> None:
-    crowd = Crowd(None, 3, 3, shuffle=shuffle)
+    crowd = GroupInOneThread(None, 3, 3, shuffle=shuffle)
     if slow:
         crowd.network.latency = late(shuffle)
     crowd.network.filter = Cut(limits)
@@ -469,7 +479,7 @@ def test_users_that_die_at_any_moment_leave_every_chunk_at_one_value_and_nothing
 
 
 def test_a_user_that_is_gone_is_forgotten() -> None:
-    crowd = Crowd()
+    crowd = GroupInOneThread()
     for _ in range(3):
         crowd.wait(crowd.users[1].push(like(zeros(), 1)))
     crowd.settle()
@@ -482,7 +492,7 @@ def test_a_user_that_is_gone_is_forgotten() -> None:
 
 
 def test_a_payload_that_was_cut_off_keeps_no_memory() -> None:
-    crowd = Crowd()
+    crowd = GroupInOneThread()
     server = crowd.servers[1]
     (held,) = server.chunks.values()
     for sequence in range(1, 20):  # the memory was asked for, but no message came of it
@@ -495,7 +505,7 @@ def test_a_payload_that_was_cut_off_keeps_no_memory() -> None:
 
 @pytest.mark.parametrize("server", [0, 2])
 def test_the_loss_of_a_server_fails_what_waits_and_what_comes(server: int) -> None:
-    crowd = Crowd()
+    crowd = GroupInOneThread()
     user = crowd.users[0]
     crowd.wait(user.push(like(zeros(), 1)))
     waiting: list[Future[Any]] = [
@@ -516,7 +526,7 @@ def test_the_loss_of_a_server_fails_what_waits_and_what_comes(server: int) -> No
 
 
 def test_nothing_waits_once_it_is_closed() -> None:
-    user = Crowd().users[0]
+    user = GroupInOneThread().users[0]
     waiting: list[Future[Any]] = [
         user.push(like(zeros(), 1)),
         user.pull()[0],
@@ -529,7 +539,7 @@ def test_nothing_waits_once_it_is_closed() -> None:
 
 
 def test_a_push_in_flight_cannot_be_cancelled() -> None:
-    crowd = Crowd()
+    crowd = GroupInOneThread()
     push, (pull, _) = crowd.users[0].push(like(zeros(), 1)), crowd.users[0].pull()
     assert not push.cancel()
     assert not pull.cancel()

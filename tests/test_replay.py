@@ -18,8 +18,8 @@ from steepest.errors import ConfigurationError
 from steepest.messages.message import Kind
 from steepest.testing import InProcessCluster, replay
 from tests.deaths import kill_senders
-from tests.drawn import runs
 from tests.modes import make, trained
+from tests.random_examples import runs
 from tests.reference import Task, same_bits, samples, sgd
 from tests.simulation.run import Simulation, run_config
 

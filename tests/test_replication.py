@@ -14,8 +14,8 @@ from steepest.engine.survivors import RecoveredState, assemble, catch_up, state_
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import log_of
-from tests.drawn import seeds
 from tests.modes import MODES, check, make, salvaged_weights, settle, trained
+from tests.random_examples import seeds
 from tests.reference import Task, same_bits, samples, sgd
 
 TASK = Task(optimizer=sgd(momentum=0.9), data=samples(23))

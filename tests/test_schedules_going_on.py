@@ -23,8 +23,8 @@ from steepest.optim.spec import OptimizerSpec, Schedule
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster
 from steepest.transport.frames import decode_meta, encode_meta
-from tests.drawn import runs
 from tests.modes import make, settle, trained
+from tests.random_examples import runs
 from tests.reference import Task, same_bits, samples
 
 Optimizer = torch.optim.Optimizer

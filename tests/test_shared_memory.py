@@ -31,8 +31,8 @@ from steepest.tensors.shared_memory import (
     segment_of,
 )
 from steepest.transport.frames import FrameReader, encode
-from tests.drawn import seeds
 from tests.processes import Child
+from tests.random_examples import seeds
 from tests.test_sockets import Node, client, ends, node, server, until  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")

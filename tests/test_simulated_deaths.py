@@ -10,8 +10,8 @@ import pytest
 
 from steepest import DistributedSGD
 from steepest.testing import InProcessCluster
-from tests.drawn import seeds
 from tests.pairs import mostly_full
+from tests.random_examples import seeds
 from tests.reference import same_bits
 from tests.simulated_programs import TASK, Program, Run, quiet, run, told
 from tests.simulation.run import Simulation, pause, run_config

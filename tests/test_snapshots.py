@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from steepest.messages.message import Kind, Message, Peer
 from steepest.testing.inspection import puts_of
-from tests.crowd import FIRST, Crowd, like, values, zeros
-from tests.drawn import SEEDS, runs
+from tests.group_in_one_thread import FIRST, GroupInOneThread, like, values, zeros
+from tests.random_examples import SEEDS, runs
 from tests.test_pushes import OPTIMIZERS
 
 some = runs(20)
@@ -32,12 +32,12 @@ def gradient(seed: int) -> dict[str, torch.Tensor]:
 def test_state_put_into_other_servers_goes_on_as_here(
     optimizer: Any, shuffle: int, servers: int
 ) -> None:
-    here = Crowd(gradient(0), 2, 1, shuffle=shuffle, optimizer=optimizer)
+    here = GroupInOneThread(gradient(0), 2, 1, shuffle=shuffle, optimizer=optimizer)
     for number in range(3):
         here.wait(here.users[0].push(gradient(number)))
     saved = here.state()
     assert saved.version == 3
-    there = Crowd(gradient(7), servers, 2, shuffle=shuffle + 1, optimizer=optimizer)
+    there = GroupInOneThread(gradient(7), servers, 2, shuffle=shuffle + 1, optimizer=optimizer)
     there.wait(there.users[1].push(gradient(9)))
     position = there.wait(there.users[0].client.install(0, saved.weights, saved.records))
     assert position.version == 2  # an update of its own
@@ -49,7 +49,7 @@ def test_state_put_into_other_servers_goes_on_as_here(
 @some
 @given(shuffle=SEEDS, turns=st.integers(0, 30))
 def test_state_put_while_pushes_are_in_flight_loses_none_of_them(shuffle: int, turns: int) -> None:
-    crowd = Crowd(None, 3, 3, shuffle=shuffle)
+    crowd = GroupInOneThread(None, 3, 3, shuffle=shuffle)
     weights = crowd.arrays.layout.allocate()
     crowd.arrays.layout.write(
         weights, {name: torch.as_tensor(array) for name, array in like(zeros(), 1000).items()}
@@ -78,7 +78,7 @@ def test_state_put_while_pushes_are_in_flight_loses_none_of_them(shuffle: int, t
 def test_of_states_put_by_two_at_once_one_is_there_in_the_end_and_whole(
     shuffle: int, turns: int
 ) -> None:
-    crowd = Crowd(None, 3, 2, shuffle=shuffle)
+    crowd = GroupInOneThread(None, 3, 2, shuffle=shuffle)
     installs = []
     for user, value in zip(crowd.users, (100, 200), strict=True):
         weights = crowd.arrays.layout.allocate()
@@ -100,7 +100,7 @@ def test_of_states_put_by_two_at_once_one_is_there_in_the_end_and_whole(
 def test_a_state_that_was_put_in_part_only_is_not_installed_and_not_kept(
     shuffle: int, cut: int
 ) -> None:
-    crowd = Crowd(None, 3, 2, shuffle=shuffle)
+    crowd = GroupInOneThread(None, 3, 2, shuffle=shuffle)
     leaving, other = crowd.users
     weights = torch.full_like(crowd.arrays.layout.allocate(), 7)
     left = cut
@@ -129,7 +129,7 @@ def test_a_state_that_was_put_in_part_only_is_not_installed_and_not_kept(
 
 
 def test_a_request_that_was_never_whole_is_forgotten_with_the_next_one() -> None:
-    crowd = Crowd()
+    crowd = GroupInOneThread()
     weights = crowd.arrays.layout.allocate()
     crowd.network.filter = lambda m: (
         [] if m.kind is Kind.PUT and m.target == Peer("server", 1) else [m]
@@ -144,7 +144,7 @@ def test_a_request_that_was_never_whole_is_forgotten_with_the_next_one() -> None
 
 
 def test_who_takes_the_place_of_one_that_left_is_taken_for_another() -> None:
-    crowd = Crowd()
+    crowd = GroupInOneThread()
     for value in (5, 6):
         weights = crowd.arrays.layout.allocate()
         full = {name: torch.as_tensor(array) for name, array in like(zeros(), value).items()}
@@ -172,7 +172,7 @@ def test_who_takes_the_place_of_one_that_left_is_taken_for_another() -> None:
 def test_states_put_by_one_right_after_another_are_installed_in_turn_and_whole(
     shuffle: int,
 ) -> None:
-    crowd = Crowd(None, 3, 2, shuffle=shuffle)
+    crowd = GroupInOneThread(None, 3, 2, shuffle=shuffle)
     putting, looking = crowd.users
     for value in range(5):
         weights = crowd.arrays.layout.allocate()

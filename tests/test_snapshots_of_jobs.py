@@ -27,8 +27,8 @@ from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.strategy import Strategy
 from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster
-from tests.drawn import SEEDS, runs
 from tests.modes import trained
+from tests.random_examples import SEEDS, runs
 from tests.reference import Task, Weights, same_bits, samples, sgd
 
 WORKERS, STEPS = 3, 12

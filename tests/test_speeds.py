@@ -14,8 +14,8 @@ from steepest.messages.driver import Result
 from steepest.messages.message import Kind, Message, server_peer
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, InProcessTransport
-from tests.drawn import SEEDS, runs
 from tests.modes import MODES, check, counters, make, mode, shares
+from tests.random_examples import SEEDS, runs
 from tests.reference import Task, samples, sgd
 
 TASK = Task(optimizer=sgd(momentum=0.9), data=samples(36))

@@ -12,14 +12,14 @@ import torch
 
 from steepest.errors import PeerLostError
 from steepest.messages.message import Kind
-from tests.crowd import Crowd, like, values, zeros
+from tests.group_in_one_thread import GroupInOneThread, like, values, zeros
 
 PUSHES = 12
 
 
 def test_a_push_is_answered_when_another_server_knows_it() -> None:
     initial = {"a": np.zeros(3)}  # one chunk, for which server 0 answers
-    crowd = Crowd(initial, 2, 1, replication=2)
+    crowd = GroupInOneThread(initial, 2, 1, replication=2)
     (user,) = crowd.users
     late = [Kind.COMMIT, Kind.INSTALL_PUT]
     crowd.network.filter = lambda message: (
@@ -38,7 +38,7 @@ def test_a_push_is_answered_when_another_server_knows_it() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_whichever_server_dies_at_any_moment_each_push_is_applied_once(seed: int) -> None:
     rng = random.Random(seed)
-    crowd = Crowd(servers=2 + seed % 2, users=3, replication=2, shuffle=seed)
+    crowd = GroupInOneThread(servers=2 + seed % 2, users=3, replication=2, shuffle=seed)
     pushes: list[Future[int]] = []
     pulled: list[tuple[Future[int], Any]] = []
     done: dict[int, int] = {}
@@ -80,7 +80,7 @@ def test_whichever_server_dies_at_any_moment_each_push_is_applied_once(seed: int
 
 def test_the_successor_has_the_optimizers_state() -> None:
     initial = {"w": np.zeros(40)}
-    crowd = Crowd(
+    crowd = GroupInOneThread(
         initial, 2, 1, replication=2, optimizer=lambda parameters: torch.optim.Adam(parameters)
     )
     parameter = torch.nn.Parameter(torch.zeros(40, dtype=torch.float64))
@@ -98,7 +98,7 @@ def test_the_successor_has_the_optimizers_state() -> None:
 
 
 def test_a_state_that_was_installed_outlives_the_coordinator() -> None:
-    crowd = Crowd(servers=2, users=1, replication=2)
+    crowd = GroupInOneThread(servers=2, users=1, replication=2)
     layout = crowd.arrays.layout
     weights = layout.allocate()
     names = {entry.name for entry in layout.entries}
@@ -112,7 +112,7 @@ def test_a_state_that_was_installed_outlives_the_coordinator() -> None:
 
 
 def test_a_push_whose_caller_has_given_up_is_not_sent_again() -> None:
-    crowd = Crowd(servers=2, users=1, replication=2)
+    crowd = GroupInOneThread(servers=2, users=1, replication=2)
     (user,) = crowd.users
     crowd.network.filter = lambda message: [] if message.kind is Kind.PUSH else [message]
     future = user.push(like(zeros(), 1))

@@ -11,8 +11,8 @@ import torch
 from steepest.messages.driver import Result
 from steepest.messages.message import Kind, Message
 from steepest.testing import Fault, InProcessCluster
-from tests.drawn import seeds
 from tests.modes import EACH, check_counts, make, settle, trained
+from tests.random_examples import seeds
 from tests.table_tasks import (
     DIM,
     ROWS,

@@ -13,8 +13,8 @@ from steepest.engine.survivors import RecoveredState, assemble, catch_up, state_
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import log_of
 from steepest.testing.replay import replay_state
-from tests.drawn import seeds
 from tests.modes import EACH, make, settle, trained
+from tests.random_examples import seeds
 from tests.reference import Task
 from tests.table_tasks import (
     DIM,

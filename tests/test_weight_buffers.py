@@ -13,8 +13,8 @@ from steepest.optim.spec import OptimizerSpec
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster, linear_model_creator
-from tests.drawn import seeds
 from tests.modes import trainable
+from tests.random_examples import seeds
 
 LAYOUT = ParameterLayout.plan(
     [("a", (3, 5), torch.float64, True), ("b", (7,), torch.float64, True)]

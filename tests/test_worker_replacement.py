@@ -21,8 +21,8 @@ from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
 from tests.deaths import kill_senders
-from tests.drawn import seeds
 from tests.modes import EACH, MODES, check, counters, make, settle, shares, trained, worker_weights
+from tests.random_examples import seeds
 from tests.reference import Task, same_bits, samples, sgd
 
 WAYS = ["sync", "backup", *EACH]  # whose servers are processes of their own

@@ -87,7 +87,7 @@ class User:
             link.close()
 
 
-class Crowd:
+class GroupInOneThread:
     """Servers that hold some arrays, and users."""
 
     def __init__(
@@ -251,7 +251,7 @@ class Replayed:
 class Reordered:
     """The chunks of each push reach each server in another order."""
 
-    def __init__(self, crowd: Crowd, seed: int) -> None:
+    def __init__(self, crowd: GroupInOneThread, seed: int) -> None:
         self._random = random.Random(seed)
         self._sizes = Counter(crowd.group.owners)
         self._held: dict[Any, list[Message]] = defaultdict(list)

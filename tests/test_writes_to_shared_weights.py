@@ -1,4 +1,4 @@
-"""What a model writes to weights that a host's workers share hides nothing of other chunks."""
+"""Writes of a model to weights that a host's workers share hide no update of other chunks."""
 
 from __future__ import annotations
 

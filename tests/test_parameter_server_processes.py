@@ -1,4 +1,4 @@
-"""Real processes under load: nobody sees a torn weight, and nobody's death leaves memory behind."""
+"""A parameter server of real processes under load: each pull has one version, and killed processes leave no memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: F811 - fixtures are imported, and named as arguments
-"""Connections of those who do not know the token: what they cost, and that honest peers get in beside them."""
+"""Connections without the token: what they cost a listener, and that peers with the token connect beside them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from steepest.transport.sockets import WireTransport
 from tests.limits import limited
 from tests.members import together as members_together
 from tests.members import wire_group
-from tests.strangers import Strangers
 from tests.test_sockets import (
     GREETING,
     LIMIT,
@@ -47,6 +46,7 @@ from tests.test_sockets import (
     together,
     until,
 )
+from tests.unauthenticated_connections import UnauthenticatedConnections
 
 WORKER = worker_peer(0)
 
@@ -97,19 +97,19 @@ def resident_bytes() -> int:
 def test_ten_thousand_connections_cost_no_step_little_memory_and_a_line_a_minute(
     node: Any, server: Node, family: str, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps of a worker go on, an honest peer gets in, and what strangers have is bounded."""
+    """Steps of a worker go on, an honest peer gets in, and what the connections cost is bounded."""
     worker = node(WORKER)
     near = together(lambda: worker.transport.connect(server.address), server)
     until(lambda: server.opened, server)
     payload = torch.ones(SHARED_FROM, dtype=torch.uint8)
-    strangers = Strangers(server.address, family)
+    flood = UnauthenticatedConnections(server.address, family)
     began, steps, newcomers = clock.now, 0, 0
     open_before, memory_before = descriptors(), resident_bytes()
     most_open = most_memory = 0
     with limited(1024 - open_before), ThreadPoolExecutor(1) as pool:
         newcomer: Future[Any] | None = None
-        while strangers.made < 10_000:
-            strangers.come(60)
+        while flood.made < 10_000:
+            flood.open_more(60)
             clock.now += 1.0
             steps += 1
             near.send(
@@ -131,7 +131,7 @@ def test_ten_thousand_connections_cost_no_step_little_memory_and_a_line_a_minute
                 max(most_open, descriptors()),
                 max(most_memory, resident_bytes()),
             )
-        strangers.go()
+        flood.close()
         if newcomer is not None:
             until(newcomer.done, server)
             newcomer.result().close()
@@ -142,7 +142,7 @@ def test_ten_thousand_connections_cost_no_step_little_memory_and_a_line_a_minute
     clock.now += OPENING_SECONDS + LOG_SECONDS
     server.turn()
     server.turn()
-    assert server.transport.refused >= strangers.made
+    assert server.transport.refused >= flood.made
     assert most_open - open_before < 300 + 60 + MOST_OPENINGS + 20 * (newcomers + 2), (
         "ours, theirs, newcomers'"
     )
@@ -179,7 +179,9 @@ def test_no_connection_stays_longer_than_its_deadline(
                 )
 
 
-def test_strangers_take_no_place_of_who_comes_from_another_address(server: Node) -> None:
+def test_unauthenticated_connections_take_no_place_of_a_peer_at_another_address(
+    server: Node,
+) -> None:
     host, port = server.address.host, server.address.port
     with contextlib.ExitStack() as stack:
         honest = stack.enter_context(
@@ -199,7 +201,7 @@ def hear_nobody(server: Node, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server.transport._openings, name, lambda opening: None)
 
 
-def test_who_loses_its_place_to_a_stranger_tries_again(
+def test_a_peer_that_loses_its_place_to_an_unauthenticated_connection_tries_again(
     server: Node, node: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first time nobody hears it, because its place goes to others as soon as it is let in."""
@@ -221,7 +223,7 @@ def test_who_loses_its_place_to_a_stranger_tries_again(
         assert connecting.result().peers == (COORDINATOR,)
 
 
-def test_who_is_too_slow_tries_again(
+def test_a_peer_that_is_too_slow_tries_again(
     server: Node, node: Any, family: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = node(

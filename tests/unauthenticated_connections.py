@@ -1,4 +1,4 @@
-"""Those who do not know the token, and try everything else."""
+"""Connections by a caller without the token, in every state that such a caller can bring about."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.test_sockets import GREETING, RUDE, client_hello
 SAID = [said for said in RUDE.values() if b"M" * 32 not in said]
 
 
-class Strangers:
-    """Connections in every state that one without the token can bring about; the last few hundred are kept open."""
+class UnauthenticatedConnections:
+    """Connections to one listener, of which the last few hundred stay open."""
 
     def __init__(self, address: Address, family: str) -> None:
         self.made = 0
@@ -26,7 +26,7 @@ class Strangers:
         )
         self._slow: list[socket.socket] = []
 
-    def come(self, number: int) -> None:
+    def open_more(self, number: int) -> None:
         for sock in self._slow:
             with contextlib.suppress(OSError):
                 sock.send(GREETING[:1])
@@ -63,6 +63,6 @@ class Strangers:
             else:
                 sock.send(said)
 
-    def go(self) -> None:
+    def close(self) -> None:
         for sock in self._held:
             sock.close()
