@@ -367,8 +367,8 @@ class Worker:
             if not self._stepping:
                 self._waited = time.perf_counter() - self._pushed_at if self._pushed_at else 0.0
             self._replicas.weights_changed()
-            if not self._stepping:
-                self._replicas.go_on(version)
+            if not self._stepping and (self._stopped or version >= self._limit):
+                self._replicas.go_on(version)  # else a step follows, in which they go on
             self._run_calls()
 
     def _run_calls(self, begins: int = -1) -> bool:
@@ -387,6 +387,7 @@ class Worker:
             self._exchange.rows.position = (self.generation, self.version)
         try:
             about_to_change()
+            self._replicas.go_on(self.version)
             for call in ready:
                 missed = call.miss is not None and self._is_past(call.version)
                 call.miss() if call.miss is not None and missed else call.run()
