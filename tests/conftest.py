@@ -21,6 +21,22 @@ from tests.forked_workers import fork_workers
 from tests.process_one import leave_it_to_an_init
 from tests.random_examples import scale
 
+pytest.register_assert_rewrite(  # before a test module imports them
+    *(
+        f"tests.{name}"
+        for name in (
+            "failing_nodes",
+            "jobs_with_copies",
+            "model_contract",
+            "network_namespaces",
+            "ray_hosts",
+            "sagemaker_hosts",
+            "socket_ends",
+            "storage_contract",
+            "table_tasks",
+        )
+    )
+)
 leave_it_to_an_init()  # while this process has one thread
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster
+from tests.modes import make
+from tests.reference import Task, samples, sgd
 
 
 def kill_senders(cluster: InProcessCluster, deaths: Iterable[tuple[int, Kind, int]]) -> None:
@@ -27,3 +31,15 @@ def kill_senders(cluster: InProcessCluster, deaths: Iterable[tuple[int, Kind, in
         return [message]
 
     cluster.network.filter = die
+
+
+TASK = Task(optimizer=sgd(momentum=0.9), data=samples(23))
+
+
+def doomed(name: str, deaths: list[tuple[int, Kind, int]], **options: Any) -> InProcessCluster:
+    """A job in which workers die as they send their n-th message of a kind: (worker, kind, n), one after the other."""
+    creator = options.pop("creator", None)
+    task = TASK if creator is None else SimpleNamespace(creator=lambda: creator)
+    cluster = make(name, task, replaces=True, **options)
+    kill_senders(cluster, deaths)
+    return cluster

@@ -23,7 +23,12 @@ from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.hosting import committed_in, host_server, read_optimizer
 from steepest.parameter_server.pusher import Pusher
 from steepest.testing import Link, Network, server_peers
-from steepest.testing.inspection import pushes_of, role_of, unanswered, undecided
+from steepest.testing.inspection import (
+    pushes_of,
+    role_of,
+    unanswered,
+    undecided,
+)
 from steepest.transport.router import Router
 
 T = TypeVar("T")
@@ -272,3 +277,10 @@ def late(seed: int) -> Callable[[Message], int]:
     """Some messages take long."""
     chance = random.Random(seed)
     return lambda message: chance.choice((0, 0, 0, 3, 40))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.9)),
+    "whole": lambda p: torch.optim.Adafactor(p, lr=0.1),
+}

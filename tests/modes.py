@@ -22,7 +22,7 @@ from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, replay
-from tests.reference import Task, same_bits, samples, sgd
+from tests.reference import Task, Weights, same_bits, samples, sgd, snapshot
 
 MODES: dict[str, AllreduceStrategy | ParameterServerStrategy] = {
     "sync": ParameterServerStrategy(),
@@ -204,3 +204,45 @@ def hand_over(before: InProcessCluster, after: InProcessCluster) -> None:
             if index not in holders:
                 given |= kept[holders[0]].give([chunk])
         own.hand_over([server], given)
+
+
+def serial(
+    task: Task, log: CommitLog, plan: Any, shares_per_step: int, versions_per_step: int
+) -> Weights:
+    """The log carried out with plain torch: the mean of the gradients at the pulled weights, one optimizer step."""
+    torch.manual_seed(log.seed)
+    module = task.module()
+    optimizer = task.optimizer(module)
+    scheduler = None if task.lr_scheduler is None else task.lr_scheduler(optimizer)
+    history = [snapshot(module)]
+    for commit in log.commits:
+        total = 0
+        mean = {name: torch.zeros_like(value) for name, value in history[0].items()}
+        for push in commit.pushes:
+            module.load_state_dict(history[push.pulled])
+            module.zero_grad()
+            step, part = divmod(push.share, shares_per_step)
+            index = torch.from_numpy(plan.share(step, part, shares_per_step).copy())
+            if len(index):
+                *inputs, target = (column[index] for column in task.data)
+                task.loss(module(*inputs), target).backward()
+                for name, parameter in module.named_parameters():
+                    mean[name] += parameter.grad * len(index)
+            total += len(index)
+        module.load_state_dict(history[-1])
+        for name, parameter in module.named_parameters():
+            parameter.grad = mean[name] / max(total, 1)
+        late = commit.version - 1 - min(push.pulled for push in commit.pushes)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] /= (
+                max(1, late) if getattr(log.strategy, "correction", None) == "learning_rate" else 1
+            )
+        if total:
+            optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        if scheduler is not None and commit.version % versions_per_step == 0:
+            scheduler.step()
+        history.append(snapshot(module))
+    return history[-1]

@@ -110,3 +110,9 @@ WRITERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     },
     "max norm": (Renormalised, "table.weight"),
 }
+
+
+def trained(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        [p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.5
+    )

@@ -32,7 +32,7 @@ TOKEN = b"correct horse battery staple"
 FIRST = 100  # index of the first user
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(  # what tests import is imported once
-    ["pytest", "hypothesis", "tests.processes", "tests.test_sockets"]
+    ["pytest", "hypothesis", "tests.processes", "tests.socket_ends"]
 )
 
 

@@ -121,3 +121,23 @@ def same_bits(weights: Weights, expected: Weights) -> bool:
     return weights.keys() == expected.keys() and all(
         w.dtype == expected[n].dtype and torch.equal(w, expected[n]) for n, w in weights.items()
     )
+
+
+def serially(task: Task, sizes: list[tuple[int, int]]) -> Weights:
+    """Trains in this process, with the samples of so many workers for so many steps, one after the other."""
+    torch.manual_seed(0)
+    module = task.module()
+    optimizer = task.optimizer(module)
+    step = epoch = offset = 0
+    for workers, count in sizes:
+        plan = SamplePlan(len(task.data[0]), workers * task.batch_size, 0, step, epoch, offset)
+        for _ in range(count):
+            index = torch.from_numpy(plan.share(step, 0, 1))
+            *inputs, target = (column[index] for column in task.data)
+            loss: Any = task.loss(module(*inputs), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+        epoch, offset = plan.position(step).epoch, plan.position(step).begin
+    return snapshot(module)

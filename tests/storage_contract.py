@@ -18,8 +18,8 @@ from steepest.observe.history_file import history_file
 from steepest.storage.blocks import no_progress
 from steepest.storage.files import storage_of
 from steepest.storage.places import ObjectUrl, Place
+from tests.checkpoint_contents import content
 from tests.reference import same_bits
-from tests.test_checkpoint import content
 
 
 def kept(place: Place) -> list[int]:

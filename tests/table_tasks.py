@@ -20,7 +20,8 @@ from steepest.tables.local import LocalRows
 from steepest.tables.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
 from steepest.tables.state import TableState
 from steepest.tables.table import Table, groups
-from steepest.testing import InProcessCluster
+from steepest.testing import InProcessCluster, replay
+from steepest.testing.replay import replay_state
 from tests.reference import Task, Weights, same_bits, samples, sgd
 
 ROWS, DIM = 20, 3  # ids are below ROWS
@@ -247,3 +248,15 @@ def expected_counts(task: Task, log: CommitLog) -> tuple[Tensor, float]:
             counts += commit.rate / total * torch.bincount(ids.flatten(), minlength=ROWS).double()
             updates += commit.rate * (len(ids) > 0)
     return counts, updates
+
+
+TASK = table_task(row_optimizer=OPTIMIZERS["Adam"].ours)
+
+
+def explained(cluster: InProcessCluster, task: Task = TASK) -> None:
+    """The log makes the weights and all that is known of rows."""
+    log = cluster.log()
+    state = replay_state(log, task.creator())
+    rows = {name: value for name, value in state.items() if name.startswith("tables/")}
+    assert same_rows(rows_of(cluster), rows)
+    assert same_bits(cluster.weights(), replay(log, task.creator()))

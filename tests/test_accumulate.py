@@ -10,15 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_equivalence import (
-    TASKS,
-    Sometimes,
-    all_but_fixed,
-    dropout,
-    run,
-    weighted_mse,
-    weighted_samples,
-)
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -32,6 +23,15 @@ from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import replicas_of
+from tests.equivalence_tasks import (
+    TASKS,
+    Sometimes,
+    all_but_fixed,
+    dropout,
+    run,
+    weighted_mse,
+    weighted_samples,
+)
 from tests.modes import EACH, MODES, Moody, check, make, shares, trained
 from tests.pairs import grid
 from tests.random_examples import seeds

@@ -13,9 +13,9 @@ import torch
 
 from steepest import DistributedSGD, FailureConfig, ParameterServerStrategy, RunConfig
 from steepest.messages.message import server_peer, worker_peer
+from tests.jobs_with_copies import COPIES, TASK, kill, train
 from tests.pairs import mostly_full
 from tests.reference import same_bits
-from tests.test_compound_deaths import COPIES, TASK, kill, train
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from steepest import (
     Callback,
@@ -32,25 +31,12 @@ from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.storage.files import LocalStorage
-from steepest.strategies.named import as_strategy
 from steepest.strategies.strategy import Strategy
-from steepest.testing import InProcessCluster
+from tests.checkpoint_contents import DAMAGES, content
 from tests.conftest import ROOT
-from tests.reference import Task, same_bits, samples
-from tests.test_checkpoint import DAMAGES, content
-
-#: with momentum, random state and epochs of 4 steps, of which the last is shorter, for two workers
-TASK = Task(
-    lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 2)).double(),
-    lambda module: torch.optim.Adam(module.parameters(), lr=0.01),
-    samples(13),
-    lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
-)
-
-
-def kept(path: Path) -> list[int]:
-    """The steps of the checkpoints there, the oldest first."""
-    return [int(found.name.rpartition("-")[2]) for found in CheckpointDirectory(path, 1).paths()]
+from tests.kept_checkpoints import TASK, kept, undisturbed
+from tests.reference import same_bits, samples
+from tests.step_callbacks import Stop
 
 
 @pytest.mark.parametrize(
@@ -206,18 +192,6 @@ def test_when_all_are_damaged_somebody_has_to_decide(tmp_path: Path) -> None:
 # -- jobs -----------------------------------------------------------------------------------------------
 
 
-class Stop(Callback):
-    """Raises at a step."""
-
-    def __init__(self, step: int, error: type[BaseException] = ZeroDivisionError) -> None:
-        self.step = step
-        self.error = error
-
-    def on_step(self, sgd: Any, result: StepResult) -> None:
-        if result.step == self.step:
-            raise self.error
-
-
 class Heard(Callback):
     """Remembers what it was told."""
 
@@ -241,12 +215,6 @@ def trainer(
 ) -> DistributedSGD:
     checkpoints = Checkpoints(path, every, keep=2)
     return DistributedSGD(TASK.creator(), strategy=strategy, checkpoints=checkpoints, **settings)
-
-
-def undisturbed(steps: int, workers: int = 1, strategy: str = "ps") -> dict[str, torch.Tensor]:
-    cluster = InProcessCluster(TASK.creator(), num_workers=workers, strategy=as_strategy(strategy))
-    cluster.step(steps)
-    return cluster.weights()
 
 
 def check_same_program(tmp_path: Path, strategy: str, error: type[BaseException]) -> None:
@@ -473,7 +441,7 @@ import sys
 from pathlib import Path
 from safetensors.torch import save_file
 from steepest import Callback, Checkpoints, DistributedSGD
-from tests.test_checkpoint_manager import TASK
+from tests.kept_checkpoints import TASK
 
 class Halt(Callback):
     def on_step(self, sgd, result):

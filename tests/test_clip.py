@@ -7,16 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_equivalence import (
-    TASKS,
-    Sometimes,
-    Tied,
-    all_but_fixed,
-    run,
-    weighted_mse,
-    weighted_samples,
-)
-from test_modes import serial
 from torch.nn.utils import clip_grad_norm_
 
 from steepest import DistributedSGD, RunConfig
@@ -31,7 +21,16 @@ from steepest.strategies.simple import SimpleStrategy
 from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import gradient_of
-from tests.modes import EACH, MODES, Moody, check, make, trained
+from tests.equivalence_tasks import (
+    TASKS,
+    Sometimes,
+    Tied,
+    all_but_fixed,
+    run,
+    weighted_mse,
+    weighted_samples,
+)
+from tests.modes import EACH, MODES, Moody, check, make, serial, trained
 from tests.pairs import grid
 from tests.random_examples import seeds
 from tests.reference import OptimizerFactory, Task, difference, perceptron, same_bits, samples, sgd

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,37 +23,14 @@ from steepest import (
 )
 from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.runtime.cluster import Cluster
-from steepest.testing import replay
+from tests.jobs_with_copies import COPIES, LOGGED, TASK, check, kill, train
 from tests.living import places_of
 from tests.pairs import diagonal, mostly_full
-from tests.reference import Task, same_bits, samples, sgd
-from tests.test_smaller_jobs import Watch
+from tests.step_callbacks import Watch
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 
-TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(20_000), batch_size=1)
-LOGGED = RunConfig(keep_log=True)
 MEMBERS = AllreduceStrategy(replication=2, chunk_bytes=64)
-COPIES = ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=64)
-
-
-def kill(trainer: DistributedSGD, *peers: Peer) -> None:
-    places = places_of(trainer)
-    for pid in [places[peer].pid for peer in peers]:
-        os.kill(pid, signal.SIGKILL)
-
-
-def train(trainer: DistributedSGD, steps: int, *moments: tuple[int, Callable[[], Any]]) -> Watch:
-    watch = Watch(*moments)
-    trainer.fit(steps=steps, callbacks=[watch], progress=False)
-    return watch
-
-
-def check(trainer: DistributedSGD, watch: Watch, steps: int) -> None:
-    """Each step has come once, and the log gives the weights bit for bit."""
-    assert [result.step for result in watch.results] == list(range(1, steps + 1))
-    assert same_bits(replay(trainer.log(), TASK.creator()), trainer.weights())
-    assert not watch.functions, "nobody was killed: this tests nothing"
 
 
 @pytest.mark.parametrize(

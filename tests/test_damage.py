@@ -18,8 +18,8 @@ from steepest.checkpoint.files import Checkpoint, read, write
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
 from steepest.errors import CheckpointError
 from steepest.tensors.safetensors_file import read_tensors
+from tests.checkpoint_contents import about, content, edit
 from tests.reference import same_bits
-from tests.test_checkpoint import about, content, edit
 
 FILES = {
     kind: {"name": f"{kind}-3-0123abcd.safetensors", "sha256": "0" * 64, "dtypes": {}}

@@ -28,7 +28,15 @@ from steepest.tensors.shared_memory import (
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.transport.channel import Channel
 from tests.limits import limited
-from tests.test_sockets import Node, client, ends, node, server, together, until  # noqa: F401 - fixtures
+from tests.socket_ends import (
+    Node,
+    client,  # noqa: F401 - a fixture
+    ends,  # noqa: F401 - a fixture
+    node,  # noqa: F401 - a fixture
+    server,  # noqa: F401 - a fixture
+    together,
+    until,
+)
 
 pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 WORKER = worker_peer(0)

@@ -6,11 +6,8 @@ import dataclasses
 import doctest
 import importlib
 import inspect
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 import types
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +19,8 @@ import steepest
 import steepest.config
 import steepest.strategies
 import steepest.tables
+from tests.page_examples import ROOT, blocks_of, run_block
 
-ROOT = Path(__file__).parent.parent
 DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
 NEED_JAX = re.compile(r"steepest\.\w+\.(jax|flax|optax)")  # make test-jax has it
 MODULES = sorted(
@@ -48,29 +45,6 @@ def address(ray_cluster: None) -> str:
     found = ray.get_runtime_context().gcs_address
     assert isinstance(found, str)
     return found
-
-
-def run_block(block: str, folder: Path, address: str = "") -> str:
-    """What a page's example prints when it runs as it stands; on that cluster, if it uses Ray."""
-    script = folder / "example.py"
-    script.write_text(block)
-    environment = os.environ | {"RAY_ADDRESS": address}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def blocks_of(page: str) -> list[str]:
-    """Its Python examples."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
 @pytest.mark.ray

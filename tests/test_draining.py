@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_node_failures import Nodes
+from tests.failing_nodes import Nodes
 
 pytestmark = [
     pytest.mark.cluster,

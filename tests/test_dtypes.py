@@ -19,8 +19,8 @@ from steepest import DeadlineConfig, DistributedSGD, RunConfig
 from steepest.checkpoint.files import Checkpoint, read, write
 from steepest.tensors.dtypes import Tensors, as_bytes, merge_replicas
 from steepest.tensors.safetensors_file import read_tensors, write_tensors
+from tests.checkpoint_contents import about
 from tests.reference import Task, samples, sgd
-from tests.test_checkpoint import about
 
 INTEGERS = [
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,

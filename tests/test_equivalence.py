@@ -14,35 +14,24 @@ from steepest.engine.replica_states import mean_states
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster
+from tests.equivalence_tasks import (
+    TASKS,
+    Sometimes,
+    Tied,
+    all_but_fixed,
+    batch_norm,
+    dropout,
+    run,
+    states,
+    weighted_mse,
+    weighted_samples,
+)
 from tests.pairs import grid
 from tests.random_examples import seeds
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd
 
 LONG = 50  # steps of the claim; fewer show the same where the claim is another one
 STEPS = 12
-
-
-def two_groups(module: nn.Module) -> torch.optim.Optimizer:
-    weights = [p for p in module.parameters() if p.ndim > 1]
-    biases = [p for p in module.parameters() if p.ndim == 1]
-    groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0, "lr": 0.05}]
-    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
-
-
-def cosine(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
-
-
-TASKS = {
-    "sgd": Task(),
-    "momentum": Task(optimizer=sgd(momentum=0.9, weight_decay=0.01)),
-    "nesterov": Task(optimizer=sgd(lr=0.05, momentum=0.9, nesterov=True)),
-    "adam": Task(optimizer=lambda module: torch.optim.Adam(module.parameters(), lr=0.01)),
-    "adamw-groups-schedule": Task(optimizer=two_groups, lr_scheduler=cosine),
-    "learning-rate-function": Task(
-        optimizer=sgd(momentum=0.9), learning_rate=lambda step: 0.1 / (1 + step)
-    ),
-}
 
 
 @cache
@@ -53,17 +42,6 @@ def serial(name: str, replicas: int) -> list[Weights]:
 
 def ps(servers: int, chunk_bytes: int | None = 64) -> ParameterServerStrategy:
     return ParameterServerStrategy(num_servers=servers, chunk_bytes=chunk_bytes)
-
-
-def run(
-    task: Task, steps: int, workers: int = 1, devices: int = 1, **settings: Any
-) -> InProcessCluster:
-    cluster = InProcessCluster(
-        task.creator(), num_workers=workers, devices_per_worker=devices, **settings
-    )
-    results = cluster.step(steps)
-    assert [result.version for result in results] == list(range(1, steps + 1))
-    return cluster
 
 
 @pytest.mark.few(4)
@@ -111,10 +89,6 @@ def test_one_worker_takes_the_steps_of_plain_torch_in_float32() -> None:
     assert difference(run(task, LONG).weights(), task.train(1, LONG)) < 1e-5
 
 
-def dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double()
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("module", [perceptron, dropout])
 @seeds(1)
@@ -125,18 +99,6 @@ def test_message_order_changes_no_bit(module: Any, seed: int) -> None:
     for shuffle in range(seed, seed + 5):
         assert same_bits(weights, run(task, 10, 3, 2, strategy=ps(3), shuffle=shuffle).weights())
     assert not same_bits(weights, run(task, 10, 3, 2, strategy=ps(3), seed=1).weights())
-
-
-def weighted_mse(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The target's last column weighs the samples."""
-    weight = target[:, -1]
-    losses = ((output - target[:, :-1]) ** 2).mean(dim=1)
-    return (losses * weight).sum() / weight.sum(), float(weight.sum())
-
-
-def weighted_samples(weights: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = samples(len(weights))
-    return x, torch.cat([y, torch.tensor(weights, dtype=torch.float64)[:, None]], dim=1)
 
 
 @pytest.mark.parametrize(("workers", "devices"), [(1, 1), (3, 1), (1, 3), (2, 2)])
@@ -178,30 +140,6 @@ def test_a_step_of_weight_zero_is_committed_and_changes_nothing() -> None:
     assert not cluster.snapshot("state").records
 
 
-class Sometimes(nn.Module):
-    """`extra` is used by samples with a large first feature, `never` by none, `frozen` and `fixed` by all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2).double()
-        self.extra = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
-        self.never = nn.Parameter(torch.ones(5, dtype=torch.float64))
-        self.frozen = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
-        self.fixed = nn.Parameter(torch.ones(2, dtype=torch.float64))
-        self.empty = nn.Parameter(torch.ones(0, 4, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = self.linear(x) * self.frozen + self.fixed + self.empty.sum()
-        chosen = x[:, 0] > 0.9
-        return output + (x * chosen[:, None]) @ self.extra if chosen.any() else output
-
-
-def all_but_fixed(kind: Any, **settings: Any) -> Any:
-    return lambda module: kind(
-        [p for name, p in module.named_parameters() if name != "fixed"], **settings
-    )
-
-
 @grid(
     chunk_bytes=[64, None],
     optimizer=[
@@ -222,18 +160,6 @@ def test_parameters_without_gradient_are_skipped_as_torch_does(
     assert difference(weights, trace[-1]) < 1e-12
     for name in ("never", "frozen", "fixed", "empty"):
         assert torch.equal(weights[name], trace[0][name]), name
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(3, 3).double()
-        self.decode = nn.Linear(3, 3).double()
-        self.decode.weight = self.encode.weight
-        self.head = nn.Linear(3, 2).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.decode(torch.tanh(self.encode(x))))
 
 
 def test_tied_parameters_are_one() -> None:
@@ -337,20 +263,6 @@ def test_plus_one_n_times_is_n(workers: int, servers: int, devices: int) -> None
     task = Task(Counter, sgd(lr=1.0), samples(98), lambda output, target: output, batch_size=1)
     weights = run(task, 8, workers, devices, strategy=ps(servers)).weights()
     assert torch.equal(weights["count"], torch.full((5, 7), 8.0, dtype=torch.float64))
-
-
-def batch_norm() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-
-
-def states(cluster: InProcessCluster) -> list[dict[str, torch.Tensor]]:
-    futures = [
-        worker.at_version(
-            0, cluster.coordinator.version, lambda replicas: [m.state() for m in replicas.models]
-        )
-        for worker in cluster.workers
-    ]
-    return [state for future in futures for state in cluster.wait(future, "the buffers")]
 
 
 def test_buffers_are_averaged_over_replicas_by_weight() -> None:

@@ -26,10 +26,10 @@ from steepest import (
 )
 from steepest.errors import ConfigurationError
 from steepest.observe.evaluations import best_of
+from tests.logged_runs import Memory
 from tests.reference import samples
 from tests.simulated_programs import TASK, linear, quiet
 from tests.simulation.run import Simulation, run_config
-from tests.test_loggers import Memory
 
 STRATEGIES: list[Any] = [
     ParameterServerStrategy(num_servers=2, chunk_bytes=32),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.test_ray_places import Place, place  # noqa: F401
+from tests.ray_hosts import (
+    Place,
+    place,  # noqa: F401 - a fixture
+)
 
 pytestmark = pytest.mark.cluster
 

@@ -30,10 +30,10 @@ from steepest.engine.commit_log import CommitLog
 from steepest.errors import ConfigurationError
 from steepest.models.torch import TorchModel
 from steepest.testing import Fault, InProcessCluster, replay
+from tests.equivalence_tasks import TASKS, run, weighted_mse, weighted_samples
 from tests.modes import check, trained
 from tests.pairs import grid
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd
-from tests.test_equivalence import TASKS, run, weighted_mse, weighted_samples
 
 STEPS = 12
 GLOBAL = 11

@@ -25,11 +25,10 @@ from steepest import (
 from steepest.errors import ConfigurationError
 from steepest.observe.history import Figures, History
 from steepest.observe.history_file import HistoryFile
-from tests.reference import Task, samples
+from tests.logged_runs import TASK
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
 
-TASK = Task(data=samples(24), batch_size=2, metrics={"first": lambda output, target: output[0, 0]})
 FIGURES = Figures(2, 1, 0, 10, 20, 0.5)
 
 

@@ -28,10 +28,10 @@ from steepest import (
 from steepest.engine.job import ModelCreator
 from steepest.errors import StepError
 from steepest.testing import replay
+from tests.jobs_with_copies import COPIES, LOGGED, TASK, check, kill, train
 from tests.living import places_of
 from tests.pairs import diagonal, mostly_full
 from tests.reference import Task, difference, same_bits, samples, sgd
-from tests.test_compound_deaths import COPIES, LOGGED, TASK, check, kill, train
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 

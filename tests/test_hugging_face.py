@@ -10,9 +10,9 @@ import torch
 
 from steepest import DistributedSGD, HuggingFaceModel
 from steepest.errors import ConfigurationError, ModelError
+from tests.page_examples import said_by
 from tests.reference import difference, snapshot
 from tests.simulation.run import Simulation, run_config
-from tests.test_pages import said_by
 
 transformers = pytest.importorskip("transformers", reason="make test-adapters installs it")
 

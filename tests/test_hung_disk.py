@@ -21,8 +21,8 @@ from steepest.messages.snapshots import Bases
 from steepest.observe.history import History
 from steepest.runtime.owner import Owner
 from steepest.state.row_read import RowRead
-from tests.test_checkpoint import content, layouts
-from tests.test_checkpoint_manager import kept
+from tests.checkpoint_contents import content, layouts
+from tests.kept_checkpoints import kept
 
 
 @dataclass

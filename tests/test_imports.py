@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 import secrets
 import subprocess
 import sys
@@ -228,3 +229,20 @@ def test_a_task_that_uses_a_parameter_server_with_numpy_arrays_never_imports_tor
     }  # a process that has run nothing else
     with steepest.ParameterServer(initial(), optimizer=descend) as server:
         assert ray.get(ray.remote(use).options(runtime_env=fresh).remote(server)) == (3, False)
+
+
+def test_no_test_module_imports_another() -> None:
+    """What two of them need is in a helper module, also where a program in a string imports it."""
+    root = Path(__file__).parent.parent
+    importing = re.compile(
+        r"^\s*(?:from|import)\s+(?:[\w.]+\.)?(?:test_\w+|[\w.]+ import test_\w+)\b"
+    )
+    own = {path.stem for path in root.glob("tests/test_*.py")}
+    found = []
+    for path in [*root.glob("tests/**/*.py"), *root.glob("benchmarks/tests/*.py")]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            match = importing.match(line)
+            names = own & set(re.findall(r"test_\w+", match.group())) if match else ()
+            if names:
+                found.append(f"{path.relative_to(root)}:{number}: {line.strip()}")
+    assert not found, "move what is imported into a helper module:\n" + "\n".join(found)

@@ -14,12 +14,16 @@ import torch
 from benchmarks.namespaces import enter
 from steepest.errors import AuthenticationError, PeerLostError
 from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
-from tests.test_nodes import namespaces, ray_nodes
-from tests.test_nodes import pytestmark as two_nodes
-from tests.test_ray_places import Place
-from tests.test_sockets import certificate, node, together, until  # noqa: F401 - a fixture
+from tests.network_namespaces import NEEDS_NAMESPACES, namespaces, ray_nodes
+from tests.ray_hosts import Place
+from tests.socket_ends import (
+    certificate,
+    node,  # noqa: F401 - a fixture
+    together,
+    until,
+)
 
-pytestmark = two_nodes
+pytestmark = NEEDS_NAMESPACES
 ADDRESSES = ("fd00::1", "fd00::2")
 WORKER = worker_peer(0)
 
@@ -66,7 +70,7 @@ def test_the_transport_between_two_hosts(node: Any, spaces: tuple[str, str], tls
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[Place, tuple[str, str]]]:
-    """As in `tests.test_nodes`, at IPv6 addresses."""
+    """As in `tests.network_namespaces`, at IPv6 addresses."""
     with ray_nodes(ADDRESSES) as found:
         yield found
 

@@ -27,7 +27,7 @@ from tests.jax_tasks import JaxTask, output_of, squared_error
 from tests.reference import difference, same_bits, samples
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
-from tests.test_simulated_checkpoints import After
+from tests.step_callbacks import After
 
 DATA = tuple(array.numpy() for array in samples(64))
 

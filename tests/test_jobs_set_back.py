@@ -16,8 +16,8 @@ from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.testing import InProcessCluster
 from tests.living import places_of
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd
-from tests.test_smaller_jobs import Watch
-from tests.test_snapshots_of_jobs import KINDS
+from tests.snapshot_kinds import KINDS
+from tests.step_callbacks import Watch
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 

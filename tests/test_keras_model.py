@@ -21,10 +21,12 @@ from steepest.engine.generators import seed_everything
 from steepest.errors import ConfigurationError, ModelError
 from steepest.adapters.keras_variables import KerasVariables
 from steepest.adapters.tensorflow import TensorFlowModel
-from tests.test_models import (  # noqa: F401 - the contract, with this module's fixture
+from tests.model_contract import (  # noqa: F401 - the contract, with this module's fixture
     X,
     Y,
     Bound,
+    check_chunks_of_another_size_change_no_gradient,
+    check_replicas_may_share_one_copy_of_the_weights,
     test_a_second_call_overwrites_the_first,
     test_evaluate_changes_nothing,
     test_evaluation_sources_give_batches_of_the_same_kind,
@@ -34,7 +36,6 @@ from tests.test_models import (  # noqa: F401 - the contract, with this module's
     test_state_can_be_set_again,
     test_what_is_computed_is_reported,
 )
-from tests import test_models as contract
 from tests.pairs import mostly_full
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -90,12 +91,12 @@ def test_entries_are_ready_last_layers_first(bound: Bound) -> None:
 
 @pytest.mark.parametrize("make", BOTH)
 def test_chunks_of_another_size_change_no_gradient(make: str) -> None:
-    contract.test_chunks_of_another_size_change_no_gradient(CONTRACT[make])
+    check_chunks_of_another_size_change_no_gradient(CONTRACT[make])
 
 
 @pytest.mark.parametrize("make", BOTH)
 def test_replicas_may_share_one_copy_of_the_weights(make: str) -> None:
-    contract.test_replicas_may_share_one_copy_of_the_weights(CONTRACT[make])
+    check_replicas_may_share_one_copy_of_the_weights(CONTRACT[make])
 
 
 def test_the_example_of_the_docstring_runs() -> None:

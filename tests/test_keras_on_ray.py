@@ -15,7 +15,7 @@ from steepest import DistributedSGD
 from steepest.data.sampler import SamplePlan
 from steepest.adapters.tensorflow import TensorFlowModel
 from tests.reference import difference
-from tests.test_keras_training import BATCH, TASKS, X, Y, named
+from tests.keras_tasks import BATCH, TASKS, X, Y, named
 
 pytestmark = [
     pytest.mark.ray,

@@ -20,7 +20,13 @@ from steepest.errors import ConfigurationError, DeadlineError
 from steepest.places import existing, local, sessions
 from tests.forked_workers import RAY
 from tests.pairs import mostly_full
-from tests.test_ray_places import ROOT, SECONDS, Place, place, signalled  # noqa: F401 - the fixture
+from tests.ray_hosts import (
+    ROOT,
+    SECONDS,
+    Place,
+    place,  # noqa: F401 - a fixture
+    signalled,
+)
 
 
 class Calls:

@@ -18,8 +18,8 @@ import pytest
 from steepest.cli.main import main
 from steepest.places.ray_job import Pods, drain_notice
 from tests.forked_workers import RAY
-from tests.test_nodes import ip, until
-from tests.test_ray_places import ROOT, SECONDS, Place
+from tests.network_namespaces import ip, until
+from tests.ray_hosts import ROOT, SECONDS, Place
 
 ADDRESSES = ("10.213.10.1", "10.213.10.2")
 EVERY = (

@@ -14,10 +14,9 @@ from steepest import Checkpoints, DistributedSGD, LightningModel
 from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, ModelError
 from steepest.optim.spec import Schedule
+from tests.page_examples import blocks_of, run_block, said_by
 from tests.reference import difference, same_bits, samples, snapshot
 from tests.simulation.run import Simulation, run_config
-from tests.test_docs import blocks_of, run_block
-from tests.test_pages import said_by
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.test_node_failures import Nodes, pytestmark, run  # noqa: F401 - the marks
+from tests.failing_nodes import Nodes, run
+from tests.network_namespaces import NEEDS_NAMESPACES
+
+pytestmark = NEEDS_NAMESPACES
 
 
 @pytest.fixture(scope="module")

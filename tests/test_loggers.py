@@ -33,13 +33,12 @@ from steepest import (
 )
 from steepest.errors import ConfigurationError
 from steepest.observe import loggers
-from steepest.observe.loggers import Logger, Point
 from steepest.storage.files import storage_of
 from steepest.storage.places import place_of
 from tests.conftest import ROOT
+from tests.logged_runs import TASK, Memory
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
-from tests.test_history import TASK
 
 
 @pytest.fixture(autouse=True)
@@ -284,29 +283,6 @@ def test_a_checkpoint_by_hand_has_the_run_too(tmp_path: Path) -> None:
             trainer.save(tmp_path / "saved")
     (run,) = (tmp_path / "tb").iterdir()
     assert scalars(run)[0]["train/loss"] == list(range(1, 13))
-
-
-class Memory(Logger):
-    """Logs to a list; may be told to fail."""
-
-    key = "Memory"
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.points: list[Point] = []
-        self.fails = False
-
-    def open(self, run: str | None, step: int) -> tuple[str, dict[str, int]]:
-        return "here", {}
-
-    def log(self, points: Any) -> None:
-        if self.fails:
-            raise ConnectionError("no route")
-        self.points += points
-
-    @property
-    def steps(self) -> list[int]:
-        return [point.step for point in self.points if point.kind == "step"]
 
 
 def test_steps_that_are_taken_again_after_a_death_are_logged_once() -> None:

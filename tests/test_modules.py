@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_equivalence import Sometimes, all_but_fixed, batch_norm, states
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +14,7 @@ from steepest.engine.replica_states import mean_states
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
+from tests.equivalence_tasks import Sometimes, all_but_fixed, batch_norm, states
 from tests.modes import check, trained
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd, snapshot
 

@@ -10,8 +10,7 @@ import pytest
 import ray
 import torch
 
-from tests.test_docs import blocks_of, run_block
-from tests.test_pages import said_by
+from tests.page_examples import blocks_of, run_block, said_by
 
 
 @pytest.fixture

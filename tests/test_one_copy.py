@@ -20,7 +20,14 @@ from steepest.tensors import shared_memory
 from steepest.tensors.shared_memory import allocate, forget_writes, make_writable
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits
-from tests.test_sockets import Node, client, ends, node, server, until  # noqa: F401 - fixtures
+from tests.socket_ends import (
+    Node,
+    client,  # noqa: F401 - a fixture
+    ends,  # noqa: F401 - a fixture
+    node,  # noqa: F401 - a fixture
+    server,  # noqa: F401 - a fixture
+    until,
+)
 
 pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 PAGE = 4096

@@ -23,7 +23,7 @@ from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, replay
-from tests.own_writes import STATEFUL, WRITERS, WRITES, Momentum, Writer
+from tests.own_writes import STATEFUL, WRITERS, WRITES, Momentum, Writer, trained
 from tests.pairs import grid
 from tests.reference import Task, same_bits
 from tests.simulation.run import Simulation, run_config
@@ -54,12 +54,6 @@ OTHERS: dict[str, Strategy] = {
     "async": ParameterServerStrategy(mode="async", num_servers=1),
     "ssp": ParameterServerStrategy(mode="ssp", staleness=1, num_servers=2, chunk_bytes=64),
 }
-
-
-def trained(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
-        [p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.5
-    )
 
 
 def task_of(module: Callable[[], nn.Module], workers: int = 1, tokens: bool = False) -> Task:

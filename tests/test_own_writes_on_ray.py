@@ -14,9 +14,8 @@ from steepest import Callback, DistributedSGD, TorchModel
 from steepest.errors import ModelError
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
-from tests.own_writes import Momentum, Writer
+from tests.own_writes import Momentum, Writer, trained
 from tests.reference import same_bits
-from tests.test_own_writes import trained
 
 pytestmark = pytest.mark.ray
 WIDE = 3000  # so that weights are in shared memory

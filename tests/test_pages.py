@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import types
 from collections import OrderedDict
@@ -14,21 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.simulation.run import Simulation
+from tests.page_examples import said_by
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def said_by(page: str, monkeypatch: pytest.MonkeyPatch, number: int = 0) -> str:
-    """What one of a page's examples prints when it runs on a simulated Ray."""
-    text = (ROOT / "docs" / page).read_text()
-    block = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[number]
-    # workers are threads of this process, whose memory is left as it is
-    monkeypatch.setattr("steepest.runtime.process.keep_freed_memory", lambda: False)
-    printed = io.StringIO()
-    with Simulation(1).running(), contextlib.redirect_stdout(printed):
-        exec(compile(block, page, "exec"), {"__name__": "__main__"})
-    return printed.getvalue()
 
 
 def test_a_ported_loop_ends_with_the_weights_of_the_plain_one(

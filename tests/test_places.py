@@ -11,8 +11,12 @@ import pytest
 import ray
 
 from steepest.cli.main import main
-from tests.test_docs import ROOT, blocks_of, run_block
-from tests.test_ray_places import FORK, Place, place  # noqa: F401 - the fixture
+from tests.page_examples import ROOT, blocks_of, run_block
+from tests.ray_hosts import (
+    FORK,
+    Place,
+    place,  # noqa: F401 - a fixture
+)
 
 PAGE = "docs/places.md"
 

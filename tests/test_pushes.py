@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,6 +18,7 @@ from steepest.messages.message import Kind, Message
 from steepest.testing.inspection import buffers_of, remembered_by
 from tests.group_in_one_thread import (
     FIRST,
+    OPTIMIZERS,
     GroupInOneThread,
     Reordered,
     Replayed,
@@ -239,13 +240,6 @@ def test_what_a_push_leaves_out_stays_as_it_is(shuffle: int, chosen: list[set[st
         assert values(array) <= {sum(name in names for names in chosen)}
     crowd.settle()
     assert crowd.idle()
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.9)),
-    "whole": lambda p: torch.optim.Adafactor(p, lr=0.1),
-}
 
 
 @pytest.mark.few(1)

@@ -19,10 +19,10 @@ from steepest import (
 )
 from steepest.errors import PeerLostError
 from steepest.messages.message import server_peer
-from tests.living import places_of
+from tests.living import pids, places_of
 from tests.pairs import mostly_full
 from tests.reference import Task, difference, samples, sgd
-from tests.test_replaced_workers import Kill, pids
+from tests.step_callbacks import Kill
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 

@@ -18,28 +18,15 @@ from steepest import Callback, DistributedSGD, FailureConfig, RunConfig, StepRes
 from steepest.errors import ConfigurationError
 from steepest.messages.message import worker_peer
 from steepest.testing import InProcessCluster, replay
+from tests.living import pids
 from tests.pairs import mostly_full
 from tests.reference import Task, difference, same_bits, samples, sgd
+from tests.step_callbacks import Kill
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 
 STEPS = 60
 TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(64))
-
-
-def pids(trainer: DistributedSGD) -> list[int]:
-    return trainer.foreach_worker(lambda view: view.pid)
-
-
-class Kill(Callback):
-    """Kills processes after some step of those that it sees."""
-
-    def __init__(self, step: int, victims: list[int]) -> None:
-        self.step, self.victims = step, victims
-
-    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
-        if result.step >= self.step and self.victims:
-            os.kill(self.victims.pop(), signal.SIGKILL)
 
 
 @pytest.mark.also_real

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import ray
-import torch
 
 from steepest import (
     AllreduceStrategy,
@@ -21,40 +20,16 @@ from steepest import (
     RunConfig,
     StepResult,
 )
-from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, ResourcesError
 from steepest.recovery.growth import Wanted
 from steepest.runtime.process import Process
+from tests.living import pids
 from tests.pairs import mostly_full
-from tests.reference import Task, Weights, difference, samples, sgd, snapshot
+from tests.reference import Task, difference, samples, serially, sgd
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 
 TASK = Task(optimizer=sgd(lr=0.05, momentum=0.9), data=samples(50))
-
-
-def serially(task: Task, sizes: list[tuple[int, int]]) -> Weights:
-    """Trains in this process, with the samples of so many workers for so many steps, one after the other."""
-    torch.manual_seed(0)
-    module = task.module()
-    optimizer = task.optimizer(module)
-    step = epoch = offset = 0
-    for workers, count in sizes:
-        plan = SamplePlan(len(task.data[0]), workers * task.batch_size, 0, step, epoch, offset)
-        for _ in range(count):
-            index = torch.from_numpy(plan.share(step, 0, 1))
-            *inputs, target = (column[index] for column in task.data)
-            loss: Any = task.loss(module(*inputs), target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            step += 1
-        epoch, offset = plan.position(step).epoch, plan.position(step).begin
-    return snapshot(module)
-
-
-def pids(trainer: DistributedSGD) -> list[int]:
-    return trainer.foreach_worker(lambda view: view.pid)
 
 
 @pytest.mark.also_real

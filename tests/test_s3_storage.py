@@ -32,10 +32,10 @@ from steepest.storage import object_storage
 from steepest.storage.files import storage_of
 from steepest.storage.object_storage import ObjectStorage, Patience
 from steepest.storage.places import ObjectUrl, Place, place_of
+from tests.checkpoint_contents import content
 from tests.conftest import ROOT
+from tests.kept_checkpoints import undisturbed
 from tests.storage_contract import StorageContract, holds, kept, names, whole
-from tests.test_checkpoint import content
-from tests.test_checkpoint_manager import undisturbed
 
 s3fs = pytest.importorskip("s3fs", reason="make test-storage installs it")
 moto = pytest.importorskip("moto.server", reason="make test-storage installs it")
@@ -258,7 +258,7 @@ PROGRAM = """
     import contextlib, json, sys
     from steepest import Callback, Checkpoints, DistributedSGD
     from tests.simulation.run import Simulation, run_config
-    from tests.test_checkpoint_manager import TASK
+    from tests.kept_checkpoints import TASK
 
     simulated = sys.argv[3] == "simulated"
     where = Simulation(1).running() if simulated else contextlib.nullcontext()

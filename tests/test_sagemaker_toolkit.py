@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from steepest.places.sagemaker_job import read_job
-from tests.test_ray_places import ROOT
-from tests.test_sagemaker_on_ray import DIRECT, Host, ended, job_of
+from tests.ray_hosts import ROOT
+from tests.sagemaker_hosts import DIRECT, Host, ended, job_of
 
 pytest.importorskip("sagemaker_training", reason="needs SageMaker's toolkit: make test-sagemaker")
 

@@ -12,7 +12,14 @@ from steepest.transport.channel import Channel
 from steepest.transport.router import Router
 from tests.modes import make, trained
 from tests.reference import Task, same_bits, sgd
-from tests.test_sockets import Node, family, node, server, together, until  # noqa: F401
+from tests.socket_ends import (
+    Node,
+    family,  # noqa: F401 - a fixture
+    node,  # noqa: F401 - a fixture
+    server,  # noqa: F401 - a fixture
+    together,
+    until,
+)
 
 STEPS = 3
 

@@ -33,7 +33,14 @@ from steepest.tensors.shared_memory import (
 from steepest.transport.frames import FrameReader, encode
 from tests.processes import Child
 from tests.random_examples import seeds
-from tests.test_sockets import Node, client, ends, node, server, until  # noqa: F401 - fixtures
+from tests.socket_ends import (
+    Node,
+    client,  # noqa: F401 - a fixture
+    ends,  # noqa: F401 - a fixture
+    node,  # noqa: F401 - a fixture
+    server,  # noqa: F401 - a fixture
+    until,
+)
 
 pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 WORKER = worker_peer(0)

@@ -12,16 +12,15 @@ import pytest
 
 from steepest import (
     AllreduceStrategy,
-    Callback,
     Checkpoints,
     DistributedSGD,
     FailureConfig,
     ParameterServerStrategy,
-    StepResult,
 )
 from tests.reference import same_bits
 from tests.simulated_programs import TASK, quiet
 from tests.simulation.run import Simulation, run_config
+from tests.step_callbacks import After
 
 STRATEGIES: list[Any] = [
     ParameterServerStrategy(num_servers=2, chunk_bytes=32),
@@ -33,16 +32,6 @@ STRATEGIES: list[Any] = [
 def _quiet() -> Iterator[None]:
     with quiet():
         yield
-
-
-class After(Callback):
-    """Does things after some steps, each once."""
-
-    def __init__(self, then: dict[int, Callable[[], object]]) -> None:
-        self.then = dict(then)
-
-    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
-        self.then.pop(result.step, lambda: None)()
 
 
 def program(

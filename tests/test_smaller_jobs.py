@@ -20,37 +20,19 @@ from steepest import (
     LocalStrategy,
     ParameterServerStrategy,
     RunConfig,
-    StepResult,
 )
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, replay
+from tests.living import pids
 from tests.pairs import diagonal
-from tests.reference import Task, difference, same_bits, samples, sgd
-from tests.test_resizing import pids, serially
+from tests.reference import Task, difference, same_bits, samples, serially, sgd
+from tests.step_callbacks import Watch
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 
 TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(20_000), batch_size=1)
 
 LOGGED = RunConfig(keep_log=True)
-
-
-class Watch(Callback):
-    """Keeps all results; calls functions after some of the steps."""
-
-    def __init__(self, *functions: tuple[int, Any]) -> None:
-        self.functions = dict(functions)
-        self.results: list[StepResult] = []
-
-    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
-        self.results.append(result)
-        for step in [step for step in self.functions if step <= result.step]:
-            self.functions.pop(step)()
-
-    def sizes(self) -> list[tuple[int, int]]:
-        """How many workers took how many steps, one after the other."""
-        found = itertools.groupby(result.samples for result in self.results)
-        return [(workers, len(list(steps))) for workers, steps in found]
 
 
 class Seen(Callback):

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from steepest.messages.message import Kind, Message, Peer
 from steepest.testing.inspection import puts_of
-from tests.group_in_one_thread import FIRST, GroupInOneThread, like, values, zeros
+from tests.group_in_one_thread import FIRST, OPTIMIZERS, GroupInOneThread, like, values, zeros
 from tests.random_examples import SEEDS, runs
-from tests.test_pushes import OPTIMIZERS
 
 some = runs(20)
 

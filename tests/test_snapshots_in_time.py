@@ -24,7 +24,7 @@ from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.tensors.dtypes import Tensors
 from steepest.testing import InProcessCluster
 from tests.reference import Task
-from tests.test_snapshots_of_jobs import BUFFERS
+from tests.snapshot_kinds import BUFFERS
 
 
 def own_state(seconds: float) -> WorkerState:

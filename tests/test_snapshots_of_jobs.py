@@ -12,9 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from steepest.config.compression import Int8, PowerSGD, TopK
 from steepest.engine.replicas import Replicas
 from steepest.engine.worker_state import WorkerState, worker_state
 from steepest.errors import PeerLostError
@@ -29,33 +27,11 @@ from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster
 from tests.modes import trained
 from tests.random_examples import SEEDS, runs
-from tests.reference import Task, Weights, same_bits, samples, sgd
+from tests.reference import Task, Weights, same_bits
+from tests.snapshot_kinds import BUFFERS, KINDS, WIDE
 
 WORKERS, STEPS = 3, 12
 LONG = 10_000
-
-
-def normalised() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)).double()
-
-
-def wide() -> nn.Module:
-    """In float32, and large enough for compression to make it smaller."""
-    return nn.Sequential(
-        nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 20), nn.Tanh(), nn.Linear(20, 2)
-    )
-
-
-BUFFERS = Task(normalised, sgd(momentum=0.9), samples(48))
-WIDE = Task(wide, sgd(momentum=0.9), samples(40, dtype=torch.float32))
-KINDS: dict[str, tuple[Task, Strategy]] = {
-    "buffers": (BUFFERS, ParameterServerStrategy(num_servers=2, chunk_bytes=64)),
-    "buffers, no servers": (BUFFERS, AllreduceStrategy(chunk_bytes=64)),
-    "topk": (WIDE, AllreduceStrategy(compression=TopK(0.1))),
-    "int8": (WIDE, ParameterServerStrategy(num_servers=2, compression=Int8(16), transport="tcp")),
-    "powersgd": (WIDE, AllreduceStrategy(compression=PowerSGD(2))),
-    "local": (BUFFERS, LocalStrategy(sync_every=2, outer_lr=0.7, outer_momentum=0.9)),
-}
 
 
 def make(kind: str, shuffle: int | None = None, devices: int = 1) -> InProcessCluster:

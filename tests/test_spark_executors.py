@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.test_spark import (
+from tests.spark_runs import (
     PROGRAM,
     SECONDS,
     TOKEN,

@@ -13,9 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_nodes import until
-from tests.test_spark import PROGRAM as COMMAND
-from tests.test_spark import ROOT, SECONDS, directory, environment, found, left, needs_spark
+from tests.network_namespaces import until
+from tests.spark_runs import PROGRAM as COMMAND
+from tests.spark_runs import (
+    ROOT,
+    SECONDS,
+    directory,
+    environment,
+    found,
+    left,
+    needs_spark,
+)
 
 __all__ = ["directory"]
 pytestmark = needs_spark

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_models import Bound
 from torch import Tensor, nn
 
 from steepest import TorchModel
 from steepest.errors import ModelError
+from tests.model_contract import Bound
 from tests.reference import sgd
 
 WORDS, SIZE = 1000, 8

@@ -20,8 +20,7 @@ from steepest.testing import Fault, InProcessCluster, Moment, replay
 from tests.modes import make, trained
 from tests.pairs import long_grid
 from tests.reference import Task, sgd
-from tests.table_tasks import OPTIMIZERS, mostly_long, rows_of, table_task
-from tests.test_table_replays import explained
+from tests.table_tasks import OPTIMIZERS, explained, mostly_long, rows_of, table_task
 
 TASK = table_task(row_optimizer=OPTIMIZERS["Adam"].ours)
 STEPS = 6

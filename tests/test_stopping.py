@@ -16,10 +16,10 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
+from tests.logged_runs import Memory
 from tests.reference import same_bits
 from tests.simulated_programs import TASK, quiet
 from tests.simulation.run import Simulation, pause, run_config
-from tests.test_loggers import Memory
 
 SYNCHRONOUS: list[Any] = [
     ParameterServerStrategy(num_servers=2, chunk_bytes=32),

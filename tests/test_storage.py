@@ -24,11 +24,12 @@ from steepest.storage import object_storage
 from steepest.storage.files import storage_of
 from steepest.storage.object_storage import ObjectStorage, Patience
 from steepest.storage.places import ObjectUrl, Place, StorageError, place_of
+from tests.checkpoint_contents import content
+from tests.kept_checkpoints import TASK
 from tests.reference import same_bits
 from tests.simulation.run import Simulation, run_config
+from tests.step_callbacks import Stop
 from tests.storage_contract import StorageContract, blocks, holds, kept, names
-from tests.test_checkpoint import content
-from tests.test_checkpoint_manager import TASK, Stop
 
 
 class TestDirectories(StorageContract):

@@ -11,9 +11,9 @@ from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, samples, sgd
+from tests.rows_ahead import Net as Noisy
+from tests.rows_ahead import creator, falling, row_of, shards
 from tests.table_jobs import FIRST, IDS, Words
-from tests.test_look_ahead import Net as Noisy
-from tests.test_look_ahead import creator, falling, row_of, shards
 
 
 def quiet() -> Noisy:

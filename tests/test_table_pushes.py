@@ -11,6 +11,7 @@ import torch
 from steepest.messages.driver import Result
 from steepest.messages.message import Kind, Message
 from steepest.testing import Fault, InProcessCluster
+from tests.deaths import doomed
 from tests.modes import EACH, check_counts, make, settle, trained
 from tests.random_examples import seeds
 from tests.table_tasks import (
@@ -22,7 +23,6 @@ from tests.table_tasks import (
     rows_of,
     table_values,
 )
-from tests.test_worker_replacement import doomed
 
 STEPS = 6
 TASK = counting(23)

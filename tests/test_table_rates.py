@@ -27,13 +27,13 @@ from tests.table_jobs import trainer
 from tests.table_tasks import (
     OPTIMIZERS,
     all_weights,
+    explained,
     first_rows,
     mostly_long,
     rows_of,
     table_task,
     torchs,
 )
-from tests.test_table_replays import explained
 
 STEPS = 7
 

@@ -14,35 +14,26 @@ from steepest.engine.topology import HostMap
 from steepest.messages.driver import Failure, Result
 from steepest.messages.message import Kind, Message, worker_peer
 from steepest.models.embedding import Embedding, EmbeddingBag
-from steepest.testing import Fault, InProcessCluster, replay
-from steepest.testing.replay import replay_state
+from steepest.testing import Fault, InProcessCluster
+from tests.deaths import doomed
 from tests.modes import TOGETHER, make, trained
-from tests.reference import Task, difference, same_bits, sgd
+from tests.reference import difference, same_bits, sgd
 from tests.table_tasks import (
     OPTIMIZERS,
+    TASK,
     Clicks,
     all_weights,
     described,
+    explained,
     in_one_process,
     mostly_long,
     rows_of,
     same_rows,
     table_task,
 )
-from tests.test_worker_replacement import doomed
 
 STEPS = 6
 DEATHS = [(kind, n) for kind in (Kind.PULL_ROWS, Kind.PUSH, Kind.REPORT) for n in (1, 4)]
-TASK = table_task(row_optimizer=OPTIMIZERS["Adam"].ours)
-
-
-def explained(cluster: InProcessCluster, task: Task = TASK) -> None:
-    """The log makes the weights and all that is known of rows."""
-    log = cluster.log()
-    state = replay_state(log, task.creator())
-    rows = {name: value for name, value in state.items() if name.startswith("tables/")}
-    assert same_rows(rows_of(cluster), rows)
-    assert same_bits(cluster.weights(), replay(log, task.creator()))
 
 
 def undisturbed(name: str = "sync", **options: Any) -> InProcessCluster:

@@ -37,7 +37,7 @@ from steepest.transport.certificates import JobCertificate, make_certificate
 from steepest.transport.channel import Address
 from steepest.transport.tls import RECORD, Tls, TlsSocket, identity_of
 from tests.simulation.run import Simulation, run_config
-from tests.test_sockets import (
+from tests.socket_ends import (
     GREETING,
     LIMIT,
     Node,

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_models import Bound, X, Y, network, same, sgd, torch_model
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 from steepest.errors import ConfigurationError, ModelError
 from steepest.models.torch import TorchModel, accuracy
+from tests.model_contract import Bound, X, Y, network, same, sgd, torch_model
 
 # -- torch: parameters ----------------------------------------------------------------------------
 

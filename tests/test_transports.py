@@ -21,9 +21,18 @@ from steepest.tensors import shared_memory
 from steepest.tensors.shared_memory import SHARED_FROM, allocate
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.transport import sockets
+from tests.ray_hosts import (
+    Place,
+    place,  # noqa: F401 - a fixture
+)
 from tests.reference import same_bits
-from tests.test_ray_places import Place, place  # noqa: F401 - a fixture
-from tests.test_sockets import FAMILIES, Node, node, together, until  # noqa: F401 - a fixture
+from tests.socket_ends import (
+    FAMILIES,
+    Node,
+    node,  # noqa: F401 - a fixture
+    together,
+    until,
+)
 
 pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 WORKER = worker_peer(0)

@@ -31,7 +31,7 @@ from steepest.transport.sockets import WireTransport
 from tests.limits import limited
 from tests.members import together as members_together
 from tests.members import wire_group
-from tests.test_sockets import (
+from tests.socket_ends import (
     GREETING,
     LIMIT,
     TOKEN,

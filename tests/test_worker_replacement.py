@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,22 +19,12 @@ from steepest.messages.message import Kind, Message, worker_peer
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
-from tests.deaths import kill_senders
+from tests.deaths import TASK, doomed
 from tests.modes import EACH, MODES, check, counters, make, settle, shares, trained, worker_weights
 from tests.random_examples import seeds
-from tests.reference import Task, same_bits, samples, sgd
+from tests.reference import same_bits, samples
 
 WAYS = ["sync", "backup", *EACH]  # whose servers are processes of their own
-TASK = Task(optimizer=sgd(momentum=0.9), data=samples(23))
-
-
-def doomed(name: str, deaths: list[tuple[int, Kind, int]], **options: Any) -> InProcessCluster:
-    """A job in which workers die as they send their n-th message of a kind: (worker, kind, n), one after the other."""
-    creator = options.pop("creator", None)
-    task = TASK if creator is None else SimpleNamespace(creator=lambda: creator)
-    cluster = make(name, task, replaces=True, **options)
-    kill_senders(cluster, deaths)
-    return cluster
 
 
 @pytest.mark.few(2)

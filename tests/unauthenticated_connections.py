@@ -8,7 +8,7 @@ import itertools
 import socket
 
 from steepest.transport.channel import Address
-from tests.test_sockets import GREETING, RUDE, client_hello
+from tests.socket_ends import GREETING, RUDE, client_hello
 
 SAID = [said for said in RUDE.values() if b"M" * 32 not in said]
 

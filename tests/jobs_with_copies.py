@@ -1,0 +1,42 @@
+"""A job whose servers keep copies of each other's state, and processes of it that are killed after steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from steepest import (
+    DistributedSGD,
+    ParameterServerStrategy,
+    RunConfig,
+)
+from steepest.messages.message import Peer
+from steepest.testing import replay
+from tests.living import places_of
+from tests.reference import Task, same_bits, samples, sgd
+from tests.step_callbacks import Watch
+
+TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(20_000), batch_size=1)
+LOGGED = RunConfig(keep_log=True)
+COPIES = ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=64)
+
+
+def kill(trainer: DistributedSGD, *peers: Peer) -> None:
+    places = places_of(trainer)
+    for pid in [places[peer].pid for peer in peers]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def train(trainer: DistributedSGD, steps: int, *moments: tuple[int, Callable[[], Any]]) -> Watch:
+    watch = Watch(*moments)
+    trainer.fit(steps=steps, callbacks=[watch], progress=False)
+    return watch
+
+
+def check(trainer: DistributedSGD, watch: Watch, steps: int) -> None:
+    """Each step has come once, and the log gives the weights bit for bit."""
+    assert [result.step for result in watch.results] == list(range(1, steps + 1))
+    assert same_bits(replay(trainer.log(), TASK.creator()), trainer.weights())
+    assert not watch.functions, "nobody was killed: this tests nothing"
