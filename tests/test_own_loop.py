@@ -329,6 +329,10 @@ def writing(parts: Parts, epochs: int) -> None:
             parts.optimizer.step()
 
 
+def nested() -> None:
+    steepest.run(unprepared)
+
+
 def foreign_optimizer() -> None:
     loader = DataLoader(TensorDataset(*samples(4)), batch_size=2)
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
@@ -343,6 +347,7 @@ def own_sampler() -> None:
 
 WRONG = {
     "returned without calling steepest.prepare": unprepared,
+    "was called in a worker of a run": nested,
     r"step\(\) was called twice for one batch": Script(twice),
     "no parameter has a gradient: call loss.backward": Script(without_backward),
     r"outside of steepest.epochs\(\)": Script(without_epochs),

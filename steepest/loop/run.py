@@ -15,7 +15,7 @@ from steepest.driver.trainer import DistributedSGD
 from steepest.errors import ConfigurationError
 from steepest.loop.model import LoopCreator, LoopModel
 from steepest.loop.reports import Reports
-from steepest.loop.session import Progress
+from steepest.loop.session import Progress, current
 from steepest.observe.history import History
 from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
@@ -89,6 +89,11 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         >>> result.metrics["loss"]                                           # doctest: +SKIP
         0.031
     """
+    if current() is not None:
+        raise ConfigurationError(
+            "steepest.run() was called in a worker of a run: a script that `steepest run` has started calls its "
+            "function itself"
+        )
     if not callable(function):
         raise ConfigurationError(
             f"steepest.run() was given {function!r:.200}: give a function without arguments that trains"

@@ -66,9 +66,11 @@ class Turns:
             self._thread.start()
         me = _thread.get_ident()
         runs_in_turn[me] = lambda: self._ident
-        self._given.put(given)
-        asked = self._asked.get()
-        del runs_in_turn[me]
+        try:
+            self._given.put(given)
+            asked = self._asked.get()
+        finally:
+            del runs_in_turn[me]
         if isinstance(asked, Ended):
             self.ended = asked
         return asked
