@@ -43,8 +43,15 @@ def model(**changes: Any) -> TorchModel:
 
 
 def frames(error: BaseException | str) -> list[str]:
-    """The files and functions of the frames in a printed traceback."""
+    """The files and functions of the frames in a printed traceback, without those of the simulation."""
     found = re.findall(r'File "(.*?)", line \d+, in (\S+)', str(error))
+    stand_in = Path(__file__).with_name("simulation")
+    if (
+        found and Path(found[0][0]).parent == stand_in
+    ):  # a future of the simulation, which has a real one
+        standard = ("_base.py", "threading.py")
+        found = [each for each in found if Path(each[0]).name not in standard]
+    found = [each for each in found if Path(each[0]).parent != stand_in]
     return [f"{Path(file).stem}.{function}" for file, function in found]
 
 
