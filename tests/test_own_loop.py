@@ -396,3 +396,8 @@ def test_alone_nothing_happens() -> None:
     steepest.weight(2.0)
     assert (steepest.rank(), steepest.size()) == (0, 1)
     assert current() is None
+
+
+def test_torch_is_as_it_was_when_no_loop_runs() -> None:
+    assert torch.Tensor.backward.__module__ == "torch._tensor"
+    assert not hasattr(torch.Tensor.backward, "__wrapped__")

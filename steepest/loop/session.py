@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import threading
@@ -22,6 +23,8 @@ from steepest.optim.several import WHICH
 from steepest.validation import require_positive
 
 _local = threading.local()
+_watching: list[None] = []  # an element for each user's function that runs in this process
+_torchs_backward: Any = torch.Tensor.backward
 
 
 class Ask(enum.Enum):
@@ -354,9 +357,9 @@ class Session:
 
     def _run(self) -> Any:
         _local.session = self
-        _watch_losses()
         try:
-            return self._function()
+            with _watched_losses():
+                return self._function()
         finally:
             _local.session = None
 
@@ -656,21 +659,26 @@ def current() -> Session | None:
     return session
 
 
-def _watch_losses() -> None:
-    """Have sessions see the losses whose backward pass runs, for the job's history."""
-    original: Any = torch.Tensor.backward
-    if hasattr(original, "_steepest"):
-        return
+@contextlib.contextmanager
+def _watched_losses() -> Iterator[None]:
+    """Have sessions see the losses whose backward pass runs, for the job's history, while any function runs."""
+    _watching.append(None)
+    if len(_watching) == 1:
+        setattr(torch.Tensor, "backward", _backward)  # noqa: B010 - a type checker would refuse it
+    try:
+        yield
+    finally:
+        _watching.pop()
+        if not _watching:
+            setattr(torch.Tensor, "backward", _torchs_backward)  # noqa: B010
 
-    @functools.wraps(original)
-    def backward(loss: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        session = current()
-        if session is not None and loss.dim() == 0:
-            session.losses.append(loss.detach())
-        return original(loss, *arguments, **named)
 
-    backward.__dict__["_steepest"] = True
-    setattr(torch.Tensor, "backward", backward)  # noqa: B010 - a type checker would refuse it
+@functools.wraps(_torchs_backward)
+def _backward(loss: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+    session = current()
+    if session is not None and loss.dim() == 0:
+        session.losses.append(loss.detach())
+    return _torchs_backward(loss, *arguments, **named)
 
 
 def _number(value: Any) -> Any:
