@@ -182,7 +182,8 @@ def anywhere(request: pytest.FixtureRequest) -> Iterator[None]:
         pause(BATCH_SECONDS)
         return compute(model, *arguments, **named)
 
-    names = {request.module.__name__} | {name for name in sys.modules if name.startswith("tests.")}
+    helpers = (n for n in sys.modules if n.startswith("tests.") and n.split(".")[1] != "simulation")
+    names = {request.module.__name__, *helpers}
     programs = (sys.modules[name] for name in sorted(names))
     simulation = Simulation(1, cpus=(8,), switches=1_000_000)
     with pytest.MonkeyPatch.context() as patch, simulation.running(*programs):
