@@ -73,7 +73,9 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def train_with(strategy: str | Strategy, lr: float, workers: int, epochs: int) -> float:
+def train_with(
+    strategy: str | Strategy, workers: int, epochs: int, lr: float, momentum: float = 0.0
+) -> float:
     """Return the accuracy on the test digits after some epochs."""
 
     def model_creator(worker_index: int, device_index: int) -> TorchModel:
@@ -82,7 +84,7 @@ def train_with(strategy: str | Strategy, lr: float, workers: int, epochs: int) -
             loss=F.cross_entropy,
             data=train,
             batch_size=32,
-            optimizer=lambda net: torch.optim.SGD(net.parameters(), lr),
+            optimizer=lambda net: torch.optim.SGD(net.parameters(), lr, momentum),
             metrics={"accuracy": accuracy},
         )
 
@@ -96,14 +98,14 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", type=int, default=3, help="an odd number knows no ties")
+    parser.add_argument("--workers", type=int, default=2, help="an odd number knows no ties")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--lr", type=float, default=0.002, help="how far a vote moves a weight")
     options = parser.parse_args(argv)
 
-    own = train_with(MajorityVote(), options.lr, options.workers, options.epochs)
+    own = train_with(MajorityVote(), options.workers, options.epochs, options.lr)
     print(f"majority vote, 1 bit for a number: test accuracy {own:.1%}")
-    known = train_with("allreduce", 0.3, options.workers, options.epochs)
+    known = train_with("allreduce", options.workers, options.epochs, 0.1, momentum=0.9)
     print(f"allreduce, 32 bits for a number: test accuracy {known:.1%}")
     return own, known
 
