@@ -18,7 +18,7 @@ from torch import nn
 from examples.own_strategy import MajorityVote, Votes
 from steepest import AllreduceStrategy, Codec, DistributedSGD, ParameterServerStrategy, Strategy
 from steepest.data.sampler import SamplePlan
-from steepest.errors import ConfigurationError
+from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.protocol.commit_rules import CommitRule, Decision, Staged
 from steepest.strategies.named import STRATEGY_NAMES, as_strategy
 from steepest.testing import InProcessCluster, replay
@@ -264,3 +264,21 @@ def test_changing_to_it_and_back() -> None:
         trainer.set_strategy(AllreduceStrategy())
         trainer.fit(steps=6, progress=False)
         assert trainer.stats().step == 12
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_codec_that_raises_at_a_server_is_told_as_a_mistake(mode: str) -> None:
+    class Wrong(Median):
+        def add(self, layout: Any, chunk: Any, packed: Any, out: torch.Tensor) -> None:
+            raise ValueError("a mistake")
+
+    class WrongStrategy(MedianStrategy):
+        @property
+        def codec(self) -> Codec:
+            return Wrong()
+
+    with (
+        simulated(2, WrongStrategy(num_servers=2, mode=mode)) as trainer,
+        pytest.raises(ModelRaisedError, match="ValueError: a mistake"),
+    ):
+        trainer.fit(steps=3, progress=False)

@@ -55,6 +55,7 @@ class ServerChunk(StagedChunk):
         self._spec = spec
         self._checked = checked and chunk.dtype.is_floating_point
         self._sum: torch.Tensor | None = None  # memory for a mean of several
+        self._codec_raised: Exception | None = None  # of the mean, told when its update is applied
         self._sum_views: list[torch.Tensor] = []  # the slices in it
         self._names = [layout.entries[piece.entry].name for piece in chunk.slices]
         self._parameters = [
@@ -119,8 +120,12 @@ class ServerChunk(StagedChunk):
         staged = self.staged[push]
         if staged.payload is None or not self._checked:
             return 0.0
+        try:
+            values = self._values(staged)
+        except Exception:  # noqa: BLE001 - a user's codec, which raises again in `reduce`
+            return 0.0
         factor = staged.unit / staged.total if staged.total else 1.0
-        return sum_of_squares(self._values(staged)) * (factor * factor)  # `**` raises on overflow
+        return sum_of_squares(values) * (factor * factor)  # `**` raises on overflow
 
     def _values(self, push: StagedPush) -> torch.Tensor:
         """Return a payload's elements: half precision as it is, other formats unpacked."""
@@ -163,13 +168,16 @@ class ServerChunk(StagedChunk):
         self.absent = frozenset.intersection(*[push.absent for push in pushes])
         coded = [push for push in pushes if push.codec is not None]
         if packed := [push for push in coded if not isinstance(push.codec, Half)]:
-            self.mean = self._unpacked(packed, total, self._accumulator)
-            for push in pushes:
-                if push not in packed:
-                    _add(self.mean, self._values(push), push.unit / total)
-            for codec in dict.fromkeys(push.codec for push in packed):
-                assert codec is not None
-                codec.finish(self._layout, self.chunk, self.mean)
+            try:
+                self.mean = self._unpacked(packed, total, self._accumulator)
+                for push in pushes:
+                    if push not in packed:
+                        _add(self.mean, self._values(push), push.unit / total)
+                for codec in dict.fromkeys(push.codec for push in packed):
+                    assert codec is not None
+                    codec.finish(self._layout, self.chunk, self.mean)
+            except Exception as error:  # noqa: BLE001 - a user's codec; raised where its update is applied
+                self._codec_raised, self.mean = error, self._accumulator.zero_()
             return
         wide = not coded
         (first, unit), *rest = [(self._values(push), push.unit) for push in pushes]
@@ -213,10 +221,17 @@ class ServerChunk(StagedChunk):
                         found.append((push.worker, name))
         return found or [(-1, self._names[0])]
 
+    def _raise_of_codec(self) -> None:
+        """Raise what a user's codec raised in `reduce`, as an optimizer's error."""
+        if (error := self._codec_raised) is not None:
+            self._codec_raised, self.raised = None, error
+            raise error
+
     def apply(
         self, hyper: Sequence[Hyperparameters], rate: float, buffer: torch.Tensor | None = None
     ) -> None:
         """Take one optimizer step with the mean, and drop it, see `StagedChunk.apply`."""
+        self._raise_of_codec()
         if self.mean is None and not self._counts:
             return
         if self._optimizer is None:

@@ -32,7 +32,7 @@ class Strategy:
     - `rule`: which of the staged gradients make the next update (`steepest.protocol.commit_rules`);
     - `codec`: what a worker pushes for its gradient, and how pushes are added up;
     - `server_optimizer`: the optimizer that servers apply to the sum;
-    - `name`, which messages and `stats()` show.
+    - `name`, which messages show.
 
     A strategy is a frozen dataclass, equal to another with the same settings, and travels to every
     process by pickle. See `docs/own_strategy.md`.
@@ -52,7 +52,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """What messages and `stats()` show: the name of the class, unless one says otherwise."""
+        """What messages show: the name of the class, unless one says otherwise."""
         return type(self).__name__
 
     # -- which pushes make an update -----------------------------------------------------------
