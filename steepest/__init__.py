@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.checkpoint.exported_table import ExportedTable as ExportedTable
     from steepest.checkpoint.files import Checkpoints as Checkpoints
     from steepest.collectives.ring import ring_allreduce as ring_allreduce
-    from steepest.compression.codecs import Codec as Codec
     from steepest.config.compression import Int8 as Int8
     from steepest.config.compression import PowerSGD as PowerSGD
     from steepest.config.compression import TopK as TopK
@@ -75,6 +74,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.strategies.simple import SimpleStrategy as SimpleStrategy
     from steepest.strategies.strategy import Strategy as Strategy
     from steepest.tables.table import Table as Table
+    from steepest.tensors.codec import Codec as Codec
     from steepest.tensors.layout import ParameterLayout as ParameterLayout
 
 __version__ = "0.1.0"
@@ -83,7 +83,7 @@ _MODULES = {
     "AllreduceStrategy": "strategies.allreduce",
     "Callback": "observe.progress",
     "Checkpoints": "checkpoint.files",
-    "Codec": "compression.codecs",
+    "Codec": "tensors.codec",
     "Commit": "engine.commit_log",
     "CommitLog": "engine.commit_log",
     "Computed": "models.protocol",

@@ -8,16 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.compression.codecs import (
-    BlockInt8,
-    Codec,
-    Half,
-    Largest,
-    LowRank,
-    largest,
-)
+from steepest.compression.codecs import BlockInt8, Half, Largest, LowRank, largest
 from steepest.compression.gradient_compressor import GradientCompressor, check_residuals
 from steepest.errors import CheckpointError, ProtocolError
+from steepest.tensors.codec import Codec
 from steepest.tensors.layout import ParameterLayout
 
 FORMATS = {

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from steepest.compression.codecs import sum_of_squares
 from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.engine.in_words import pushes_in_words
 from steepest.engine.incoming_weights import ArrivingWeights, Key, where_lent
@@ -17,6 +16,7 @@ from steepest.errors import ProtocolError
 from steepest.messages.gradients import HostPush, Push, Weights, WeightsShared
 from steepest.messages.message import Kind, Message, Peer, PushId, Send, server_peer, worker_peer
 from steepest.tensors.memory import Memory
+from steepest.tensors.squares import sum_of_squares
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from steepest.compression.codecs import Codec
 from steepest.data.fingerprint import Fingerprint, fingerprint
 from steepest.data.protocol import Blocks
 from steepest.data.sampler import Remaining, SamplePlan
@@ -23,6 +22,7 @@ from steepest.models.protocol import Model
 from steepest.models.step_size import StepSize, making_models
 from steepest.optim.spec import OptimizerSpec
 from steepest.strategies.strategy import Strategy
+from steepest.tensors.codec import Codec
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.transport.router import Role, Router
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from steepest.checkpoint.files import Record, assemble, disassemble
-from steepest.compression.codecs import sum_of_squares
 from steepest.engine.chunk_ready import ChunkReady
 from steepest.engine.replicas import (
     Batches,
@@ -24,6 +23,7 @@ from steepest.models.protocol import Arrive, Model, all_here
 from steepest.optim.spec import OptimizerSpec, Schedule, ScheduleState
 from steepest.protocol.push_tracking import clip_factor
 from steepest.protocol.rates import with_rates
+from steepest.tensors.squares import sum_of_squares
 
 #: State of a worker's own optimizer by "parameter/key", the keys of plain values, and the
 #: state of its schedule.

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from steepest.compression.codecs import sum_of_squares
 from steepest.engine.chunk_ready import ChunkReady
 from steepest.engine.row_memory import ROW_MEMORY
 from steepest.models.embedding import RowSource
@@ -19,6 +18,7 @@ from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.table import Table
 from steepest.tensors.dtypes import Tensors
+from steepest.tensors.squares import sum_of_squares
 
 #: By batch, its weight, and the gradients of each group of tables.
 _Batches = list[tuple[float, list[list[RowGradients]]]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from steepest.compression.codecs import Codec, Half, sum_of_squares
+from steepest.compression.codecs import Half
 from steepest.engine.generators import about_to_change
 from steepest.engine.staged_chunk import StagedChunk, StagedPush
 from steepest.engine.topology import Topology
@@ -18,7 +18,9 @@ from steepest.optim.own_values import OwnValues, is_own, may_be_own
 from steepest.optim.portable import Packed, check_packed, pack_all, unpack
 from steepest.optim.spec import Hyperparameters, OptimizerSpec
 from steepest.optim.torch_without_compiler import take_step
+from steepest.tensors.codec import Codec
 from steepest.tensors.layout import Chunk, ParameterLayout
+from steepest.tensors.squares import sum_of_squares
 
 #: State of torch's optimizers that has an element for each of the parameter's.
 _READ_BY_FUSED_KERNELS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum")

@@ -10,9 +10,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from steepest.compression.codecs import Codec
 from steepest.messages.message import PushId
 from steepest.optim.spec import Hyperparameters
+from steepest.tensors.codec import Codec
 from steepest.tensors.layout import Chunk
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steepest.compression.codecs import Codec, sum_of_squares
 from steepest.engine.staged_chunk import StagedChunk, StagedPush
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.messages.message import PushId
@@ -22,7 +21,9 @@ from steepest.tables.gradients import RowGradients, added, require_rows
 from steepest.tables.shard import UPDATES_BETWEEN_EVICTIONS, TableShard
 from steepest.tables.state import TableState
 from steepest.tables.state_checks import require_number_in, require_sound
+from steepest.tensors.codec import Codec
 from steepest.tensors.layout import Chunk
+from steepest.tensors.squares import sum_of_squares
 from steepest.validation import require_number
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from steepest.compression.codecs import Codec
 from steepest.messages.message import Peer, aggregator_peer, worker_peer
+from steepest.tensors.codec import Codec
 from steepest.tensors.layout import ParameterLayout
 
 if TYPE_CHECKING:

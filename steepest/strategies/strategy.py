@@ -7,11 +7,12 @@ from functools import cached_property
 
 import torch
 
-from steepest.compression.codecs import Codec, make_codec
+from steepest.compression.codecs import make_codec
 from steepest.config.compression import COMPRESSION_BY_NAME, Compression, PowerSGD
 from steepest.errors import ConfigurationError
 from steepest.optim.spec import OptimizerSpec
 from steepest.protocol.commit_rules import CommitAll, CommitRule
+from steepest.tensors.codec import Codec
 from steepest.tensors.half_precision import WIRE_DTYPES
 from steepest.tensors.layout import ChunkSpec
 from steepest.transport.channel import TRANSPORTS
