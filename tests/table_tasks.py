@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steepest.checkpoint.files import Checkpoint, assemble
+from steepest.checkpoint.files import Checkpoint
 from steepest.data.sampler import SamplePlan
 from steepest.engine.commit_log import CommitLog
+from steepest.engine.optimizer_slices import assemble
 from steepest.models.embedding import Embedding, EmbeddingBag, tables_of
 from steepest.tables.initial import Zeros
 from steepest.tables.local import LocalRows

@@ -18,11 +18,10 @@ from steepest import DistributedSGD, ParameterServerStrategy, SimpleStrategy
 from steepest.checkpoint.files import (
     MANIFEST,
     JobSignature,
-    assemble,
-    disassemble,
     read,
     write,
 )
+from steepest.engine.optimizer_slices import assemble, disassemble
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
 from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster

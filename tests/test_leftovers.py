@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from steepest.checkpoint.files import assemble, disassemble
 from steepest.data.sampler import Remaining, SamplePlan
+from steepest.engine.optimizer_slices import assemble, disassemble
 from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster
 from tests.modes import MODES, counters, hand_over, make, trained

@@ -27,6 +27,7 @@ from steepest import (
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.engine import table_chunk
+from steepest.engine.optimizer_slices import assemble
 from steepest.engine.row_snapshots import RowSnapshots
 from steepest.errors import CheckpointError
 from steepest.state import row_read
@@ -318,7 +319,7 @@ def test_changes_of_a_row_in_a_hundred_take_a_hundredth_of_the_bytes(tmp_path: P
     sizes = []
     for base in (None, (held.rows.life, 1)):
         records = [(0, about, value) for part in held.pieces(None, base) for about, value in part]
-        state, _ = files.assemble(ParameterLayout((), ()), records)
+        state, _ = assemble(ParameterLayout((), ()), records)
         write_tensors(tmp_path / "rows", state)
         sizes.append((tmp_path / "rows").stat().st_size)
     assert sizes[1] < 0.02 * sizes[0]

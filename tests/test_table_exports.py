@@ -19,9 +19,10 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
-from steepest.checkpoint import files
 from steepest.engine import table_chunk
+from steepest.engine.optimizer_slices import assemble
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.optim.portable import Record
 from steepest.state.table_export import joined_rows
 from steepest.storage.files import storage_of
 from steepest.storage.places import place_of
@@ -88,7 +89,7 @@ def test_what_is_read_amid_asynchronous_training_is_of_one_instant() -> None:
         table = sgd.export_table("words")
         found.append((table.version, float((FIRST - table.values[:, 0]).sum())))
         snapshot = sgd._state.snapshot("state")
-        optimizer, _ = files.assemble(sgd._job.description.layout, snapshot.records)
+        optimizer, _ = assemble(sgd._job.description.layout, snapshot.records)
         values = [value[:, 0] for key, value in optimizer.items() if key.endswith("values")]
         found.append((2 * snapshot.version, float((FIRST - torch.cat(values)).sum())))
 
@@ -219,7 +220,7 @@ def test_ids_of_any_integers_have_numbers() -> None:
 
 
 def test_parts_of_two_servers_may_come_in_any_order() -> None:
-    def record(chunk: int, key: str, start: int, *values: float) -> files.Record:
+    def record(chunk: int, key: str, start: int, *values: float) -> Record:
         dtype = torch.float32 if key == "values" else torch.int64
         value = torch.tensor(values, dtype=dtype)
         return chunk, {"key": key, "start": start}, value[:, None] if key == "values" else value

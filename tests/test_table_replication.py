@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from steepest.checkpoint.files import assemble as joined
 from steepest.engine.commit_log import CommitLog
+from steepest.engine.optimizer_slices import assemble as joined
 from steepest.engine.survivors import RecoveredState, assemble, catch_up, state_of
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import log_of

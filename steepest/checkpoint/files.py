@@ -18,7 +18,7 @@ import hashlib
 import logging
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,6 @@ from steepest.checkpoint import rows
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
 from steepest.data.fingerprint import Fingerprint, differences
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
-from steepest.optim.portable import unpack
 from steepest.storage.blocks import Progress, no_progress
 from steepest.storage.files import storage_of
 from steepest.storage.places import Place, StorageError, place_of
@@ -50,10 +49,6 @@ _COMMIT = re.compile(rf"\.{re.escape(MANIFEST)}-(\d+-[0-9a-f]{{8}})", re.ASCII)
 
 class UnreachableError(CheckpointError):
     """A checkpoint may be whole, but its object store has not answered."""
-
-
-#: One tensor of optimizer state of one slice: the chunk's index, its description, its values.
-Record = tuple[int, dict[str, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -270,115 +265,6 @@ def gather(
     buffers = {name: value for name, value in owner.buffers.items() if name != LOOP_STATE}
     named = owner.layout.named(weights) | buffers
     return Checkpoint(named, state, {**replicas, **apart}, about)
-
-
-def assemble(
-    layout: ParameterLayout, records: Iterable[Record]
-) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Join optimizer state to whole tensors, from the slices that servers hold.
-
-    Args:
-        layout: of the parameters.
-        records: the slices, in any order; all of each tensor.
-
-    Returns:
-        State by "parameter/key", whose tensors have the shapes of the optimizer's, and the names of
-        entries that are plain values, sorted.
-    """
-    pieces: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
-    plain: set[str] = set()
-    for _, about, value in records:
-        name = f"{about['name']}/{about['key']}"
-        pieces.setdefault(name, []).append((about["start"], about["stop"], value))
-        if about["plain"]:
-            plain.add(name)
-    whole: dict[str, torch.Tensor] = {}
-    for name in list(pieces):
-        parts = pieces.pop(name)
-        parts.sort(key=lambda part: part[0])
-        if name.startswith(rows.TABLES):
-            whole[name] = parts[0][2] if len(parts) == 1 else torch.cat([v for _, _, v in parts])
-            continue
-        entry = layout.entries[layout.index[name.rpartition("/")[0]]]
-        if (
-            name not in plain
-            and len(parts) > 1
-            and all(_elementwise(v, start, stop, entry.shape) for start, stop, v in parts)
-        ):
-            whole[name] = torch.cat([value.reshape(-1) for _, _, value in parts]).reshape(
-                entry.shape
-            )
-        else:  # such as a step count, the same on every slice
-            whole[name] = parts[0][2].clone()
-    return whole, sorted(plain)
-
-
-def disassemble(
-    layout: ParameterLayout, state: Mapping[str, torch.Tensor], plain: Iterable[str]
-) -> list[Record]:
-    """Split whole tensors of optimizer state into slices of a layout, the reverse of `assemble`.
-
-    Args:
-        layout: of the parameters, whose chunks may be cut in another way than before.
-        state: whole tensors by "parameter/key".
-        plain: names of entries that are plain values.
-
-    Raises:
-        CheckpointError: state of an unknown or frozen parameter, or of an unknown shard of tables;
-            or state that makes no sense.
-    """
-    by_parameter: dict[str, list[tuple[str, torch.Tensor]]] = {}
-    records: list[Record] = []
-    for name, value in state.items():
-        parameter, _, key = name.rpartition("/")
-        if name.startswith(rows.TABLES):
-            records.append(_record_of_rows(layout, parameter, key, value))
-            continue
-        if parameter not in layout.index or not layout.entries[layout.index[parameter]].trainable:
-            raise CheckpointError(
-                f"the checkpoint has optimizer state for {parameter!r}, which is not trained here"
-            )
-        by_parameter.setdefault(parameter, []).append((key, value))
-    numbers = set(plain)
-    for parameter, values in by_parameter.items():
-        try:
-            unpack({key: (value, f"{parameter}/{key}" in numbers) for key, value in values})
-        except ValueError as error:
-            raise CheckpointError(
-                f"the checkpoint's optimizer state of {parameter!r} makes no sense: {error}"
-            ) from error
-    for chunk in layout.chunks:
-        for piece in chunk.slices:
-            entry = layout.entries[piece.entry]
-            for key, value in by_parameter.get(entry.name, ()):
-                is_plain = f"{entry.name}/{key}" in numbers
-                about = {
-                    "name": entry.name,
-                    "key": key,
-                    "start": piece.start,
-                    "stop": piece.stop,
-                    "plain": is_plain,
-                }
-                split = piece.stop - piece.start < entry.numel
-                if split and not is_plain and tuple(value.shape) == entry.shape:
-                    value = value.reshape(-1)[piece.start : piece.stop]
-                records.append((chunk.index, about, value.clone()))
-    return records
-
-
-def _record_of_rows(layout: ParameterLayout, shard: str, key: str, value: torch.Tensor) -> Record:
-    """Return a part of the state of a shard of tables; CheckpointError: there is no such shard."""
-    number = (
-        int(shard.removeprefix(rows.TABLES)) if shard.removeprefix(rows.TABLES).isdigit() else -1
-    )
-    if not 0 <= number < len(layout.table_shards):
-        raise CheckpointError(f"the checkpoint has rows of {shard!r}, which is not there")
-    about = {"name": shard, "key": key, "start": 0, "stop": len(value), "plain": False}
-    return layout.table_shards[number], about, value.clone()
-
-
-def _elementwise(value: torch.Tensor, start: int, stop: int, shape: tuple[int, ...]) -> bool:
-    return tuple(value.shape) in ((stop - start,), shape) and value.numel() == stop - start
 
 
 @dataclass(frozen=True)

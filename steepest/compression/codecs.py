@@ -28,7 +28,7 @@ class Half(Codec):
     """Half precision: float16 or bfloat16, rounded to the nearest."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.dtype = self.elements = dtype
 
     def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
         """Return half of the chunk's bytes."""

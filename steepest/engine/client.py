@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from steepest.checkpoint.files import Record
 from steepest.engine.commit_log import Commit
 from steepest.engine.optimizer_records import checked_state_size, state_fields, state_tensor
 from steepest.errors import (
@@ -58,6 +57,7 @@ from steepest.messages.snapshots import (
     SnapshotEnd,
     StateTensor,
 )
+from steepest.optim.portable import Record
 from steepest.tensors.layout import ParameterLayout
 
 T = TypeVar("T")

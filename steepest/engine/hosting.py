@@ -13,6 +13,7 @@ from steepest.engine.coordinator_role import CoordinatorRole
 from steepest.engine.host_aggregator import HostAggregator
 from steepest.engine.job import Job
 from steepest.engine.local_sgd import LocalReplicas
+from steepest.engine.optimizer_slices import disassemble
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Memory, Replicas, WorkShare
 from steepest.engine.server import Server, ServerMode
@@ -162,8 +163,9 @@ def host_server(
         ),
     )
     server.flush = router.pump
-    if not job.strategy.local:
-        server.begin_with(arriving)
+    if arriving is not None and not job.strategy.local:
+        layout = job.description.layout
+        server.begin_with(disassemble(layout, arriving.state, arriving.plain))
     _host(router, job, peer, server)
     return server
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from steepest.checkpoint.files import Record, assemble, disassemble
 from steepest.engine.chunk_ready import ChunkReady
+from steepest.engine.optimizer_slices import assemble, disassemble
 from steepest.engine.replicas import (
     Batches,
     Memory,
@@ -20,6 +20,7 @@ from steepest.engine.replicas import (
 )
 from steepest.engine.server_chunk import ServerChunk
 from steepest.models.protocol import Arrive, Model, all_here
+from steepest.optim.portable import Record
 from steepest.optim.spec import OptimizerSpec, Schedule, ScheduleState
 from steepest.protocol.push_tracking import clip_factor
 from steepest.protocol.rates import with_rates

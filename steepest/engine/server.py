@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from steepest.checkpoint.files import disassemble
 from steepest.engine.early_pushes import EarlyPushes
 from steepest.engine.in_words import pushes_in_words
 from steepest.engine.incoming_weights import Key, where_lent
@@ -40,7 +39,7 @@ from steepest.messages.message import COORDINATOR, Kind, Message, Peer, PushId, 
 from steepest.messages.rows import PullRows
 from steepest.messages.snapshots import InstallPut, ReadOn, Snapshot
 from steepest.messages.users import UserLeft
-from steepest.optim.arriving import ArrivingState
+from steepest.optim.portable import Record
 from steepest.optim.spec import OptimizerSpec
 from steepest.protocol.decision_log import DecisionLog
 from steepest.protocol.push_tracking import MOST_PUSHES, ClosedPushes
@@ -154,12 +153,10 @@ class Server:
         self._ended: dict[int, int] = {}  # by worker, the incarnation of its last life that is over
         self._pulls = RowPulls(index, topology.tables, self.chunks, send)
 
-    def begin_with(self, arriving: ArrivingState | None) -> None:
-        """Set the optimizer's state, before the first step, to that with which parameters and tables arrive."""
-        if arriving is None:
-            return
+    def begin_with(self, records: Iterable[Record]) -> None:
+        """Set the state of this server's chunks, before the first step; records of other chunks are left out."""
         begun = set()
-        for index, about, value in disassemble(self._layout, arriving.state, arriving.plain):
+        for index, about, value in records:
             if index in self.chunks:
                 self.chunks[index].load_state(about, value)
                 begun.add(index)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from steepest.compression.codecs import Half
 from steepest.engine.generators import about_to_change
 from steepest.engine.staged_chunk import StagedChunk, StagedPush
 from steepest.engine.topology import Topology
@@ -134,8 +133,8 @@ class ServerChunk(StagedChunk):
         assert push.payload is not None
         if push.codec is None:
             return push.payload.view(self.chunk.dtype)
-        if isinstance(push.codec, Half):
-            return push.payload.view(push.codec.dtype)
+        if push.codec.elements is not None:
+            return push.payload.view(push.codec.elements)
         return self._unpacked(
             [push], push.unit, torch.empty_like(self.weights).view(self.chunk.dtype)
         )
@@ -169,7 +168,7 @@ class ServerChunk(StagedChunk):
             return
         self.absent = frozenset.intersection(*[push.absent for push in pushes])
         coded = [push for push in pushes if push.codec is not None]
-        if packed := [push for push in coded if not isinstance(push.codec, Half)]:
+        if packed := [push for push in coded if not _lies_as_elements(push)]:
             try:
                 self.mean = self._unpacked(packed, total, self._accumulator)
                 for push in pushes:
@@ -458,6 +457,11 @@ def make_chunk(
     layout, copies = topology.layout, len(topology.holders[chunk.index]) > 1
     view = layout.chunk_view(weights, chunk.index)
     return ServerChunk(chunk, layout, spec, view, checked, keeps_mean=copies)
+
+
+def _lies_as_elements(push: StagedPush) -> bool:
+    """Return whether a payload is a chunk's elements, in its own dtype or a narrower one."""
+    return push.codec is None or push.codec.elements is not None
 
 
 def _add(total: torch.Tensor, gradient: torch.Tensor, factor: float = 1.0) -> None:

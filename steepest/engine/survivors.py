@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from steepest.checkpoint.files import Record
 from steepest.engine.commit_log import Commit
 from steepest.engine.server import Server
 from steepest.messages.gradients import Decision
+from steepest.optim.portable import Record
 from steepest.protocol.decision_log import missing
 
 T = TypeVar("T", bound=Hashable)

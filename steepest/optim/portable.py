@@ -10,6 +10,8 @@ import torch
 
 from steepest.optim.json_values import from_json, to_json
 
+#: One tensor of optimizer state of one slice: the index of its chunk, its description, its values.
+Record = tuple[int, dict[str, Any], torch.Tensor]
 #: A value as tensors: by key, a tensor, and whether it stands for a value that is none.
 Packed = dict[str, tuple[torch.Tensor, bool]]
 

@@ -44,8 +44,8 @@ from steepest.transport.tls import Identity, identity_of
 from steepest.validation import require_choice, require_count, require_seconds
 
 if TYPE_CHECKING:
-    from steepest.checkpoint.files import Record
     from steepest.engine.client import Snapshot
+    from steepest.optim.portable import Record
     from steepest.optim.spec import OptimizerSpec
     from steepest.parameter_server.hosting import OptimizerFactory
 

@@ -24,6 +24,7 @@ from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.driver import Counters
 from steepest.messages.snapshots import Bases
 from steepest.models.names import plainly
+from steepest.optim.portable import Record
 from steepest.optim.spec import ScheduleState
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
@@ -190,7 +191,7 @@ class JobState:
         version: int,
         # None to keep the weights that servers hold; the optimizer's state, and the order of samples
         weights: torch.Tensor | None,
-        records: list[files.Record] | None,
+        records: list[Record] | None,
         state: dict[str, Any] | None = None,  # None if the weights do not follow from the log
         schedule: ScheduleState | None = None,  # if `state` does not hold it
         unpushed: UnpushedRows = MappingProxyType({}),

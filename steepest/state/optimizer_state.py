@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from steepest.checkpoint import files
 from steepest.compression.gradient_compressor import check_residuals
+from steepest.embedding.shard_records import disassemble
 from steepest.engine.client import Snapshot
 from steepest.engine.job import Job
 from steepest.engine.local_sgd import InnerOptimizerState
+from steepest.engine.optimizer_slices import assemble
 from steepest.engine.replica_states import mean_states
 from steepest.engine.survivors import RecoveredState
 from steepest.engine.worker_state import WorkerState, worker_state
-from steepest.optim.portable import is_text
+from steepest.optim.portable import Record, is_text
 from steepest.optim.spec import ScheduleState
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
@@ -67,7 +68,7 @@ class OptimizerState:
         cls, job: Job, held: Snapshot | RecoveredState, workers: Mapping[int, WorkerState]
     ) -> OptimizerState:
         """Return the optimizer's state of a job of which all parts are known, those of workers by index."""
-        on_servers, plain = files.assemble(job.description.layout, held.records)
+        on_servers, plain = assemble(job.description.layout, held.records)
         rows = {worker: each.rows for worker, each in workers.items() if each.rows}
         if not job.config.local:
             left_out = {worker: each.left_out for worker, each in workers.items() if each.left_out}
@@ -126,7 +127,7 @@ class OptimizerState:
         own, left_out = staying(self.own), staying(self.left_out)
         return replace(self, own=own, left_out=left_out, rows=rows)
 
-    def place(self, cluster: Cluster, *, same: bool = False) -> list[files.Record]:
+    def place(self, cluster: Cluster, *, same: bool = False) -> list[Record]:
         """Give workers' state to them; return the servers' state.
 
         Args:
@@ -141,7 +142,7 @@ class OptimizerState:
         if cluster.job.tables is not None:
             cluster.workers.call(remote_functions.push_rows_later, self.rows_for(cluster.job))
         if not cluster.job.config.local:
-            records = files.disassemble(layout, self.state, self.plain)
+            records = disassemble(layout, self.state, self.plain)
             if cluster.job.compresses:
                 left_out, mean = self.left_out, dict[str, torch.Tensor]()
                 check_residuals(layout, left_out.values())
@@ -151,12 +152,12 @@ class OptimizerState:
                     left_out, mean = {}, _mean_left_out(left_out)
                 cluster.workers.call(remote_functions.load_left_out, dict(left_out), mean)
             return records
-        files.disassemble(layout, self.state, self.plain)  # raises before anything is changed
+        disassemble(layout, self.state, self.plain)  # raises before anything is changed
         own = dict(self.own) if same or len(self.own) == len(workers) else {}
         cluster.workers.call(
             remote_functions.load_inner_state, own, self.state, self.plain, self.schedule
         )
-        return files.disassemble(layout, dict(self.outer), [])
+        return disassemble(layout, dict(self.outer), [])
 
     def rows_for(self, job: Job) -> dict[int, Tensors]:
         """Return by worker of a job the gradients of rows that it is to push.

@@ -13,8 +13,10 @@ import torch
 
 from steepest.checkpoint import files, rows
 from steepest.engine.client import Snapshot
+from steepest.engine.optimizer_slices import assemble
 from steepest.errors import CheckpointError
 from steepest.messages.snapshots import Bases
+from steepest.optim.portable import Record
 from steepest.runtime.cluster import Cluster
 from steepest.tensors.layout import ParameterLayout
 
@@ -28,7 +30,7 @@ class RowRead:
 
     layout: ParameterLayout
     snapshot: Future[Snapshot] | None  # what the servers send; None without tables
-    take: Callable[[], list[files.Record]] = list  # what has come; has servers send further rows
+    take: Callable[[], list[Record]] = list  # what has come; has servers send further rows
     give_up: Callable[[], object] = lambda: None  # fails `snapshot`, unless it is done
 
     @contextlib.contextmanager
@@ -67,7 +69,7 @@ class RowsAsTheyCome(files.RowParts):
             DeadlineError: a server has waited too long for a part to be taken.
             CheckpointError: the rows were given up.
         """
-        records: list[files.Record] = []
+        records: list[Record] = []
         size = 0
         for found in self._looks():
             records += found
@@ -84,7 +86,7 @@ class RowsAsTheyCome(files.RowParts):
             for number, chunk in numbered
         ]
 
-    def _looks(self) -> Iterator[list[files.Record]]:
+    def _looks(self) -> Iterator[list[Record]]:
         """Yield the records that have come at each look."""
         snapshot = self._read.snapshot
         while snapshot is not None:
@@ -95,9 +97,9 @@ class RowsAsTheyCome(files.RowParts):
             except FutureTimeoutError:
                 yield self._read.take()
 
-    def _part(self, records: list[files.Record]) -> dict[str, torch.Tensor]:
+    def _part(self, records: list[Record]) -> dict[str, torch.Tensor]:
         """Return records as arrays by name; empties the list."""
-        part, _ = files.assemble(self._read.layout, _taken_out(records))
+        part, _ = assemble(self._read.layout, _taken_out(records))
         for name in [name for name in part if name.endswith(("/life", "/updates"))]:
             self._marks[name] = int(part[name])
             if name.endswith("/life"):
@@ -113,7 +115,7 @@ class RowsAsTheyCome(files.RowParts):
         return {"base": asdict(self._base)}
 
 
-def _taken_out(records: list[files.Record]) -> Iterator[files.Record]:
+def _taken_out(records: list[Record]) -> Iterator[Record]:
     """Yield records and take them out of their list, so that they need not lie in memory twice."""
     records.reverse()
     while records:
@@ -136,8 +138,8 @@ def read_apart(cluster: Cluster, since: Bases) -> tuple[Snapshot, RowRead]:
         later = client.read("state", chunks=layout.table_shards, since=since, held=True)
         return client.read("state", chunks=dense), later
 
-    def take() -> list[files.Record]:
-        found: list[files.Record] = cluster.on_router(lambda: client.take(later))
+    def take() -> list[Record]:
+        found: list[Record] = cluster.on_router(lambda: client.take(later))
         return found
 
     def give_up() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from steepest.checkpoint.exported_table import ExportedTable
-from steepest.checkpoint.files import Record
 from steepest.engine.client import Snapshot
 from steepest.errors import ConfigurationError
+from steepest.optim.portable import Record
 from steepest.runtime.cluster import Cluster
 
 

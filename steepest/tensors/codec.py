@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from steepest.tensors.layout import Chunk, ParameterLayout
@@ -27,12 +28,15 @@ class Codec:
             part of checkpoints.
         everywhere: whether pushes have this form inside a host and with one worker too, because it
             is part of the method; other codecs only save bytes between hosts.
+        elements: the dtype of a payload that is nothing but the chunk's elements, rounded, which servers
+            add as they are, without `add` and `finish`; None for every other form.
 
     Reference: Seide et al. 2014, 1-Bit Stochastic Gradient Descent (error feedback).
     """
 
     lossy: bool = False
     everywhere: bool = False
+    elements: torch.dtype | None = None
 
     def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
         """Return a chunk's size in bytes in this format; None where it travels as it is."""

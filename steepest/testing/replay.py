@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from steepest.checkpoint import files
-from steepest.checkpoint.files import assemble
+from steepest.embedding.shard_records import disassemble
 from steepest.engine.commit_log import Commit, CommitLog, LoggedPush, UnpushedRows
 from steepest.engine.host_aggregator import HostAggregator
 from steepest.engine.hosting import build_replicas
 from steepest.engine.job import Job, ModelCreator, build_models
+from steepest.engine.optimizer_slices import assemble
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replica_states import all_states, mean_states
 from steepest.engine.replicas import Replicas
@@ -175,7 +176,8 @@ class _Run:
             of_layout = carried.weights.keys() & self._layout.index.keys()
             self._layout.write(self._weights, {name: carried.weights[name] for name in of_layout})
         self._server = _server(self._job, self._weights, log.start)
-        self._server.begin_with(_optimizer_state(self._job, models[0], carried))
+        if (state := _optimizer_state(self._job, models[0], carried)) is not None:
+            self._server.begin_with(disassemble(self._layout, state.state, state.plain))
         if carried is not None:
             _refuse_if(carried.differing, log)
             trained = {entry.name for entry in self._layout.entries if entry.trainable}
