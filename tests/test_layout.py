@@ -222,10 +222,10 @@ def test_deal_goes_round_so_that_servers_are_busy_together() -> None:
 
 
 def test_some_servers_hold_tables_alone() -> None:
-    layout = ParameterLayout.plan(floats(16 * MEGABYTE), table_shards=8)
+    layout = ParameterLayout.plan(floats(16 * MEGABYTE), opaque_chunks=8)
     owners = layout.assign_servers(4, (1, 3))
-    assert [owners[index] for index in layout.table_shards] == [0, 1, 2, 3] * 2
-    dense = [owner for index, owner in enumerate(owners) if index not in layout.table_shards]
+    assert [owners[index] for index in layout.opaque_chunks] == [0, 1, 2, 3] * 2
+    dense = [owner for index, owner in enumerate(owners) if index not in layout.opaque_chunks]
     assert {*dense} == {1, 3}
     assert abs(dense.count(1) - dense.count(3)) <= 1
 

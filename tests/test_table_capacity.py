@@ -68,7 +68,7 @@ def test_the_same_ids_have_rows_at_any_number_of_servers(life: str) -> None:
         assert same_rows(rows_of(cluster), rows)
         for server in cluster.servers:
             for held in server.chunks.values():
-                if held.chunk.has_rows:
+                if held.chunk.is_opaque:
                     theirs = expected.servers[0].chunks[held.chunk.index].rows.counts
                     assert {n: c.tolist() for n, c in held.rows.counts.items()} == {
                         n: c.tolist() for n, c in theirs.items()
@@ -120,7 +120,7 @@ def test_rows_for_which_two_workers_have_no_room_together_are_counted_and_told_o
     counts = [
         held.rows.counts["refused_full"].tolist()
         for held in cluster.servers[0].chunks.values()
-        if held.chunk.has_rows
+        if held.chunk.is_opaque
     ]
     assert sum(map(sum, counts)) > 0
     assert "table 'users' is full" in caplog.text

@@ -37,7 +37,7 @@ def disassemble(
 def _record(layout: ParameterLayout, shard: str, key: str, value: torch.Tensor) -> Record:
     """Return a part of the state of a shard of tables; CheckpointError: there is no such shard."""
     number = int(shard.removeprefix(TABLES)) if shard.removeprefix(TABLES).isdigit() else -1
-    if not 0 <= number < len(layout.table_shards):
+    if not 0 <= number < len(layout.opaque_chunks):
         raise CheckpointError(f"the checkpoint has rows of {shard!r}, which is not there")
     about = {"name": shard, "key": key, "start": 0, "stop": len(value), "plain": False}
-    return layout.table_shards[number], about, value.clone()
+    return layout.opaque_chunks[number], about, value.clone()

@@ -283,7 +283,7 @@ class Client:
         """Return the parts of a state: the server of each, and the message by its number."""
         request = self._requests
         parts: list[tuple[int, Callable[[int], Put | PutState | ReplaceState]]] = []
-        for index in (chunk.index for chunk in self._layout.chunks if not chunk.has_rows):
+        for index in (chunk.index for chunk in self._layout.chunks if not chunk.is_opaque):
             view = self._layout.chunk_view(weights, index).clone()
             put = partial(Put, request, chunk=index, payload=view)
             parts += [(server, put) for server in self._holders[index]]

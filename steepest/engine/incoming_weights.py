@@ -43,7 +43,7 @@ class ArrivingWeights:
         self._wire_dtype = wire_dtype
         self.vector = vector
         self._newest: list[Key] = [(-1, -1)] * len(layout.chunks)
-        dense = [chunk for chunk in layout.chunks if not chunk.has_rows]
+        dense = [chunk for chunk in layout.chunks if not chunk.is_opaque]
         self._all = frozenset(chunk.index for chunk in dense)
         self._trainable = frozenset(chunk.index for chunk in dense if chunk.trainable)
         self._awaited: dict[Key, set[int]] = {}  # chunks still to come

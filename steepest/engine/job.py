@@ -188,7 +188,7 @@ class Job:
         ]
         rows = min(self.replication, _COPIES_OF_ROWS)
         return tuple(
-            found[owner][: rows if chunk.has_rows else self.replication]
+            found[owner][: rows if chunk.is_opaque else self.replication]
             for chunk, owner in zip(self.description.layout.chunks, self.owners, strict=True)
         )
 
@@ -222,7 +222,7 @@ class Job:
             return None
         from steepest.tables.dealing import Dealing
 
-        shards = self.description.layout.table_shards
+        shards = self.description.layout.opaque_chunks
         dealing = Dealing(self.description.tables, 1, self.seed, shards[0])
         return replace(dealing, num_shards=len(shards) // len(dealing.groups))
 

@@ -85,7 +85,7 @@ class LocalReplicas(Replicas):
     @property
     def _dense(self) -> list[int]:
         """The chunks of weights that are trained; rows of tables are the servers' alone."""
-        shards = self.layout.table_shards
+        shards = self.layout.opaque_chunks
         return [index for index in self.layout.trainable_chunks if index not in shards]
 
     @property

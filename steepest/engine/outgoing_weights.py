@@ -85,7 +85,7 @@ class OutgoingWeights:
         """Send a reader a chunk at a generation and version, if it gets that from this server."""
         # Shards of tables are not sent. sequence: the request's, or 0; reload: all chunks are sent, frozen too;
         # skipped: the reader's last push was left out.
-        if held.chunk.has_rows:
+        if held.chunk.is_opaque:
             return  # workers pull the rows that they need
         holders = self._holders[held.chunk.index]
         own = self._in_workers and reader.role == "worker" and reader.index in holders
@@ -127,21 +127,21 @@ class OutgoingWeights:
         for held in wanted if order.what in ("weights", "state") else ():
             self.send(reader, held, at, order.sequence)
         for held in wanted if order.what == "state" else ():
-            for about, value in () if held.chunk.has_rows else held.state():
+            for about, value in () if held.chunk.is_opaque else held.state():
                 fields = state_fields(about, value.clone())
                 part = StateTensor(order.sequence, held.chunk.index, **fields)
                 self._send(reader, part.pack())
         generation, version = at
         end = SnapshotEnd(generation, order.sequence, version, order.state)
         with_rows = wanted if order.what in ("state", "rows") else ()
-        shards = [cast("TableChunk", held) for held in with_rows if held.chunk.has_rows]
+        shards = [cast("TableChunk", held) for held in with_rows if held.chunk.is_opaque]
         self.rows.begin(order, shards, end)
 
     # -- memory --------------------------------------------------------------------------------
 
     def make_way(self, held: StagedChunk) -> torch.Tensor | None:
         """Return memory of a chunk's size that nobody reads, for its new weights; None to write them in place."""
-        if held.chunk.has_rows:
+        if held.chunk.is_opaque:
             return None
         if self._own_pending is not None:
             self._own_pending(held.weights)
@@ -157,7 +157,7 @@ class OutgoingWeights:
 
     def _free_unneeded(self) -> None:
         """Move the chunks out of vectors that were not needed of late, and free those vectors."""
-        dense = [held for held in self._chunks.values() if not held.chunk.has_rows]
+        dense = [held for held in self._chunks.values() if not held.chunk.is_opaque]
         for held in dense:
             chunk = held.chunk
             buffer = self._buffers.moved(held.weights, chunk.start, chunk.stop)

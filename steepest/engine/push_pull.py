@@ -80,7 +80,7 @@ class PushPull:
             )
             for targets, servers in zip(self._targets, holders, strict=True)
         ]
-        for chunk in layout.table_shards:  # no aggregator adds up rows, no codec packs them
+        for chunk in layout.opaque_chunks:  # no aggregator adds up rows, no codec packs them
             packed[chunk] = False
             self._targets[chunk] = [server_peer(server) for server in holders[chunk]]
         self.rows: RowExchange | None = None  # of embedding tables; None without tables

@@ -123,7 +123,7 @@ class PutStates:
         """Check that a step can be taken from a put, where that is tried, and its tables' rows always."""
         # ProtocolError: it cannot.
         tried = [
-            index for index, held in self._chunks.items() if self._checked or held.chunk.has_rows
+            index for index, held in self._chunks.items() if self._checked or held.chunk.is_opaque
         ]
         parts: dict[int, list[tuple[dict[str, Any], torch.Tensor]]] = {at: [] for at in tried}
         for at, about, value in put.state:

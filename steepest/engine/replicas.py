@@ -456,7 +456,7 @@ class Replicas:
         """Call `chunk_ready` without a gradient for an empty share's chunks."""
         # Not for shards of tables: of their rows gradients of the step before may be pushed.
         for chunk in self.layout.trainable_chunks:
-            if not self.layout.chunks[chunk].has_rows:
+            if not self.layout.chunks[chunk].is_opaque:
                 chunk_ready(chunk, NOTHING, 0.0, 0.0, frozenset())
 
     def _compute_each(

@@ -106,7 +106,7 @@ class Server:
         layout, holders = topology.layout, topology.holders
         self._copies = any(len(servers) > 1 for servers in holders)
         # whether workers may have all weights of a version that this server has yet to make
-        self._is_passed = self._copies or bool(layout.table_shards)
+        self._is_passed = self._copies or bool(layout.opaque_chunks)
         self.decisions = DecisionLog()  # the coordinator's, remembered where chunks have copies
         self._codec = topology.wire_formats[0]
         self._hosts = topology.hosts
@@ -125,7 +125,7 @@ class Server:
         # First layers first, which lie in the last chunks: the next forward pass begins with them.
         # Rows last, for which no worker waits before it has asked for them.
         last_first = self._trainable[::-1]
-        self._in_order = sorted(last_first, key=lambda held: held.chunk.has_rows)
+        self._in_order = sorted(last_first, key=lambda held: held.chunk.is_opaque)
         # sends queued bytes without waiting; does nothing unless it is set
         self.flush: Callable[[], None] = lambda: None
         self._spec = spec
@@ -453,7 +453,7 @@ class Server:
         workers = ((self._hosts.reader_of(worker), request) for worker, request in commit.readers)
         readers = list(dict.fromkeys(workers))
         for held in self._in_order:
-            if held.chunk.has_rows:
+            if held.chunk.is_opaque:
                 self.flush()  # the weights, with which workers go on meanwhile
             if not commit.skip and self.torn is None:
                 self._apply(held, commit, hyper)

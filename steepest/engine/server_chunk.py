@@ -448,7 +448,7 @@ def make_chunk(
 ) -> StagedChunk:
     """Return a shard of tables, or a chunk of the flat vector `weights`; without `spec`, pushes are added to it."""
     # checked: whether to compute squares, in which NaN and infinity show.
-    if chunk.has_rows and topology.tables is not None:
+    if chunk.is_opaque and topology.tables is not None:
         from steepest.engine.table_chunk import TableChunk
 
         groups = [] if spec is None else spec.groups

@@ -153,8 +153,8 @@ class Model(Protocol):
     A model whose frozen parameters may be unfrozen between steps has a method `unfrozen()`, which
     returns a frozenset of the names of those that now are, but are not trained in `layout` yet.
 
-    One with embedding tables has them as `tables`, a tuple of `Table`, with shards for them in its
-    layout (``ParameterLayout.plan(table_shards=...)``), and a method `use_rows(source)`, after which
+    One with embedding tables has them as `tables`, a tuple of `Table`, with opaque chunks for their shards in its
+    layout (``ParameterLayout.plan(opaque_chunks=...)``), and a method `use_rows(source)`, after which
     its modules pull rows from a `steepest.models.embedding.RowSource` and push gradients to it.
 
     One whose optimizer has state before the first step has it as `optimizer_state`, a

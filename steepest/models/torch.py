@@ -217,7 +217,7 @@ class TorchModel:
             split_tensors=self.optimizer_spec.elementwise and not cut.whole,
             together=self.optimizer_spec.together,
             chunk_bytes=cut.chunk_bytes,
-            table_shards=self._table_shards,
+            opaque_chunks=self._table_shards,
         )
 
     # -- for subclasses ------------------------------------------------------------------------

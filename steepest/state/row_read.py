@@ -80,7 +80,7 @@ class RowsAsTheyCome(files.RowParts):
                 size = 0
         if records:
             yield self._part(records)
-        numbered = enumerate(self._read.layout.table_shards if self._marks else ())
+        numbered = enumerate(self._read.layout.opaque_chunks if self._marks else ())
         self.place = [
             [chunk, *(self._marks[f"{rows.TABLES}{number}/{key}"] for key in ("life", "updates"))]
             for number, chunk in numbered
@@ -129,13 +129,13 @@ def read_apart(cluster: Cluster, since: Bases) -> tuple[Snapshot, RowRead]:
     shards in `since` only what has changed is read, if that is known.
     """
     client, layout = cluster.client, cluster.job.description.layout
-    if not layout.table_shards:
+    if not layout.opaque_chunks:
         future = cluster.on_router(lambda: client.read("state"))
         return cluster.wait(future, "a snapshot of the state"), RowRead(layout, None)
-    dense = [chunk.index for chunk in layout.chunks if not chunk.has_rows]
+    dense = [chunk.index for chunk in layout.chunks if not chunk.is_opaque]
 
     def read() -> Sequence[Future[Snapshot]]:
-        later = client.read("state", chunks=layout.table_shards, since=since, held=True)
+        later = client.read("state", chunks=layout.opaque_chunks, since=since, held=True)
         return client.read("state", chunks=dense), later
 
     def take() -> list[Record]:

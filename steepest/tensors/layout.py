@@ -104,7 +104,8 @@ class Slice:
 class Chunk:
     """Bytes [start, stop) of the flat vector: the unit of transfer, optimizers and checkpoints.
 
-    A chunk without bytes stands for one shard of embedding tables, whose rows servers alone hold.
+    An opaque chunk has no bytes: it stands for what servers hold in a form of its own, and
+    gradients flow for it as for others.
     """
 
     index: int
@@ -125,8 +126,8 @@ class Chunk:
         return self.stop - self.start
 
     @property
-    def has_rows(self) -> bool:
-        """Whether it is a shard of embedding tables."""
+    def is_opaque(self) -> bool:
+        """Whether what it stands for is not in the flat vector."""
         return not self.slices
 
 
@@ -141,8 +142,8 @@ class ParameterLayout:
 
     Attributes:
         entries: the parameters, in the order of their offsets.
-        chunks: the chunks, in the same order, which together cover all entries; those that are
-            shards of embedding tables come last.
+        chunks: the chunks, in the same order, which together cover all entries; opaque
+            ones come last.
         nbytes: size of the flat vector.
 
     Example:
@@ -168,7 +169,7 @@ class ParameterLayout:
         chunk_bytes: int | None = None,
         integers: bool = False,
         aligned: bool = False,
-        table_shards: int = 0,
+        opaque_chunks: int = 0,
         together: str = "",
     ) -> ParameterLayout:
         """Return the layout of a model's parameters.
@@ -182,7 +183,7 @@ class ParameterLayout:
             integers: whether trainable parameters may be integers, which can be added to but have
                 no gradient.
             aligned: whether each parameter begins at a multiple of `ALIGNMENT` bytes.
-            table_shards: number of shards of embedding tables.
+            opaque_chunks: number of chunks that stand for something beside the parameters.
             together: the name of an optimizer that must have all trained parameters in one chunk,
                 whatever `chunk_bytes` says; empty for one that need not.
 
@@ -239,7 +240,7 @@ class ParameterLayout:
                 chunks.append(Chunk(len(chunks), element, not frozen, start, stop, slices))
         end = _aligned(offset, ALIGNMENT)
         floats = ElementType("float32", 4, True)
-        for index in range(len(chunks), len(chunks) + table_shards):
+        for index in range(len(chunks), len(chunks) + opaque_chunks):
             chunks.append(Chunk(index, floats, True, end, end, ()))
         return cls(tuple(entries), tuple(chunks), end)
 
@@ -264,18 +265,18 @@ class ParameterLayout:
 
     @cached_property
     def trainable_chunks(self) -> tuple[int, ...]:
-        """The indices of the chunks that are trained, shards of embedding tables among them."""
+        """The indices of the chunks that are trained, opaque ones among them."""
         return tuple(chunk.index for chunk in self.chunks if chunk.trainable)
 
     @cached_property
-    def table_shards(self) -> tuple[int, ...]:
-        """The indices of the chunks that are shards of embedding tables."""
-        return tuple(chunk.index for chunk in self.chunks if chunk.has_rows)
+    def opaque_chunks(self) -> tuple[int, ...]:
+        """The indices of the chunks that are not in the flat vector."""
+        return tuple(chunk.index for chunk in self.chunks if chunk.is_opaque)
 
     @cached_property
     def on_pages(self) -> bool:
         """Whether each chunk begins on a page of memory: no page has parts of two chunks."""
-        return all(chunk.start % _PAGE == 0 for chunk in self.chunks if not chunk.has_rows)
+        return all(chunk.start % _PAGE == 0 for chunk in self.chunks if not chunk.is_opaque)
 
     def allocate(self) -> torch.Tensor:
         """Return a zeroed flat vector: uint8, `nbytes` long."""
@@ -313,11 +314,11 @@ class ParameterLayout:
     ) -> tuple[int, ...]:
         """Return the server of each chunk, so that all hold about equally many bytes.
 
-        All servers hold about equally many shards of embedding tables, too.
+        All servers hold about equally many opaque chunks, too.
 
         Args:
             num_servers: how many there are.
-            dense: the servers that hold everything but tables; None for all.
+            dense: the servers that hold the chunks of the flat vector; None for all.
         """
         loads = dict.fromkeys(range(num_servers) if dense is None else dense, 0)
         owners = []
@@ -325,7 +326,7 @@ class ParameterLayout:
             server = min(loads, key=loads.__getitem__)
             loads[server] += chunk.nbytes
             owners.append(server)
-        for number, index in enumerate(self.table_shards):
+        for number, index in enumerate(self.opaque_chunks):
             owners[index] = number % num_servers
         return tuple(owners)
 
