@@ -150,6 +150,10 @@ def signalled(
             assert process.poll() is None, "".join(printed)
             (os.killpg if everybody else os.kill)(process.pid, number)
             output, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            place.kill()
+            output, _ = process.communicate()
+            pytest.fail("it did not end:\n" + "".join(printed) + output)
         finally:
             if process.poll() is None:
                 place.kill()
