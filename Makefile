@@ -53,10 +53,10 @@ $(VENV)-%/.installed: $(STAMP)
 	touch $@
 
 test-loggers: $(VENV)-loggers/.installed
-	$(VENV)-loggers/bin/python -m pytest -m "cluster or not cluster" tests/test_real_loggers.py tests/test_loggers.py
+	$(VENV)-loggers/bin/python -m pytest -m "cluster or not cluster" tests/observe/test_real_loggers.py tests/observe/test_loggers.py
 
 test-adapters: $(VENV)-shared/.installed
-	$(SHARED) -m pytest -m "$(CHOICE)" tests/test_lightning.py tests/test_hugging_face.py
+	$(SHARED) -m pytest -m "$(CHOICE)" tests/adapters/test_lightning.py tests/adapters/test_hugging_face.py
 
 # compiled once for all tests and their processes, and for those of the next time
 test-jax: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV)-jax/compiled)
@@ -64,22 +64,22 @@ test-jax: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 test-jax: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES = -1
 test-jax: $(VENV)-jax/.installed
 	$(VENV)-jax/bin/python -m pytest -m "not ray and ($(CHOICE))" --numprocesses=2 -k "jax or flax or optax" \
-	  tests/test_jax_*.py tests/test_models.py tests/test_docs.py tests/test_imports.py
-	$(VENV)-jax/bin/python -m pytest -m "ray and ($(CHOICE))" tests/test_jax_*.py
+	  tests/adapters/test_jax_*.py tests/models/test_models.py tests/project/test_docs.py tests/project/test_imports.py
+	$(VENV)-jax/bin/python -m pytest -m "ray and ($(CHOICE))" tests/adapters/test_jax_*.py
 
 test-storage: $(VENV)-shared/.installed
-	$(SHARED) -m pytest -m "$(CHOICE)" tests/test_s3_storage.py
+	$(SHARED) -m pytest -m "$(CHOICE)" tests/checkpoint/test_s3_storage.py
 
 test-tensorflow: $(VENV)-tensorflow/.installed
-	$(VENV)-tensorflow/bin/python -m pytest -m "not ray and ($(CHOICE))" --numprocesses=2 tests/test_keras_*.py
-	$(VENV)-tensorflow/bin/python -m pytest -m "ray and ($(CHOICE))" tests/test_keras_*.py
+	$(VENV)-tensorflow/bin/python -m pytest -m "not ray and ($(CHOICE))" --numprocesses=2 tests/adapters/test_keras_*.py
+	$(VENV)-tensorflow/bin/python -m pytest -m "ray and ($(CHOICE))" tests/adapters/test_keras_*.py
 
 test-sagemaker: $(VENV)-shared/.installed
-	$(SHARED) -m pytest -m "$(CHOICE)" tests/test_sagemaker_toolkit.py
+	$(SHARED) -m pytest -m "$(CHOICE)" tests/places/test_sagemaker_toolkit.py
 
 test-spark: $(VENV)-spark/.installed
 	$(VENV)-spark/bin/python -m pytest -m "$(CHOICE)" --numprocesses=2 --dist=loadfile \
-	  $(addprefix tests/test_,spark_standalone.py spark_executors.py spark.py parquet_rows.py)  # the longest first
+	  $(addprefix tests/places/test_,spark_standalone.py spark_executors.py spark.py parquet_rows.py)  # the longest first
 
 demo: $(STAMP)
 	$(BIN)/steepest demo

@@ -135,7 +135,8 @@ def _deadline() -> Iterator[None]:
 def ray_cluster() -> Iterator[None]:
     """A local cluster of eight CPUs, however many there are; its processes find steepest and the tests' modules."""
     ray = pytest.importorskip("ray")
-    found = [str(ROOT), str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    folders = sorted({str(path.parent) for path in (ROOT / "tests").rglob("*.py")})
+    found = [str(ROOT), *folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys(path for path in found if path)))
         patch.delenv("RAY_ADDRESS", raising=False)

@@ -198,12 +198,14 @@ def survives(root: Path, target: str, source: str, marks: str, seconds: int, *, 
             ignore=shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "wt"),
         )
         (copied / "steepest" / f"{target}.py").write_text(source)
-        tests = sorted(path.name for path in (copied / "tests").glob("test_*.py"))
-        first = [f"test_{name}.py" for name in FIRST[target] if f"test_{name}.py" in tests]
-        for chosen in (first, [] if quick else [name for name in tests if name not in first]):
+        tests = {path.stem: path for path in (copied / "tests").glob("*/test_*.py")}
+        first = [f"test_{name}" for name in FIRST[target] if f"test_{name}" in tests]
+        for chosen in (first, [] if quick else sorted(set(tests) - set(first))):
             if not chosen:
                 continue
-            killer = _killer(copied, [f"tests/{name}" for name in chosen], marks, seconds)
+            killer = _killer(
+                copied, [str(tests[name].relative_to(copied)) for name in chosen], marks, seconds
+            )
             if killer is not None:
                 return killer
     return "survived"

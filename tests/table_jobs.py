@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from table_tools import table
 from torch import Tensor, nn
 
 from steepest import DistributedSGD, ParameterServerStrategy, TorchModel
@@ -16,6 +15,7 @@ from steepest.models.embedding import Embedding
 from steepest.tables.initial import Constant
 from tests.reference import sgd
 from tests.simulation.run import Simulation
+from tests.table_tools import table
 
 IDS = torch.tensor([5, 9, 5, 2, 7, 5, 1000, 9, 3, 2, 40, 41])  # an epoch of two steps
 FIRST, LR = 0.5, 1.5

@@ -1,0 +1,225 @@
+"""The documents tell the truth: the README's code runs, examples in docstrings run, names are documented."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import types
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import ray
+
+import steepest
+import steepest.config
+import steepest.strategies
+import steepest.tables
+from tests.page_examples import ROOT, blocks_of, run_block
+
+DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
+NEED_JAX = re.compile(r"steepest\.\w+\.(jax|flax|optax)")  # make test-jax has it
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(steepest.__path__, "steepest.")
+    if module.name != "steepest.cli.main" and (find_spec("jax") or not NEED_JAX.match(module.name))
+)
+
+
+@pytest.mark.few(55)
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_run(name: str) -> None:
+    if name.startswith("steepest.adapters.keras_"):
+        pytest.importorskip("tensorflow", reason="needs TensorFlow: make test-tensorflow has it")
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+
+
+@pytest.fixture
+def address(ray_cluster: None) -> str:
+    """Where the tests' cluster is found; tests/runtime/test_ray_places.py has programs that start their own."""
+    found = ray.get_runtime_context().gcs_address
+    assert isinstance(found, str)
+    return found
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "{'loss': "), (1, "EvaluationResult(loss="), (2, "20.0 20.0")]
+)
+def test_the_readmes_examples_run_as_they_stand(
+    tmp_path: Path, address: str, number: int, said: str
+) -> None:
+    pytest.importorskip(
+        "sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'"
+    )
+    blocks = blocks_of("README.md")
+    assert len(blocks) == 3
+    assert said in run_block(blocks[number], tmp_path, address)
+    assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 1)
+
+
+@pytest.mark.long
+@pytest.mark.ray
+def test_the_example_of_a_loop_of_ones_own_runs_as_it_stands(tmp_path: Path, address: str) -> None:
+    assert "['0.bias', " in run_block(blocks_of("docs/own_loop.md")[0], tmp_path, address)
+
+
+@pytest.mark.full
+@pytest.mark.long
+@pytest.mark.ray
+def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(
+    tmp_path: Path, address: str
+) -> None:
+    (block,) = blocks_of("docs/collectives.md")
+    assert "after: 0.000" in run_block(block, tmp_path, address)
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (0, "epochs: 4 steps: 120 loss: 0.000"),
+        pytest.param(1, "rows: 400", marks=pytest.mark.full),  # Ray Data takes its time
+    ],
+)
+def test_the_examples_of_training_data_run_as_they_stand(
+    tmp_path: Path, address: str, number: int, said: str
+) -> None:
+    assert said in run_block(blocks_of("docs/data.md")[number], tmp_path, address)
+
+
+@pytest.mark.full
+@pytest.mark.long
+@pytest.mark.ray
+def test_the_example_of_early_stopping_runs_as_it_stands(tmp_path: Path, address: str) -> None:
+    pytest.importorskip("sklearn")
+    block, *_ = blocks_of("docs/control.md")
+    assert "best: True" in run_block(block, tmp_path, address)
+
+
+def test_the_example_of_scripted_faults_runs_as_it_stands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (block,) = blocks_of("docs/testing.md")
+    exec(compile(block, "docs/testing.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out == "10 steps, 1 worker replaced\n"
+
+
+@pytest.mark.full
+@pytest.mark.ray
+@pytest.mark.long
+def test_the_example_of_embedding_tables_runs_as_it_stands(tmp_path: Path, address: str) -> None:
+    assert "'right': 1.0" in run_block(blocks_of("docs/embedding.md")[0], tmp_path, address)
+
+
+def test_the_example_of_tables_in_one_process_runs_as_it_stands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    block = blocks_of("docs/embedding.md")[1]
+    exec(compile(block, "docs/embedding.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out == "loss: 0.000\n"
+
+
+def test_settings_are_listed_with_their_defaults() -> None:
+    """Names, the order of arguments and defaults are those of the code; every configuration of the package is there."""
+
+    def default(parameter: inspect.Parameter) -> str:
+        if parameter.default is inspect.Parameter.empty:
+            return "to be given"
+        made_anew = repr(parameter.default) == "<factory>"
+        return f"`{parameter.annotation}()`" if made_anew else f"`{parameter.default!r}`"
+
+    sections = (ROOT / "docs" / "settings.md").read_text().split("\n## ")[1:]
+    listed = {}
+    for section in sections:
+        title = re.findall(r"^`([\w.]+)`\n", section)[0]
+        rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .+ \|$", section, flags=re.MULTILINE)
+        parameters = inspect.signature(pkgutil.resolve_name(f"steepest:{title}")).parameters
+        known = [(n, default(p)) for n, p in parameters.items() if n != "self"]
+        # the order of what is given by name is for the reader
+        named = all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
+        assert (sorted(rows) if named else rows) == (sorted(known) if named else known), title
+        listed[title] = rows
+    configured = [
+        name
+        for name, found in {**vars(steepest.config), **vars(steepest.strategies)}.items()
+        if isinstance(found, types.ModuleType)
+        for name, cls in vars(found).items()
+        if dataclasses.is_dataclass(cls) and name in steepest.__all__
+        if cls.__module__ == found.__name__ and name != "Strategy"  # the base of strategies
+    ]
+    assert {"RunConfig", "LocalStrategy", "TopK"} <= set(configured) <= set(listed)
+    assert {"DistributedSGD", "DistributedSGD.fit"} <= set(listed)
+
+
+def test_every_public_name_is_exported_documented_and_in_the_readme_or_architecture() -> None:
+    text = (ROOT / "README.md").read_text() + (ROOT / "ARCHITECTURE.md").read_text()
+    text += (ROOT / "docs" / "api.md").read_text()
+    for package in (steepest, steepest.tables):
+        for name in package.__all__:
+            assert getattr(package, name).__doc__, f"{name} has no docstring"
+            assert f"`{name}" in text, f"{name} is not documented"
+    assert {name for name in dir(steepest) if not name.startswith("_")} == set(steepest.__all__)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", *map(str, DOCS)]
+)
+def test_what_a_page_refers_to_is_there(page: str) -> None:
+    text = (ROOT / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+    named = re.findall(r"`((?:steepest|tests|docs|examples|benchmarks)/[\w./-]+)`", text)
+    missing += [name for name in named if not (ROOT / name).exists()]
+    modules = re.findall(r"`(?:python -m )?((?:steepest|benchmarks)(?:\.[a-z_]+)+)[`( ]", text)
+    missing += [name for name in modules if not is_there(name)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", *map(str, DOCS)])
+def test_methods_and_arguments_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    called = set(re.findall(r"\bsgd\.(\w+)", text))
+    assert called <= set(dir(steepest.DistributedSGD))
+    for name in set(steepest.__all__) - {"JaxModel", "TensorFlowModel"}:  # make test-jax has them
+        for arguments in re.findall(rf"(?<![\w.]){name}\(([^()]*)\)", text):
+            known = inspect.signature(getattr(steepest, name)).parameters
+            if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+                continue
+            assert set(re.findall(r"(\w+)=", arguments)) <= set(known), f"{name}({arguments})"
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a module's, or that of something in one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_the_architecture_page_names_every_package() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = re.findall(r"^\| [-\d] \| `(\w+)` \| ", text, flags=re.MULTILINE)
+    packages = {found.name for found in pkgutil.iter_modules(steepest.__path__)} - {"__main__"}
+    assert set(named) == packages
+
+
+def test_examples_are_named_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        if "def main(" in path.read_text():  # the others are imported by these
+            assert f"\npython examples/{path.name} " in readme, f"{path.name} is not in the README"
+
+
+def test_tests_do_not_sleep_and_the_package_does_not_unpickle() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not re.search(r"\bsleep\(", path.read_text().replace(r"\bsleep\(", "")), path.name
+    for path in (ROOT / "steepest").rglob("*.py"):
+        assert not re.search(r"pickle\.loads?\(|torch\.load\(", path.read_text()), path.name
