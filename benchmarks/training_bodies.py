@@ -16,10 +16,10 @@ from benchmarks.models import MLP, WORKLOADS, Modelled, Workload
 from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
+from steepest.aggregation.hosting import host_aggregator
 from steepest.engine.client import Client
 from steepest.engine.hosting import (
     build_replicas,
-    host_aggregator,
     host_client,
     host_coordinator,
     host_server,
@@ -29,6 +29,7 @@ from steepest.engine.job import Job, build_models
 from steepest.engine.replicas import Replicas
 from steepest.engine.scheduling import give_way
 from steepest.engine.topology import HostMap
+from steepest.extensions import EXTENSIONS
 from steepest.messages.driver import Result
 from steepest.messages.message import (
     COORDINATOR,
@@ -181,7 +182,9 @@ def take_part(
     if worker is not None:
         keep_freed_memory()  # as the workers of a trainer do
     plan, models = make_job(**job)
-    replicas = build_replicas(plan, worker or 0, models, [torch.device("cpu")])
+    replicas = build_replicas(
+        plan, worker or 0, models, [torch.device("cpu")], extensions=EXTENSIONS
+    )
     router = Router()
     peers = (
         []

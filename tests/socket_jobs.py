@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
+from steepest.aggregation.hosting import host_aggregator
 from steepest.engine.client import Client
 from steepest.engine.hosting import (
     build_replicas,
-    host_aggregator,
     host_client,
     host_coordinator,
     host_server,
@@ -21,6 +21,7 @@ from steepest.engine.hosting import (
 from steepest.engine.job import Job, build_models
 from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
+from steepest.extensions import EXTENSIONS
 from steepest.messages.driver import Result
 from steepest.messages.message import COORDINATOR, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.strategies.strategy import Strategy
@@ -61,6 +62,7 @@ def running(name: str) -> Iterator[tuple[Router, Client]]:
                 worker or 0,
                 build_models(linear_model_creator(), worker or 0, 1, 0, job.strategy.cut)[0],
                 [torch.device("cpu")],
+                extensions=EXTENSIONS,
             )
             if server is not None:
                 peers.append(server_peer(server))

@@ -10,15 +10,15 @@ import torch
 from steepest.engine.between_turns import BetweenTurns
 from steepest.engine.client import Client
 from steepest.engine.coordinator_role import CoordinatorRole
-from steepest.engine.host_aggregator import HostAggregator
+from steepest.engine.extension import Extension
 from steepest.engine.job import Job
-from steepest.engine.local_sgd import LocalReplicas
 from steepest.engine.optimizer_slices import disassemble
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Memory, Replicas, WorkShare
 from steepest.engine.server import Server, ServerMode
 from steepest.engine.worker import Worker
-from steepest.messages.message import COORDINATOR, Peer, aggregator_peer, server_peer, worker_peer
+from steepest.errors import ConfigurationError
+from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.messages.permissions import TRAINING, Admission
 from steepest.models.protocol import Model
 from steepest.optim.arriving import ArrivingState
@@ -41,6 +41,7 @@ def build_replicas(
     devices: Sequence[torch.device],
     before: Replicas | None = None,
     memory: Memory | None = None,
+    extensions: Sequence[Extension] = (),
 ) -> Replicas:
     """Return a worker's replicas: its models, bound to flat vectors on their devices.
 
@@ -52,6 +53,10 @@ def build_replicas(
         before: the replicas of these models in an earlier job; they are returned, with another
             index, where they fit this job, and their place in the data is kept in any case.
         memory: for new replicas' weights and gradients, see `memory_for`.
+        extensions: of which one may have replicas of another kind.
+
+    Raises:
+        ConfigurationError: no extension has those that the strategy needs.
     """
     share = WorkShare(
         first_index=worker * job.devices_per_worker,
@@ -63,16 +68,14 @@ def build_replicas(
         varies=job.global_batch_size is not None,
         replicas=job.replicas,
     )
-    replicas: Replicas
-    if job.strategy.local:
-        replicas = LocalReplicas(
-            models,
-            devices,
-            job.description.optimizer_spec,
-            share,
-            updates_before=job.updates_before,
-            clip_norm=job.clip_norm,
-            memory=memory,
+    made = (each.replicas(job, share, models, devices, memory) for each in extensions)
+    replicas = next((found for found in made if found is not None), None)
+    if replicas is not None:
+        pass
+    elif job.strategy.local:
+        raise ConfigurationError(
+            f"strategy {job.config.name!r} has workers with an optimizer of their own, for which nothing is "
+            "attached here: give build_replicas() the extension steepest.local_sgd.extension.LocalSgd()"
         )
     elif (
         type(before) is Replicas
@@ -114,7 +117,7 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
         clip_norm=job.strategy.clips_updates,
         scale_rate=job.strategy.scale_rate,
     )
-    _host(
+    host_role(
         router,
         job,
         COORDINATOR,
@@ -166,34 +169,8 @@ def host_server(
     if arriving is not None and not job.strategy.local:
         layout = job.description.layout
         server.begin_with(disassemble(layout, arriving.state, arriving.plain))
-    _host(router, job, peer, server)
+    host_role(router, job, peer, server)
     return server
-
-
-def host_aggregator(
-    router: Router, job: Job, index: int, weights: torch.Tensor, *, shown: bool = True
-) -> HostAggregator:
-    """Host the aggregator beside a server in this process.
-
-    Args:
-        router: of the process.
-        job: of the aggregator.
-        index: of the aggregator, and of the server.
-        weights: the flat vector of the server of this process, which updates its chunks in place.
-        shown: see `HostAggregator`.
-    """
-    peer = aggregator_peer(index)
-    aggregator = HostAggregator(
-        index,
-        job.topology,
-        weights,
-        router.sender(peer),
-        router.own_pending,
-        checked=job.strategy.nonfinite != "pass",
-        shown=shown,
-    )
-    _host(router, job, peer, aggregator)
-    return aggregator
 
 
 def host_worker(
@@ -245,7 +222,7 @@ def host_worker(
         ),
     )
     replicas.use_plan(job.plan(), job.seed)
-    _host(router, job, peer, worker)
+    host_role(router, job, peer, worker)
     return worker
 
 
@@ -269,7 +246,7 @@ def _prepare(job: Job) -> None:
         compile_kernels(job.tables.tables)
 
 
-def _host(router: Router, job: Job, peer: Peer, role: Role) -> None:
+def host_role(router: Router, job: Job, peer: Peer, role: Role) -> None:
     """Have a router deliver messages to a role, and admit what the job's messages may say."""
     router.host(peer, role)
     router.admit(Admission(TRAINING, job.limits))
@@ -286,5 +263,5 @@ def host_client(router: Router, job: Job, index: int) -> Client:
     """Host a client in this process."""
     peer = Peer("client", index)
     client = Client(job.description.layout, job.holders, job.num_servers, router.sender(peer))
-    _host(router, job, peer, client)
+    host_role(router, job, peer, client)
     return client

@@ -29,6 +29,7 @@ from steepest.models.protocol import (
     validate_computed,
 )
 from steepest.models.write_check import refusal
+from steepest.optim.spec import ScheduleState
 from steepest.tensors.dtypes import Tensors
 from steepest.tensors.layout import Entry, ParameterLayout
 from steepest.tensors.shared_memory import allocate, forget_writes, make_writable
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 
 #: The results of batches, and the seconds for loading and for computing them.
 Batches = tuple[list[Computed], float, float]
+
+#: State of a worker's own optimizer by "parameter/key", the keys of plain values, and the
+#: state of its schedule.
+InnerOptimizerState = tuple[dict[str, torch.Tensor], list[str], ScheduleState | None]
 
 #: Flat vectors for weights and for gradients, which processes of the same host may read in place.
 Memory = tuple[torch.Tensor, torch.Tensor]
@@ -81,7 +86,7 @@ class WorkShare:
     shares: int  # in a step, one for each worker's gradient that makes it
     seed: int
     accumulate: int = 1  # micro-batches of each replica, one after the other, for one gradient
-    updates: int = 1  # gradients of each replica in a step, see `steepest.engine.local_sgd`
+    updates: int = 1  # gradients of each replica in a step, see `steepest.local_sgd.replicas`
     leased: bool = False  # shares come one by one: the next one is not known beforehand
     varies: bool = False  # whether `accumulate` may change with the job's size
     replicas: int = 1  # of all workers together
@@ -496,6 +501,18 @@ class Replicas:
 
     def left_out(self) -> None:
         """Undo what the last share changed here, of which servers made no update: nothing."""
+
+    def inner_state(self, step: int) -> InnerOptimizerState | None:
+        """Return the state of the worker's own optimizer after so many steps: None, it has none."""
+        return None
+
+    def load_inner_state(
+        self,
+        state: Mapping[str, torch.Tensor],
+        plain: Sequence[Any],
+        schedule: ScheduleState | None,
+    ) -> None:
+        """Set what `inner_state` returned, if the worker has an optimizer of its own."""
 
     @property
     def _is_update(self) -> bool:

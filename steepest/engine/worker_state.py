@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from steepest.engine.local_sgd import InnerOptimizerState, LocalReplicas
 from steepest.engine.replica_states import mean_states
-from steepest.engine.replicas import Replicas
+from steepest.engine.replicas import InnerOptimizerState, Replicas
 from steepest.tensors.dtypes import Tensors
 
 
@@ -35,10 +34,9 @@ def worker_state(replicas: Replicas, step: int) -> WorkerState:
     buffers = replicas.states()
     compressor = replicas.compressor
     left_out = Tensors({} if compressor is None else compressor.state())
-    inner: InnerOptimizerState | None = None
-    if isinstance(replicas, LocalReplicas):
-        state, plain, schedule = replicas.inner_state(step)
-        inner = Tensors(state), plain, schedule
+    inner = replicas.inner_state(step)
+    if inner is not None:
+        inner = Tensors(inner[0]), *inner[1:]
     rows = Tensors() if replicas.rows is None else replicas.rows.unpushed(step)
     return WorkerState(buffers, left_out, inner, time.perf_counter() - began, rows)
 

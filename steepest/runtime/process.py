@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 import torch
 
+from steepest.aggregation.hosting import host_aggregator
 from steepest.collectives import operations
 from steepest.collectives.members import MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
@@ -22,7 +23,6 @@ from steepest.data.streams import StreamPlace
 from steepest.engine.chunk_transfer import ChunkState, RetainedChunks
 from steepest.engine.hosting import (
     build_replicas,
-    host_aggregator,
     host_coordinator,
     host_server,
     host_worker,
@@ -37,6 +37,7 @@ from steepest.engine.table_counts import table_counts
 from steepest.engine.worker import Worker
 from steepest.engine.worker_state import WorkerState, worker_state
 from steepest.errors import PeerLostError, ShutdownError, describe_error
+from steepest.extensions import EXTENSIONS
 from steepest.messages.gradients import Decision
 from steepest.messages.message import (
     COORDINATOR,
@@ -257,7 +258,7 @@ class Process:
         ]
         memory, self._memory = self._memory, None
         self._replicas = build_replicas(
-            job, self._index, self._models, devices, self._replicas, memory
+            job, self._index, self._models, devices, self._replicas, memory, EXTENSIONS
         )
 
     @on_router

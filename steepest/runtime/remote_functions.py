@@ -9,7 +9,6 @@ import ray
 import torch
 
 from steepest.engine.lent_models import lent_to
-from steepest.engine.local_sgd import LocalReplicas
 from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import ConfigurationError, describe_error
 from steepest.models.protocol import Model
@@ -106,7 +105,6 @@ def load_inner_state(
     schedule: ScheduleState | None,
 ) -> None:
     """Set what a worker's own optimizer remembers: of `own`, by worker, or `mean` for one that has none there."""
-    assert isinstance(replicas, LocalReplicas)
     replicas.load_inner_state(own.get(replicas.worker, mean), plain, schedule)
 
 

@@ -13,9 +13,9 @@ from steepest.compression.gradient_compressor import check_residuals
 from steepest.embedding.shard_records import disassemble
 from steepest.engine.client import Snapshot
 from steepest.engine.job import Job
-from steepest.engine.local_sgd import InnerOptimizerState
 from steepest.engine.optimizer_slices import assemble
 from steepest.engine.replica_states import mean_states
+from steepest.engine.replicas import InnerOptimizerState
 from steepest.engine.survivors import RecoveredState
 from steepest.engine.worker_state import WorkerState, worker_state
 from steepest.optim.portable import Record, is_text

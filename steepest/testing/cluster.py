@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import torch
 
+from steepest.aggregation.hosting import host_aggregator
 from steepest.engine.client import Snapshot, read_log
 from steepest.engine.commit_log import CommitLog
 from steepest.engine.hosting import (
     build_replicas,
-    host_aggregator,
     host_client,
     host_coordinator,
     host_server,
@@ -25,6 +25,7 @@ from steepest.engine.server import Server
 from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
 from steepest.errors import ConfigurationError, PeerLostError
+from steepest.extensions import EXTENSIONS
 from steepest.messages.driver import Failure, Result, WorkerLost
 from steepest.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.models.step_size import StepSize
@@ -116,7 +117,7 @@ class InProcessCluster:
         self.on_left: Callable[[int], None] = self.replace
         cpu = [torch.device("cpu")] * devices_per_worker
         replicas = [
-            build_replicas(self.job, worker, models, cpu)
+            build_replicas(self.job, worker, models, cpu, extensions=EXTENSIONS)
             for worker, (models, _) in enumerate(built)
         ]
         self.client_router = self.network.router()
@@ -216,7 +217,7 @@ class InProcessCluster:
         cut = job.strategy.cut
         models, _ = build_models(self._creator, worker, job.devices_per_worker, job.seed, cut)
         cpu = [torch.device("cpu")] * job.devices_per_worker
-        replicas = build_replicas(job, worker, models, cpu)
+        replicas = build_replicas(job, worker, models, cpu, extensions=EXTENSIONS)
         replicas.begin_with(
             self._mean_state(index for index in range(len(self.workers)) if index != worker)
         )

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.checkpoint import files
 from steepest.embedding.shard_records import disassemble
 from steepest.engine.commit_log import Commit, CommitLog, LoggedPush, UnpushedRows
-from steepest.engine.host_aggregator import HostAggregator
 from steepest.engine.hosting import build_replicas
 from steepest.engine.job import Job, ModelCreator, build_models
 from steepest.engine.optimizer_slices import assemble
@@ -22,6 +22,7 @@ from steepest.engine.replica_states import all_states, mean_states
 from steepest.engine.replicas import Replicas
 from steepest.engine.server import Server, ServerMode
 from steepest.errors import ConfigurationError
+from steepest.extensions import EXTENSIONS
 from steepest.messages import gradients
 from steepest.messages.message import Kind, Message, Peer, PushId, aggregator_peer, worker_peer
 from steepest.models.protocol import Model
@@ -298,11 +299,15 @@ def _workers(
     """Return each worker's replicas: the same for all, unless each has a state of its own."""
     devices = log.devices_per_worker
     cpu = [torch.device("cpu")] * devices
-    workers = [build_replicas(job, 0, models, cpu)] * log.num_workers
+    workers = [build_replicas(job, 0, models, cpu, extensions=EXTENSIONS)] * log.num_workers
     if log.strategy.local:
         workers = [
             build_replicas(
-                job, i, build_models(model_creator, i, devices, log.seed, job.strategy.cut)[0], cpu
+                job,
+                i,
+                build_models(model_creator, i, devices, log.seed, job.strategy.cut)[0],
+                cpu,
+                extensions=EXTENSIONS,
             )
             for i in range(log.num_workers)
         ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.engine.host_aggregator import HostAggregator
+from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.engine.topology import HostMap
 from steepest.errors import ProtocolError
 from steepest.messages.driver import Failure, Result

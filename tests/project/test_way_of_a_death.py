@@ -23,7 +23,16 @@ from tests.struck_jobs import DIED, timed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "steepest"
-PACKAGES = ("driver", "recovery", "state", "runtime", "engine", "protocol", "transport")
+PACKAGES = (
+    "driver",
+    "recovery",
+    "state",
+    "runtime",
+    "engine",
+    "aggregation",
+    "protocol",
+    "transport",
+)
 STEP_SECONDS = 0.3
 DIES_AT = 12  # the driver has looked at its processes by then, and taken copies of the state
 TASK = timed(Task(data=samples(24)), STEP_SECONDS)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steepest.engine.host_aggregator import HostAggregator
+from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.engine.topology import HostMap
 from steepest.messages.message import COORDINATOR, Kind, Message, server_peer, worker_peer
 from steepest.tensors import shared_memory

@@ -12,6 +12,7 @@ from steepest.engine.chunk_ready import ChunkReady
 from steepest.engine.optimizer_slices import assemble, disassemble
 from steepest.engine.replicas import (
     Batches,
+    InnerOptimizerState,
     Memory,
     Replicas,
     WorkerResult,
@@ -25,10 +26,6 @@ from steepest.optim.spec import OptimizerSpec, Schedule, ScheduleState
 from steepest.protocol.push_tracking import clip_factor
 from steepest.protocol.rates import with_rates
 from steepest.tensors.squares import sum_of_squares
-
-#: State of a worker's own optimizer by "parameter/key", the keys of plain values, and the
-#: state of its schedule.
-InnerOptimizerState = tuple[dict[str, torch.Tensor], list[str], ScheduleState | None]
 
 
 class LocalReplicas(Replicas):

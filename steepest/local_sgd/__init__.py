@@ -1,0 +1,1 @@
+"""Local SGD: workers with an optimizer of their own, who push what several of its updates have changed."""

@@ -1,0 +1,38 @@
+"""How local SGD attaches to the workers of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from steepest.engine.extension import Extension
+from steepest.engine.job import Job
+from steepest.engine.replicas import Memory, Replicas, WorkShare
+from steepest.local_sgd.replicas import LocalReplicas
+from steepest.models.protocol import Model
+
+
+class LocalSgd(Extension):
+    """Replicas with an optimizer of their own, where the strategy says so."""
+
+    def replicas(
+        self,
+        job: Job,
+        share: WorkShare,
+        models: Sequence[Model],
+        devices: Sequence[torch.device],
+        memory: Memory | None,
+    ) -> Replicas | None:
+        """Return `LocalReplicas` where workers apply the model's optimizer."""
+        if not job.strategy.local:
+            return None
+        return LocalReplicas(
+            models,
+            devices,
+            job.description.optimizer_spec,
+            share,
+            updates_before=job.updates_before,
+            clip_norm=job.clip_norm,
+            memory=memory,
+        )
