@@ -17,6 +17,7 @@ from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
 from steepest.aggregation.hosting import host_aggregator
+from steepest.embedding.stores_of_job import stores_of
 from steepest.engine.client import Client
 from steepest.engine.hosting import (
     build_replicas,
@@ -239,7 +240,7 @@ def _host_servers(
     if index == 0:
         peers.append(COORDINATOR)
         host_coordinator(router, plan, RESULT_SECONDS)
-    host_server(router, plan, index, weights, shared=aggregator or beside)
+    host_server(router, plan, index, weights, shared=aggregator or beside, stores=stores_of(plan))
     if aggregator:
         peers.append(aggregator_peer(index))
         host_aggregator(router, plan, index, weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from steepest.driver.calls import Calls
 from steepest.driver.training import Training
-from steepest.engine.table_counts import added_counts
+from steepest.embedding.table_counts import added_counts
 from steepest.messages.driver import Counters
 from steepest.observe.results import Staleness, Stats, stragglers
 from steepest.recovery.supervisor import Supervisor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from steepest.engine.optimizer_slices import disassemble
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Memory, Replicas, WorkShare
 from steepest.engine.server import Server, ServerMode
+from steepest.engine.stores import Stores
 from steepest.engine.worker import Worker
 from steepest.errors import ConfigurationError
 from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
@@ -136,6 +138,7 @@ def host_server(
     *,
     shared: bool = False,
     arriving: ArrivingState | None = None,
+    stores: Stores | None = None,
 ) -> Server:
     """Host a server in this process.
 
@@ -148,12 +151,12 @@ def host_server(
             must update them there.
         arriving: the state with which the model's optimizer arrives; under local SGD it is for
             workers alone.
+        stores: makes the stores of the layout's opaque chunks; None without such chunks.
     """
     peer = server_peer(index)
-    _prepare(job)
     server = Server(
         index,
-        job.topology,
+        replace(job.topology, stores=stores),
         job.server_spec,
         weights,
         router.sender(peer),

@@ -212,7 +212,11 @@ class Job:
     def topology(self) -> Topology:
         """The spread of the model over the job's processes."""
         return Topology(
-            self.description.layout, self.holders, self.places, self.wire_formats, self.tables
+            self.description.layout,
+            self.holders,
+            self.places,
+            self.wire_formats,
+            tables=self.tables,
         )
 
     @cached_property

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, cast
 
 import torch
 
+from steepest.engine.chunk_store import ChunkStore
 from steepest.engine.incoming_weights import Key
 from steepest.engine.optimizer_records import state_fields
-from steepest.engine.row_snapshots import RowSnapshots
-from steepest.engine.staged_chunk import StagedChunk
 from steepest.engine.topology import Topology
 from steepest.engine.weight_buffers import WeightBuffers
 from steepest.messages.gradients import Weights
 from steepest.messages.message import Peer, Send
 from steepest.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
 from steepest.tensors.half_precision import narrow, narrow_size
-
-if TYPE_CHECKING:
-    from steepest.engine.table_chunk import TableChunk
 
 
 class OutgoingWeights:
@@ -32,7 +27,7 @@ class OutgoingWeights:
         self,
         index: int,
         topology: Topology,
-        chunks: Mapping[int, StagedChunk],  # that the server holds, by index
+        chunks: Mapping[int, ChunkStore],  # that the server holds, by index
         # uint8, flat, of the layout's size: where the chunks lie at the beginning
         vector: torch.Tensor,
         send: Send,  # sends as the server
@@ -57,7 +52,6 @@ class OutgoingWeights:
         # What workers of other hosts are sent in half precision, and by chunk: its version, bytes.
         self._narrow_buffers = WeightBuffers(topology.layout.nbytes // 2, in_use)
         self._narrowed: dict[int, tuple[Key, torch.Tensor]] = {}
-        self.rows = RowSnapshots(send)
 
     @property
     def vector(self) -> torch.Tensor:
@@ -75,7 +69,7 @@ class OutgoingWeights:
     def send(
         self,
         reader: Peer,
-        held: StagedChunk,
+        held: ChunkStore,
         at: Key,
         sequence: int = 0,
         *,
@@ -83,10 +77,10 @@ class OutgoingWeights:
         skipped: bool = False,
     ) -> None:
         """Send a reader a chunk at a generation and version, if it gets that from this server."""
-        # Shards of tables are not sent. sequence: the request's, or 0; reload: all chunks are sent, frozen too;
+        # Opaque chunks are not sent. sequence: the request's, or 0; reload: all chunks are sent, frozen too;
         # skipped: the reader's last push was left out.
         if held.chunk.is_opaque:
-            return  # workers pull the rows that they need
+            return  # workers ask for what they need
         holders = self._holders[held.chunk.index]
         own = self._in_workers and reader.role == "worker" and reader.index in holders
         if self._index != (reader.index if own else holders[0]):
@@ -97,7 +91,7 @@ class OutgoingWeights:
         weights = Weights(generation, sequence, version, chunk, reload, skipped, payload)
         self._send(reader, weights.pack())
 
-    def _as_sent(self, held: StagedChunk, reader: Peer, at: Key) -> torch.Tensor:
+    def _as_sent(self, held: ChunkStore, reader: Peer, at: Key) -> torch.Tensor:
         """Return a chunk's weights as a reader receives them."""
         # Rounded to a wire dtype once for all workers of other hosts.
         chunk, wire_dtype = held.chunk, self._wire_dtype
@@ -118,9 +112,12 @@ class OutgoingWeights:
             self._narrowed[chunk.index] = (at, narrowed)
         return narrowed
 
-    def answer(self, order: Snapshot, at: Key) -> None:
-        """Send a SNAPSHOT's reader what this server answers for: weights, optimizer state, first rows, the end."""
-        # `rows` sends the other rows as it is told to go on.
+    def answer(self, order: Snapshot, at: Key) -> tuple[list[ChunkStore], SnapshotEnd]:
+        """Send a SNAPSHOT's reader the dense chunks that this server answers for: weights, optimizer state.
+
+        Returns:
+            The opaque chunks whose state the reader is to be sent, too; and what it is sent at last.
+        """
         reader, holders = order.reader, self._holders
         asked = [held for i, held in self._chunks.items() if holders[i][0] == self._index]
         wanted = [h for h in asked if order.chunks is None or h.chunk.index in order.chunks]
@@ -133,13 +130,12 @@ class OutgoingWeights:
                 self._send(reader, part.pack())
         generation, version = at
         end = SnapshotEnd(generation, order.sequence, version, order.state)
-        with_rows = wanted if order.what in ("state", "rows") else ()
-        shards = [cast("TableChunk", held) for held in with_rows if held.chunk.is_opaque]
-        self.rows.begin(order, shards, end)
+        all_state = order.what not in ("weights", "standing")
+        return [held for held in wanted if held.chunk.is_opaque and all_state], end
 
     # -- memory --------------------------------------------------------------------------------
 
-    def make_way(self, held: StagedChunk) -> torch.Tensor | None:
+    def make_way(self, held: ChunkStore) -> torch.Tensor | None:
         """Return memory of a chunk's size that nobody reads, for its new weights; None to write them in place."""
         if held.chunk.is_opaque:
             return None

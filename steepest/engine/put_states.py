@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from steepest.engine.chunk_store import ChunkStore
 from steepest.engine.optimizer_records import state_tensor
-from steepest.engine.staged_chunk import StagedChunk
 from steepest.errors import ProtocolError
 from steepest.messages.message import Kind, Message, Peer, Send
 from steepest.messages.snapshots import Put, PutReceived, PutState, ReplaceState
@@ -40,9 +40,9 @@ class PutStates:
     def __init__(
         self,
         server: int,
-        chunks: Mapping[int, StagedChunk],
+        chunks: Mapping[int, ChunkStore],
         send: Send,
-        make_way: Callable[[StagedChunk], torch.Tensor | None],
+        make_way: Callable[[ChunkStore], torch.Tensor | None],
         *,
         checked: bool,
     ) -> None:
@@ -120,7 +120,7 @@ class PutStates:
         return self._puts[key]
 
     def _try(self, put: _Put) -> None:
-        """Check that a step can be taken from a put, where that is tried, and its tables' rows always."""
+        """Check that a step can be taken from a put, where that is tried, and from opaque chunks' state always."""
         # ProtocolError: it cannot.
         tried = [
             index for index, held in self._chunks.items() if self._checked or held.chunk.is_opaque

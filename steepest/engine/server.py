@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
+from steepest.engine.chunk_store import ChunkStore, StagedPush
 from steepest.engine.early_pushes import EarlyPushes
 from steepest.engine.in_words import pushes_in_words
-from steepest.engine.incoming_weights import Key, where_lent
+from steepest.engine.incoming_weights import Key
 from steepest.engine.optimizer_records import checked_state_size
 from steepest.engine.outgoing_weights import OutgoingWeights
 from steepest.engine.put_states import PutStates
 from steepest.engine.raised_update import RaisedUpdate
-from steepest.engine.row_pulls import RowPulls
-from steepest.engine.server_chunk import make_chunk
-from steepest.engine.staged_chunk import StagedChunk, StagedPush
+from steepest.engine.server_chunk import ServerChunk
 from steepest.engine.staging_progress import StagingProgress
+from steepest.engine.stores import NoService, StoreService
 from steepest.engine.topology import Topology
 from steepest.errors import ProtocolError
 from steepest.messages.gradients import (
@@ -36,13 +36,13 @@ from steepest.messages.gradients import (
 )
 from steepest.messages.membership import Members, WorkerEnded, WorkerJoined
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, PushId, Send, worker_peer
-from steepest.messages.rows import PullRows
-from steepest.messages.snapshots import InstallPut, ReadOn, Snapshot
+from steepest.messages.snapshots import InstallPut, Snapshot
 from steepest.messages.users import UserLeft
 from steepest.optim.portable import Record
 from steepest.optim.spec import OptimizerSpec
 from steepest.protocol.decision_log import DecisionLog
 from steepest.protocol.push_tracking import MOST_PUSHES, ClosedPushes
+from steepest.tensors.layout import Chunk
 from steepest.tensors.memory import as_tensor
 
 log = logging.getLogger(__name__)
@@ -114,8 +114,8 @@ class Server:
         self._open_to_all = mode.open_to_all
         self._layout = layout
         # that this server holds, by index
-        self.chunks: dict[int, StagedChunk] = {
-            chunk.index: make_chunk(chunk, topology, spec, weights, mode.checked)
+        self.chunks: dict[int, ChunkStore] = {
+            chunk.index: _made(chunk, topology, spec, weights, checked=mode.checked)
             for chunk in layout.chunks
             if index in holders[chunk.index]
         }
@@ -123,7 +123,7 @@ class Server:
         self.answers_for = {chunk for chunk in self.chunks if holders[chunk][0] == index}
         self._trainable = [chunk for chunk in self.chunks.values() if chunk.chunk.trainable]
         # First layers first, which lie in the last chunks: the next forward pass begins with them.
-        # Rows last, for which no worker waits before it has asked for them.
+        # Opaque ones last, for which no worker waits before it has asked for something of them.
         last_first = self._trainable[::-1]
         self._in_order = sorted(last_first, key=lambda held: held.chunk.is_opaque)
         # sends queued bytes without waiting; does nothing unless it is set
@@ -135,6 +135,11 @@ class Server:
         self._done = ClosedPushes()
         self._progress = StagingProgress(len(self._trainable), self.answers_for, mode.checked)
         self._early = EarlyPushes(len(self._trainable))
+        self._service: StoreService = (
+            NoService()
+            if topology.stores is None
+            else topology.stores.serve(index, self.chunks, send)
+        )
         self._weights = OutgoingWeights(
             index,
             topology,
@@ -151,7 +156,6 @@ class Server:
             set()
         )  # workers of whose pushes the last committed one was left out
         self._ended: dict[int, int] = {}  # by worker, the incarnation of its last life that is over
-        self._pulls = RowPulls(index, topology.tables, self.chunks, send)
 
     def begin_with(self, records: Iterable[Record]) -> None:
         """Set the state of this server's chunks, before the first step; records of other chunks are left out."""
@@ -185,8 +189,6 @@ class Server:
         # See `Role.destination`.
         if message.kind is Kind.PUT_STATE:
             return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
-        if message.kind is Kind.PULL_ROWS:
-            return where_lent(message, size)
         held = self.chunks.get(message.chunk)
         is_push = message.kind in (Kind.PUSH, Kind.HOST_PUSH)
         takes = held is not None and (
@@ -195,6 +197,8 @@ class Server:
             else message.kind is Kind.PUT and size == held.chunk.nbytes
         )
         if held is None or not takes:
+            if message.kind in self._service.kinds:
+                return self._service.destination(message, size)
             raise ProtocolError(
                 f"{message.kind.name} of {size} bytes for chunk {message.chunk}, server "
                 f"{self._index} expects {held.chunk.nbytes if held else 'none of it'}"
@@ -216,21 +220,26 @@ class Server:
             case Kind.HOST_PUSH:
                 self._stage(source, HostPush.unpack(message))
             case Kind.SNAPSHOT:
-                order = Snapshot.unpack(message)
-                if self.torn is None:
-                    self._weights.answer(order, self._position)
-                else:
-                    self._send_torn(order.reader, order.sequence, self.torn)
-            case Kind.READ_ON:
-                self._weights.rows.go_on(source, ReadOn.unpack(message).sequence)
-            case Kind.PULL_ROWS:
-                self._pulls.receive(source, PullRows.unpack(message), self._position)
+                self._answer(Snapshot.unpack(message))
             case Kind.PUT | Kind.PUT_STATE | Kind.REPLACE_STATE:
                 self._puts.receive(source, message)
             case kind if (decision := _DECISIONS.get(kind)) is not None:
                 self.carry_out(decision.unpack(message))
+            case kind if kind in self._service.kinds:
+                self._service.handle(source, message, self._position)
             case _:
                 raise ProtocolError(f"a server does not take {message.kind.name}")
+
+    def _answer(self, order: Snapshot) -> None:
+        """Send a SNAPSHOT's reader what this server has of it, or why it gets nothing."""
+        if self.torn is not None:
+            self._send_torn(order.reader, order.sequence, self.torn)
+            return
+        opaque, end = self._weights.answer(order, self._position)
+        if opaque:
+            self._service.read(order, opaque, end)
+        else:
+            self._send(order.reader, end.pack())
 
     def _send_torn(self, reader: Peer, sequence: int, torn: RaisedUpdate) -> None:
         """Send a reader why it gets no weights."""
@@ -265,8 +274,7 @@ class Server:
         # had arrived whole.
         if peer.role == "client":  # others neither put nor read
             self._puts.lost(peer)
-            self._weights.rows.lost(peer)
-        self._pulls.lost(peer)
+        self._service.lost(peer)
         if self._open_to_all and peer.role == "worker":
             for push in self._progress.pushes:
                 if push.worker == peer.index:
@@ -275,8 +283,8 @@ class Server:
             self._send(COORDINATOR, UserLeft(peer.index).pack())
 
     def tick(self, now: float) -> None:
-        """Drop the snapshots whose readers do not read on."""
-        self._weights.rows.tick(now)
+        """Tell the stores' service the time."""
+        self._service.tick(now)
 
     def doing(self) -> str:
         """Return which pushes are not here yet, in words, see `Role.doing`."""
@@ -365,7 +373,7 @@ class Server:
             )
         return pushes
 
-    def _refuses(self, pushes: list[PushId], pushed: Push | HostPush, held: StagedChunk) -> bool:
+    def _refuses(self, pushes: list[PushId], pushed: Push | HostPush, held: ChunkStore) -> bool:
         """Return whether a chunk is late, which counts and drops it."""
         # ProtocolError: its sender should not have sent it.
         reasons = [self._reason_to_refuse(push, pushed, held) for push in pushes]
@@ -381,7 +389,7 @@ class Server:
         return True
 
     def _reason_to_refuse(
-        self, push: PushId, pushed: Push | HostPush, held: StagedChunk
+        self, push: PushId, pushed: Push | HostPush, held: ChunkStore
     ) -> str | None:
         """Return why a push is refused: empty where it is late or a copy; None to take it."""
         is_over = push.incarnation <= self._ended.get(push.worker, -1)
@@ -400,7 +408,7 @@ class Server:
         return None
 
     @staticmethod
-    def _reason_against_another(push: PushId, held: StagedChunk) -> str | None:
+    def _reason_against_another(push: PushId, held: ChunkStore) -> str | None:
         """Return why a worker may not stage one more push: its pushes would fill the memory."""
         if len(held.staged) < MOST_PUSHES:
             return None
@@ -409,14 +417,14 @@ class Server:
             return None
         return f"worker {push.worker} has {own} pushes that are not committed"
 
-    def _reduce(self, held: StagedChunk) -> None:
+    def _reduce(self, held: ChunkStore) -> None:
         """Reduce a chunk that all members have pushed; after the last, send VERSION_STAGED."""
         found = self._progress.reduce(held)
         if found is not None:
             staged = VersionStaged(self.generation, self.version, *found)
             self._send(COORDINATOR, staged.pack())
 
-    def _count(self, push: PushId, held: StagedChunk, pulled: int) -> None:
+    def _count(self, push: PushId, held: ChunkStore, pulled: int) -> None:
         """Count a staged chunk of a push; after the last, send PUSH_STAGED."""
         found = self._progress.count(push, held)
         if found is not None:
@@ -472,14 +480,14 @@ class Server:
         if self._copies:
             self._confirm()
         self._weights.end_commit()
-        self._pulls.answer(self._position)
+        self._service.reached(self._position)
         self._stage_early()
 
     def _is_left_out(self, reader: Peer) -> bool:
         """Return whether a reader's last committed push, or those of its workers, was left out."""
         return bool(self._left_out) if self._together else reader.index in self._left_out
 
-    def _apply(self, held: StagedChunk, commit: Commit, hyper: list[dict[str, Any]]) -> None:
+    def _apply(self, held: ChunkStore, commit: Commit, hyper: list[dict[str, Any]]) -> None:
         """Take the optimizer's step of a commit on one chunk."""
         if not self._together:
             aggregated = self._hosts.aggregators
@@ -575,7 +583,7 @@ class Server:
             for reader in dict.fromkeys(readers):
                 for held in self.chunks.values():
                     self._weights.send(reader, held, self._position, reload=True)
-        self._pulls.answer(self._position)
+        self._service.reached(self._position)
         self._stage_early()
 
     def _install_between_generations(self, order: InstallPut) -> None:
@@ -603,3 +611,20 @@ class Server:
                 self._stage(source, push)
             except ProtocolError as error:
                 log.warning("refused %s from %s: %s", push.KIND.name, source, error)
+
+
+def _made(
+    chunk: Chunk,
+    topology: Topology,
+    spec: OptimizerSpec | None,
+    weights: torch.Tensor,
+    *,
+    checked: bool,
+) -> ChunkStore:
+    """Return the store of a chunk, of the flat vector `weights` or opaque."""
+    if chunk.is_opaque:
+        assert topology.stores is not None, f"chunk {chunk.index} is opaque: give the server stores"
+        return topology.stores.make(chunk, spec, checked=checked)
+    layout, copies = topology.layout, len(topology.holders[chunk.index]) > 1
+    view = layout.chunk_view(weights, chunk.index)
+    return ServerChunk(chunk, layout, spec, view, checked, keeps_mean=copies)

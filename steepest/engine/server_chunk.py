@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
+from steepest.engine.chunk_store import ChunkStore, StagedPush
 from steepest.engine.generators import about_to_change
-from steepest.engine.staged_chunk import StagedChunk, StagedPush
-from steepest.engine.topology import Topology
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.messages.message import PushId
 from steepest.optim.own_values import OwnValues, is_own, may_be_own
@@ -25,7 +24,7 @@ from steepest.tensors.squares import sum_of_squares
 _READ_BY_FUSED_KERNELS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum")
 
 
-class ServerChunk(StagedChunk):
+class ServerChunk(ChunkStore):
     """One chunk on its server: weights, optimizer, staged pushes and their weighted mean.
 
     Args:
@@ -91,12 +90,12 @@ class ServerChunk(StagedChunk):
         return OwnValues(self._optimizer, [spec.groups[at][1] for at in self._groups])
 
     def fits(self, size: int, codec: Codec | None) -> bool:
-        """Return whether a gradient may have so many bytes, see `StagedChunk.fits`."""
+        """Return whether a gradient may have so many bytes, see `ChunkStore.fits`."""
         packed = codec.size(self._layout, self.chunk) if codec is not None else None
         return size == self.chunk.nbytes or size == packed
 
     def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
-        """Return the codec in whose form a gradient is, see `StagedChunk.codec_of`."""
+        """Return the codec in whose form a gradient is, see `ChunkStore.codec_of`."""
         if payload is None or codec is None:
             return None
         if payload.numel() != codec.size(self._layout, self.chunk):
@@ -117,7 +116,7 @@ class ServerChunk(StagedChunk):
         return self._sum
 
     def check(self, push: PushId) -> float:
-        """Return the sum of the squares of one staged gradient, see `StagedChunk.check`."""
+        """Return the sum of the squares of one staged gradient, see `ChunkStore.check`."""
         staged = self.staged[push]
         if staged.payload is None or not self._checked:
             return 0.0
@@ -211,7 +210,7 @@ class ServerChunk(StagedChunk):
             self.mean = torch.mul(self.mean, factor, out=self._accumulator)
 
     def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
-        """Return (worker, parameter) of NaN and infinity, see `StagedChunk.culprits`."""
+        """Return (worker, parameter) of NaN and infinity, see `ChunkStore.culprits`."""
         found = []
         for push in chosen:
             if self.staged[push].payload is not None:
@@ -231,7 +230,7 @@ class ServerChunk(StagedChunk):
     def apply(
         self, hyper: Sequence[Hyperparameters], rate: float, buffer: torch.Tensor | None = None
     ) -> None:
-        """Take one optimizer step with the mean, and drop it, see `StagedChunk.apply`."""
+        """Take one optimizer step with the mean, and drop it, see `ChunkStore.apply`."""
         self._raise_of_codec()
         if self.mean is None and not self._counts:
             return
@@ -358,7 +357,7 @@ class ServerChunk(StagedChunk):
         self._loading.setdefault(parameter, {})[about["key"]] = value, about["plain"]
 
     def end_state(self) -> None:
-        """Set the state of which all records have been loaded; see `StagedChunk.end_state`."""
+        """Set the state of which all records have been loaded; see `ChunkStore.end_state`."""
         loading, self._loading = self._loading, {}
         if not loading or self._optimizer is None:
             return
@@ -437,26 +436,6 @@ class ServerChunk(StagedChunk):
             self._loading.clear()
             if self._own is not None:
                 self._own.clear()
-
-
-def make_chunk(
-    chunk: Chunk,
-    topology: Topology,
-    spec: OptimizerSpec | None,
-    weights: torch.Tensor,
-    checked: bool,
-) -> StagedChunk:
-    """Return a shard of tables, or a chunk of the flat vector `weights`; without `spec`, pushes are added to it."""
-    # checked: whether to compute squares, in which NaN and infinity show.
-    if chunk.is_opaque and topology.tables is not None:
-        from steepest.engine.table_chunk import TableChunk
-
-        groups = [] if spec is None else spec.groups
-        rates = [hyper.get("lr", math.nan) for _, hyper in groups]
-        return TableChunk(chunk, topology.tables, checked, rates)
-    layout, copies = topology.layout, len(topology.holders[chunk.index]) > 1
-    view = layout.chunk_view(weights, chunk.index)
-    return ServerChunk(chunk, layout, spec, view, checked, keeps_mean=copies)
 
 
 def _lies_as_elements(push: StagedPush) -> bool:

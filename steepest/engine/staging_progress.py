@@ -6,7 +6,7 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from steepest.engine.staged_chunk import StagedChunk
+from steepest.engine.chunk_store import ChunkStore
 from steepest.errors import listed
 from steepest.messages.message import PushId, worker_peer
 from steepest.protocol.push_tracking import MOST_CULPRITS
@@ -64,14 +64,14 @@ class StagingProgress:
         """Whether every chunk of the next version is reduced."""
         return self._version.missing == 0
 
-    def reduce(self, held: StagedChunk) -> Found | None:
+    def reduce(self, held: ChunkStore) -> Found | None:
         """Form a chunk's mean of all members' pushes."""
         # Return what the means of all chunks showed, if it was the last.
         order = sorted(held.staged)
         held.reduce(order)
         return self._note(self._version, held, held.squares(), order)
 
-    def count(self, push: PushId, held: StagedChunk) -> Found | None:
+    def count(self, push: PushId, held: ChunkStore) -> Found | None:
         """Note one more staged chunk of a push; return what its gradient showed, if it was the last chunk."""
         progress = self._pushes.get(push)
         if progress is None:
@@ -82,7 +82,7 @@ class StagingProgress:
         return found
 
     def _note(
-        self, progress: _Progress, held: StagedChunk, squares: float, pushes: Sequence[PushId]
+        self, progress: _Progress, held: ChunkStore, squares: float, pushes: Sequence[PushId]
     ) -> Found | None:
         """Note one more staged chunk of some pushes; return what was found, if it was the last."""
         if not math.isfinite(squares):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from steepest.engine.stores import Stores
 from steepest.messages.message import Peer, aggregator_peer, worker_peer
 from steepest.tensors.codec import Codec
 from steepest.tensors.layout import ParameterLayout
@@ -104,4 +105,5 @@ class Topology:
     # how float32 chunks are pushed to servers of other hosts, and in which dtype they are pulled from there; None for
     # as they are
     wire_formats: tuple[Codec | None, torch.dtype | None] = (None, None)
+    stores: Stores | None = None  # makes servers' stores of opaque chunks; None without such chunks
     tables: Dealing | None = None  # how embedding tables are dealt into shards; None without tables

@@ -20,6 +20,8 @@ from steepest.collectives.members import MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
 from steepest.data.sampler import SamplePlan
 from steepest.data.streams import StreamPlace
+from steepest.embedding.stores_of_job import stores_of
+from steepest.embedding.table_counts import table_counts
 from steepest.engine.chunk_transfer import ChunkState, RetainedChunks
 from steepest.engine.hosting import (
     build_replicas,
@@ -33,7 +35,6 @@ from steepest.engine.replicas import Memory, Replicas, memory_for
 from steepest.engine.scheduling import give_way
 from steepest.engine.server import Server
 from steepest.engine.survivors import ServerState, catch_up, state_of
-from steepest.engine.table_counts import table_counts
 from steepest.engine.worker import Worker
 from steepest.engine.worker_state import WorkerState, worker_state
 from steepest.errors import PeerLostError, ShutdownError, describe_error
@@ -359,7 +360,15 @@ class Process:
             in_place = own is not None or index in aggregators
             arriving = None if initial is None else initial[2]
             self._servers.append(
-                host_server(self.router, job, index, weights, shared=in_place, arriving=arriving)
+                host_server(
+                    self.router,
+                    job,
+                    index,
+                    weights,
+                    shared=in_place,
+                    arriving=arriving,
+                    stores=stores_of(job),
+                )
             )
         for index in aggregators:
             shown = segment_of(weights) is not None  # else descriptors or memory had run out

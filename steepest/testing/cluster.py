@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from steepest.aggregation.hosting import host_aggregator
+from steepest.embedding.stores_of_job import stores_of
 from steepest.engine.client import Snapshot, read_log
 from steepest.engine.commit_log import CommitLog
 from steepest.engine.hosting import (
@@ -136,6 +137,7 @@ class InProcessCluster:
                     weights,
                     shared=in_place or index in aggregators,
                     arriving=getattr(built[0][0][0], "optimizer_state", None),
+                    stores=stores_of(self.job),
                 )
             )
             if index in aggregators:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from steepest.engine.chunk_store import ChunkStore
 from steepest.engine.server import Server
-from steepest.engine.staged_chunk import StagedChunk
 from steepest.engine.worker import Worker
 from steepest.messages.message import Kind, Message, Peer
 from steepest.testing.faults import Clock, Moment
@@ -20,7 +20,7 @@ def watch_applying(server: Server, reached: Report) -> None:
     chunks = [held for held in server.chunks.values() if held.chunk.trainable]
     updated: dict[int, list[int]] = {}  # to the version that is being made
 
-    def watch(held: StagedChunk) -> None:
+    def watch(held: ChunkStore) -> None:
         apply = held.apply
 
         def applied(*arguments: Any) -> None:

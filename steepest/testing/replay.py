@@ -13,6 +13,7 @@ import torch
 from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.checkpoint import files
 from steepest.embedding.shard_records import disassemble
+from steepest.embedding.stores_of_job import stores_of
 from steepest.engine.commit_log import Commit, CommitLog, LoggedPush, UnpushedRows
 from steepest.engine.hosting import build_replicas
 from steepest.engine.job import Job, ModelCreator, build_models
@@ -321,7 +322,9 @@ def _server(job: Job, weights: torch.Tensor, version: int) -> Server:
     """Return one server of all chunks, at a version."""
     server = Server(
         0,
-        replace(job.topology, holders=[(0,)] * len(job.description.layout.chunks)),
+        replace(
+            job.topology, holders=[(0,)] * len(job.description.layout.chunks), stores=stores_of(job)
+        ),
         job.server_spec,
         weights,
         lambda peer, message: None,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from steepest.embedding.row_pulls import RowPulls
+from steepest.embedding.table_chunk import TableChunk
 from steepest.engine.commit_log import Commit, LoggedPush
 from steepest.engine.row_exchange import RowExchange
-from steepest.engine.row_pulls import RowPulls
 from steepest.engine.server import Server
-from steepest.engine.table_chunk import TableChunk
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Message, Peer
 from steepest.messages.rows import PullRows

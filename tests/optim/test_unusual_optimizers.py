@@ -18,8 +18,8 @@ from steepest import (
     ParameterServerStrategy,
     SimpleStrategy,
 )
+from steepest.engine.chunk_store import StagedPush
 from steepest.engine.server_chunk import ServerChunk
-from steepest.engine.staged_chunk import StagedPush
 from steepest.errors import ConfigurationError, ModelError, ProtocolError
 from steepest.messages.message import PushId
 from steepest.optim.portable import pack_all, unpack

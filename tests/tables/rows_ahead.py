@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import steepest
-from steepest.engine.table_chunk import TableChunk
+from steepest.embedding.table_chunk import TableChunk
 from steepest.models.embedding import EmbeddingBag
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.tables.initial import Constant

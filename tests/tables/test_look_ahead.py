@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import steepest
+from steepest.embedding.table_counts import table_counts
 from steepest.engine.delayed_rows import divided
 from steepest.engine.row_exchange import RowExchange
-from steepest.engine.table_counts import table_counts
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.driver import Failure
 from steepest.messages.message import Kind

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.engine import table_chunk
+from steepest.embedding import table_chunk
+from steepest.embedding.row_snapshots import READER_SECONDS, RowSnapshots
+from steepest.embedding.table_chunk import TableChunk
 from steepest.engine.client import Client
-from steepest.engine.row_snapshots import READER_SECONDS, RowSnapshots
-from steepest.engine.table_chunk import TableChunk
 from steepest.errors import CheckpointError, DeadlineError
 from steepest.messages.message import Kind, Message, Peer, server_peer
 from steepest.messages.snapshots import ReadOn, Snapshot, SnapshotEnd

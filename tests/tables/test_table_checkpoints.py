@@ -24,9 +24,9 @@ from steepest import (
 )
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
-from steepest.engine import table_chunk
+from steepest.embedding import table_chunk
+from steepest.embedding.row_snapshots import RowSnapshots
 from steepest.engine.optimizer_slices import assemble
-from steepest.engine.row_snapshots import RowSnapshots
 from steepest.errors import CheckpointError
 from steepest.state import row_read
 from steepest.tables.admission import CBFFilter, CounterFilter

@@ -19,7 +19,7 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
-from steepest.engine import table_chunk
+from steepest.embedding import table_chunk
 from steepest.engine.optimizer_slices import assemble
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.optim.portable import Record

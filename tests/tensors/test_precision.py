@@ -10,8 +10,8 @@ from torch import nn
 
 from steepest.compression.codecs import Half
 from steepest.data.sampler import SamplePlan
+from steepest.engine.chunk_store import StagedPush
 from steepest.engine.server_chunk import ServerChunk
-from steepest.engine.staged_chunk import StagedPush
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Failure
 from steepest.messages.message import PushId

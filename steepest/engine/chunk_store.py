@@ -1,4 +1,4 @@
-"""The pushes that are staged on one chunk, of weights or of rows, and what a server asks of both."""
+"""What a server asks of each chunk that it holds: `ChunkStore`, of which it knows no more."""
 
 from __future__ import annotations
 
@@ -30,20 +30,47 @@ class StagedPush:
     codec: Codec | None  # None for the chunk's own dtype
 
 
-class StagedChunk(ABC):
+class ChunkStore(ABC):
     """One chunk on its server: the state that it holds, and the pushes that are staged.
+
+    `ServerChunk` holds the dense parameters of the flat vector. A chunk that is opaque in the layout
+    (`Chunk.is_opaque`) is held by a store that whoever builds the roles passes in, see
+    `steepest.engine.stores.Stores`. A server holds many stores of several classes and treats all alike:
+
+    1. A gradient arrives. `fits` says whether its size can be right; `staging_buffer` returns memory for
+       it, unless it is lent; `codec_of` checks it. The server then puts a `StagedPush` into `staged`.
+       One that is not kept is given to `release`.
+    2. Where all members contribute to each version, `reduce` forms the mean as soon as the last push is
+       staged, and `squares` says its sum of squares; elsewhere `check` says that of each push. `culprits` is asked
+       only if a sum of squares is not finite.
+    3. The coordinator commits: `reduce` where it has not been called yet, `clip`, `apply`; then `forget`
+       for each push of the commit. A version without an update (NaN was found) is `forget` alone.
+    4. A new generation begins: `discard`. A push is dropped: `forget`.
+    5. State is read: `state` between two commits. State is installed: `check_state` for each record as it
+       arrives, `try_state` when all have, `clear_state`, `load_state` for each, `end_state`.
+    6. `counts` is asked for the job's statistics, at any time.
+    7. The weights have to lie in other memory, which holds their values: `move`.
+
+    All methods are called on the thread of the server's router, one at a time; none may wait for anything.
+    The same calls in the same order leave the same bits: copies of a chunk on two servers, replays and
+    recovery rely on that. A method that raises `ProtocolError` has changed nothing.
+
+    A store without bytes in the flat vector has empty `weights`, which no reader is sent: it answers
+    messages of its own, see `StoreService`.
 
     Args:
         chunk: of the layout.
-        weights: its bytes, flat uint8; empty for a shard of tables.
+        weights: its bytes, flat uint8; empty for an opaque chunk.
+
+    Attributes:
+        staged: the pushes that are neither committed nor dropped, by their names.
+        raised: the exception that code of a user's raised in the last `apply`; None if none did.
     """
 
     def __init__(self, chunk: Chunk, weights: torch.Tensor) -> None:
-        # the exception that the user's optimizer raised in the last `apply`; None if none did
         self.raised: BaseException | None = None
         self.chunk = chunk
         self.weights = weights
-        # the pushes that are neither committed nor dropped
         self.staged: dict[PushId, StagedPush] = {}
         # All staging memory, by id; a connection that breaks within a payload drops its buffer.
         self._buffers: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
@@ -117,7 +144,7 @@ class StagedChunk(ABC):
 
     @abstractmethod
     def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
-        """Return (worker, parameter or table) of each NaN or infinity in some staged gradients, each once."""
+        """Return (worker, name of a parameter) of each NaN or infinity in some staged gradients, each once."""
         # The worker is -1 where each gradient is finite and only their sum is not.
 
     @abstractmethod
@@ -141,11 +168,15 @@ class StagedChunk(ABC):
     def move(self, buffer: torch.Tensor) -> None:
         """Have the weights lie in other memory, which holds their values already."""
 
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return what the store counts, by name, for the statistics of a job: nothing by default."""
+        return {}
+
     @abstractmethod
     def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
         """Return the state beside the weights: (description, tensor) of each part.
 
-        The description has "name" (of the parameter or shard), "key", "start", "stop" (the elements
+        The description has "name" (of the parameter), "key", "start", "stop" (the elements
         of a parameter) and "plain" (whether the tensor stands for a value that is none).
         """
 

@@ -16,8 +16,7 @@ def table_counts(servers: Iterable[Server]) -> Counts:
     found = []
     for server in servers:
         for held in (server.chunks[index] for index in sorted(server.answers_for)):
-            if held.chunk.is_opaque:
-                found.append(held.counts())  # type: ignore[attr-defined]
+            found.append(held.counts())
     return added_counts(found)
 
 

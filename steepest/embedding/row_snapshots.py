@@ -6,16 +6,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from steepest.embedding.table_chunk import TableChunk
 from steepest.engine.optimizer_records import state_fields
 from steepest.messages.message import Peer, Send
 from steepest.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
-
-if TYPE_CHECKING:
-    from steepest.engine.table_chunk import TableChunk
 
 log = logging.getLogger(__name__)
 

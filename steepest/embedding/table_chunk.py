@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steepest.engine.staged_chunk import StagedChunk, StagedPush
+from steepest.engine.chunk_store import ChunkStore, StagedPush
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.messages.message import PushId
 from steepest.optim.spec import Hyperparameters
@@ -35,7 +35,7 @@ _KNOWN_BYTES = 28  # of a row, beside values and slots
 _EXPORTED = ("ids", "values", "removed_ids", "updates", "life", "since")
 
 
-class TableChunk(StagedChunk):
+class TableChunk(ChunkStore):
     """One shard of a group of tables on its server.
 
     Its rows count updates by themselves: one for each commit, whether that changes rows or not.
@@ -123,7 +123,7 @@ class TableChunk(StagedChunk):
         self.mean = None
 
     def check(self, push: PushId) -> float:
-        """Return the sum of the squares of one staged gradient, see `StagedChunk.check`."""
+        """Return the sum of the squares of one staged gradient, see `ChunkStore.check`."""
         staged = self.staged[push]
         if staged.payload is None or not self._checked:
             return 0.0
@@ -155,7 +155,7 @@ class TableChunk(StagedChunk):
             self.mean = self.mean.times(factor)
 
     def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
-        """Return (worker, table) of NaN and infinity, see `StagedChunk.culprits`."""
+        """Return (worker, table) of NaN and infinity, see `ChunkStore.culprits`."""
         found = []
         for push in chosen:
             if self.staged[push].payload is not None:
@@ -242,7 +242,7 @@ class TableChunk(StagedChunk):
     # -- state ---------------------------------------------------------------------------------
 
     def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
-        """Return copies of all that is known of the rows, as records, see `StagedChunk.state`."""
+        """Return copies of all that is known of the rows, as records, see `ChunkStore.state`."""
         return [record for piece in self.pieces() for record in piece]
 
     def pieces(
@@ -256,7 +256,7 @@ class TableChunk(StagedChunk):
                 record "since" with that version.
 
         Returns:
-            An iterator over pieces of some MB: records, as `StagedChunk.state` has them, with the
+            An iterator over pieces of some MB: records, as `ChunkStore.state` has them, with the
             places of their rows among all pieces as "start" and "stop". The first piece has all
             keys.
         """

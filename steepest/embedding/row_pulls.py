@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from steepest.embedding.table_chunk import TableChunk
 from steepest.engine.incoming_weights import Key
 from steepest.engine.row_memory import ROW_MEMORY
-from steepest.engine.staged_chunk import StagedChunk
 from steepest.errors import ConfigurationError, ProtocolError, ResourcesError
 from steepest.messages.message import Peer, Send
 from steepest.messages.rows import PullRows, Rows
-
-if TYPE_CHECKING:
-    from steepest.engine.table_chunk import TableChunk
-    from steepest.tables.dealing import Dealing
-    from steepest.tables.kernels import Int32s, Int64s
-    from steepest.tables.table import Table
+from steepest.tables.checks import require_keys
+from steepest.tables.dealing import Dealing
+from steepest.tables.gradients import unpack_keys
+from steepest.tables.kernels import Int32s, Int64s
+from steepest.tables.table import Table
 
 _MOST_WAITING = 64  # pulls of one worker
 
@@ -40,13 +39,13 @@ class RowPulls:
     def __init__(
         self,
         server: int,  # its index, for errors
-        tables: Dealing | None,
-        chunks: Mapping[int, StagedChunk],
+        tables: Dealing,
+        shards: Mapping[int, TableChunk],  # that the server holds, by index of the chunk
         send: Send,  # sends as the server
     ) -> None:
         self._server = server
         self._tables = tables
-        self._chunks = chunks
+        self._shards = shards
         self._send = send
         self._waiting: list[tuple[Peer, _Wanted]] = []
 
@@ -89,11 +88,8 @@ class RowPulls:
 
     def _checked(self, pull: PullRows) -> _Wanted:
         """Return what a pull asks for; ProtocolError: this server does not hold that."""
-        from steepest.tables.checks import require_keys
-        from steepest.tables.gradients import unpack_keys
-
         dealing = self._tables
-        if dealing is None or pull.group >= len(dealing.groups):
+        if pull.group >= len(dealing.groups):
             raise ProtocolError(f"a pull from group {pull.group} of tables, which is not there")
         group = dealing.groups[pull.group]
         packed = np.empty(0, np.uint8) if pull.payload is None else pull.payload.numpy()
@@ -107,7 +103,7 @@ class RowPulls:
             raise ProtocolError("a pull of rows that are not in the order of their shards")
         shards = np.flatnonzero(np.diff(begins))
         for shard in map(int, shards):
-            if dealing.chunk(pull.group, shard) not in self._chunks:
+            if dealing.chunk(pull.group, shard) not in self._shards:
                 raise ProtocolError(f"server {self._server} does not hold shard {shard} of tables")
         parts = [(int(shard), slice(begins[shard], begins[shard + 1])) for shard in shards]
         return _Wanted(pull, tables, ids, parts, group[0])
@@ -115,15 +111,13 @@ class RowPulls:
     def _values(self, wanted: _Wanted) -> torch.Tensor | None:
         """Return the rows of a pull, flat bytes, None of no rows."""
         # ConfigurationError or ResourcesError: no room, no memory.
-        assert self._tables is not None
         if not wanted.parts:
             return None
         width = wanted.one.dim * np.dtype(wanted.one.dtype).itemsize
         packed = ROW_MEMORY.empty(len(wanted.ids) * width)
         values = packed.view(wanted.one.dtype).reshape(-1, wanted.one.dim)
         for shard, part in wanted.parts:
-            held = self._chunks[self._tables.chunk(wanted.pull.group, shard)]
-            rows = cast("TableChunk", held).rows
+            rows = self._shards[self._tables.chunk(wanted.pull.group, shard)].rows
             keys = wanted.tables[part], wanted.ids[part]
             if wanted.pull.training:
                 rows.require_room(*keys)

@@ -1,0 +1,91 @@
+"""How servers hold embedding tables: `TableStores`, which whoever builds a server passes to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from steepest.embedding.row_pulls import RowPulls
+from steepest.embedding.row_snapshots import RowSnapshots
+from steepest.embedding.table_chunk import TableChunk
+from steepest.engine.chunk_store import ChunkStore
+from steepest.engine.incoming_weights import where_lent
+from steepest.engine.stores import Position
+from steepest.errors import ProtocolError
+from steepest.messages.message import Kind, Message, Peer, Send
+from steepest.messages.rows import PullRows
+from steepest.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
+from steepest.optim.spec import OptimizerSpec
+from steepest.tables.dealing import Dealing
+from steepest.tensors.layout import Chunk
+
+
+class TableStores:
+    """Makes a `TableChunk` for each opaque chunk of a job, see `steepest.engine.stores.Stores`.
+
+    Args:
+        dealing: of the job's tables into chunks.
+    """
+
+    def __init__(self, dealing: Dealing) -> None:
+        self._dealing = dealing
+
+    def make(self, chunk: Chunk, spec: OptimizerSpec | None, *, checked: bool) -> ChunkStore:
+        """Return a shard without rows; tables may follow a learning rate of `spec`."""
+        groups = [] if spec is None else spec.groups
+        rates = [hyper.get("lr", math.nan) for _, hyper in groups]
+        return TableChunk(chunk, self._dealing, checked, rates)
+
+    def serve(self, server: int, stores: Mapping[int, ChunkStore], send: Send) -> TableService:
+        """Return what answers pulls, and sends rows of snapshots, for one server."""
+        return TableService(server, self._dealing, stores, send)
+
+
+class TableService:
+    """The messages about rows on one server, see `steepest.engine.stores.StoreService`."""
+
+    kinds: Collection[Kind] = frozenset({Kind.PULL_ROWS, Kind.READ_ON})
+
+    def __init__(
+        self, server: int, dealing: Dealing, stores: Mapping[int, ChunkStore], send: Send
+    ) -> None:
+        self._pulls = RowPulls(server, dealing, _shards(stores.values()), send)
+        self._snapshots = RowSnapshots(send)
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """Return memory for the keys of a pull: where they are lent, or new."""
+        if message.kind is not Kind.PULL_ROWS:
+            raise ProtocolError(f"{message.kind.name} with a payload of {size} bytes")
+        return where_lent(message, size)
+
+    def handle(self, source: Peer, message: Message, at: Position) -> None:
+        """Answer a pull, or send a reader more of a snapshot."""
+        if message.kind is Kind.PULL_ROWS:
+            self._pulls.receive(source, PullRows.unpack(message), at)
+        else:
+            self._snapshots.go_on(source, ReadOn.unpack(message).sequence)
+
+    def reached(self, at: Position) -> None:
+        """Answer the pulls that have waited for this position."""
+        self._pulls.answer(at)
+
+    def read(self, order: Snapshot, stores: Sequence[ChunkStore], end: SnapshotEnd) -> None:
+        """Send the first rows of some shards; the others as their reader reads on."""
+        shards = _shards(stores)
+        self._snapshots.begin(order, [*shards.values()], end)
+
+    def lost(self, peer: Peer) -> None:
+        """Forget the pulls and the snapshots of a lost peer."""
+        self._pulls.lost(peer)
+        self._snapshots.lost(peer)
+
+    def tick(self, now: float) -> None:
+        """Drop the snapshots whose readers do not read on."""
+        self._snapshots.tick(now)
+
+
+def _shards(stores: Collection[ChunkStore]) -> dict[int, TableChunk]:
+    """Return those of some stores that are shards of tables, by index of the chunk."""
+    return {held.chunk.index: held for held in stores if isinstance(held, TableChunk)}
