@@ -7,7 +7,8 @@
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die and
 # the driver gets signals; make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check,
-# test-cluster, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage.
+# test-cluster, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage. make test-core: training
+# with plain processes, in a minute.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest
 # also where the environment says otherwise: the tests start many processes, which would compile the same modules
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
+.PHONY: demo test test-core test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
   bench-check test-full \
   mutants coverage check bench soak clean
 
@@ -87,6 +88,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -m "not ray and not cluster and not long" --numprocesses=2
 	$(PYTEST) -m "ray and not cluster and not long"
+
+test-core: $(STAMP)
+	$(PYTEST) -m "long or not long" --numprocesses=2 tests/core
 
 test-cluster: $(STAMP)
 	$(PYTEST) -m "long and not ray and not cluster" --numprocesses=2

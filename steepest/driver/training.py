@@ -19,6 +19,7 @@ import ray
 
 from steepest.data.sampler import SamplePlan
 from steepest.engine.client import Client, Position
+from steepest.engine.step_errors import raise_step_error
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError
 from steepest.messages.driver import Failure, Result, WorkerLost
 from steepest.messages.message import Peer
@@ -27,7 +28,6 @@ from steepest.observe.results import StepResult
 from steepest.recovery.supervisor import Supervisor
 from steepest.runtime.calls import has_answered
 from steepest.runtime.cluster import Cluster
-from steepest.runtime.diagnostics import raise_step_error
 from steepest.runtime.owner import Moment, Request, owned
 
 log = logging.getLogger(__name__)
@@ -497,7 +497,8 @@ class Training:
         if failure.reason == "lost":
             assert failure.peer is not None
             self.cluster.deaths.lost(failure.peer, failure.why)
-        raise_step_error(failure, self.cluster.places, self._where(failure.awaited))
+        hosts = {peer: place.host for peer, place in self.cluster.places.items()}
+        raise_step_error(failure, hosts, self._where(failure.awaited))
 
     def _where(self, awaited: Collection[str]) -> list[tuple[str, str, str]]:
         """Return the name, samples and frames of workers that are waited for, if they answer soon."""

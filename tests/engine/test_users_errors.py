@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from steepest import IndexedStream, TorchModel
+from steepest.engine.step_errors import raise_step_error
 from steepest.errors import (
     ModelError,
     ModelRaisedError,
@@ -27,7 +28,6 @@ from steepest.errors import (
 from steepest.messages.driver import Failure, Result
 from steepest.models.protocol import Computed
 from steepest.runtime.calls import RemoteError
-from steepest.runtime.diagnostics import raise_step_error
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy

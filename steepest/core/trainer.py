@@ -1,0 +1,572 @@
+"""The driver of a job of plain processes: steps, the state, and what becomes of a death."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from steepest.core.processes import ProcessRuntime
+from steepest.core.runtime import Process, Runtime
+from steepest.core.worker_process import HOST, WorkerProcess, make_transport
+from steepest.data.sampler import Remaining, SamplePlan
+from steepest.engine.client import Client
+from steepest.engine.hosting import host_client, host_coordinator, host_server
+from steepest.engine.job import Description, Job, ModelCreator, check_agreement
+from steepest.engine.replica_states import mean_states
+from steepest.engine.step_errors import raise_step_error
+from steepest.errors import (
+    ConfigurationError,
+    DeadlineError,
+    ModelRaisedError,
+    PeerLostError,
+    RemoteTraceback,
+    ShutdownError,
+)
+from steepest.messages.driver import Failure, Result
+from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
+from steepest.models.step_size import StepSize
+from steepest.optim.arriving import ArrivingState
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.strategy import Strategy
+from steepest.tensors.dtypes import Tensors
+from steepest.transport.router import Router
+from steepest.validation import (
+    require_choice,
+    require_count,
+    require_model_creator,
+    require_positive,
+)
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+STRATEGIES: dict[str, Strategy] = {
+    "ps": ParameterServerStrategy(),
+    "async": ParameterServerStrategy(mode="async"),
+    "ssp": ParameterServerStrategy(mode="ssp"),
+    "allreduce": AllreduceStrategy(),
+}
+_NOTICE_SECONDS = 5.0  # from a closed connection to the end of its process
+_MOST_ATTEMPTS = 3  # to go on after deaths, with no step committed in between
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a job of plain processes runs.
+
+    Attributes:
+        on_death: "replace" a worker's process that died by another one, "continue" with fewer
+            workers, or "raise" PeerLostError.
+        step_timeout: seconds within which a step is committed, or an answer comes.
+        start_timeout: seconds within which processes start, make their models and connect.
+        snapshot_every: steps between two copies of the state in the driver, where workers alone
+            hold parts of it: under allreduce, and of models with buffers.
+        threads: with which torch computes in each worker.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    on_death: str = "replace"
+    step_timeout: float = 300.0
+    start_timeout: float = 120.0
+    snapshot_every: int = 20
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        require_choice("on_death", self.on_death, ("replace", "continue", "raise"))
+        require_positive("step_timeout", self.step_timeout)
+        require_positive("start_timeout", self.start_timeout)
+        require_count("snapshot_every", self.snapshot_every)
+        require_count("threads", self.threads)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a job continues from, with any number of workers."""
+
+    step: int  # number of steps committed
+    weights: torch.Tensor  # the flat vector
+    records: list[Any] | None = None  # optimizer state; None for that with which it arrives
+    coordinator: dict[str, Any] | None = None  # its counters and schedule
+    remaining: Remaining = Remaining()  # noqa: RUF009 - frozen
+    buffers: Tensors | None = None  # of the models; None for those with which they are made
+
+
+class Trainer:
+    """Trains a dense model with plain processes of this machine.
+
+    Each worker is a process with a copy of the model. The coordinator lives in this process, and so
+    do the servers, unless the strategy puts them into the workers (allreduce). What dies with what:
+
+    - a worker under "ps", "async" and "ssp" holds nothing that others need: the job goes on with
+      the weights and optimizer state of the last commit;
+    - a worker under "allreduce" holds a slice of the optimizer's state: the job goes back to the
+      last copy (`Settings.snapshot_every`), and takes the steps since then again;
+    - this process holds everything else: when it dies, all workers end.
+
+    In both cases the weights are made of every sample exactly once in each epoch. While a successor
+    starts, the other workers wait.
+
+    Methods are called on one thread. All waits have deadlines.
+
+    Args:
+        model_creator: a function, importable by other processes, of a worker's and a device's index,
+            which returns a `Model`; devices have the index 0.
+        num_workers: number of worker processes.
+        strategy: "ps", "async", "ssp", "allreduce", or a `Strategy` of these kinds.
+        seed: of initial weights, of the order of samples, and of random state.
+        settings: see `Settings`.
+        runtime: starts the processes; by default a `ProcessRuntime`. The trainer closes it.
+
+    Attributes:
+        step: number of steps committed.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or the model needs what plain processes lack.
+        ModelRaisedError: `model_creator` raised; its traceback is the cause.
+        PeerLostError, DeadlineError: a process died, or is late, while the job starts.
+    """
+
+    def __init__(
+        self,
+        model_creator: ModelCreator,
+        *,
+        num_workers: int = 1,
+        strategy: str | Strategy = "ps",
+        seed: int = 0,
+        settings: Settings | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        require_model_creator(model_creator)
+        self._strategy = _strategy(strategy, require_count("num_workers", num_workers))
+        self._settings = settings or Settings()
+        self._creator, self._seed = model_creator, seed
+        self._size = StepSize(num_workers)
+        self._token = secrets.token_bytes(32)
+        self.step = 0
+        self._members: dict[int, Process] = {}  # the living worker processes, by worker
+        self._lives = [0] * num_workers  # by worker, the processes before the present one
+        self._attempts = 0  # to go on after deaths since the last step
+        self._pending: _State | None = None  # to continue from, while the job is formed anew
+        self._closed = False
+        self._router = Router()
+        self._client: Client | None = None
+        self._news: Future[None] = Future()  # done when the client has another outcome
+        self._runtime = runtime or ProcessRuntime()
+        try:
+            self._begin(num_workers)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- for the user --------------------------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers."""
+        return self._job.num_workers
+
+    @property
+    def pids(self) -> list[int]:
+        """The number of each worker's process, for the operating system."""
+        return [process.pid for _, process in sorted(self._members.items())]
+
+    def fit(
+        self,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        on_step: Callable[[Result], object] | None = None,
+    ) -> list[Result]:
+        """Train; return the result of each step that is part of the weights, in order.
+
+        Args:
+            epochs: to the end of so many epochs, a begun one included.
+            steps: so many steps; exactly one of the two is given.
+            on_step: called with each result as it comes, also of steps that are taken again.
+
+        Raises:
+            ModelRaisedError, ModelError, NonFiniteError: of a step, nothing of which was applied;
+                the trainer can be used further.
+            DeadlineError: a step was not committed in time; names the workers that are late.
+            PeerLostError: a process died, and the job cannot go on.
+            ShutdownError: after `close`.
+        """
+        if (epochs is None) == (steps is None):
+            raise ConfigurationError(
+                f"epochs={epochs!r}, steps={steps!r}: give exactly one of them"
+            )
+        count = require_count("epochs" if steps is None else "steps", steps or epochs)
+        begin, results = self.step, list[Result]()
+        epoch = self._plan.position(begin).epoch
+
+        def goal() -> int:
+            return self._plan.end_of(epoch + count - 1) if steps is None else begin + count
+
+        while self.step < goal():
+            self._surviving(lambda: self._train(goal() - self.step, results, on_step))
+        return results
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the weights of the last commit, and the mean of the models' buffers, by name."""
+
+        def read() -> dict[str, torch.Tensor]:
+            found = self._asked(lambda: self._of_job.read("weights"), "send the weights")
+            named = self._job.description.layout.named(found.weights)
+            return named | (self._buffers() or {})
+
+        return self._surviving(read)
+
+    def close(self) -> None:
+        """End all processes; may be called twice."""
+        self._closed = True
+        try:
+            self._disconnect()
+        finally:
+            self._runtime.close()
+
+    # -- forming a job -------------------------------------------------------------------------
+
+    def _begin(self, num_workers: int) -> None:
+        """Start the processes, have them make their models, and form the job of them."""
+        described = self._start(range(num_workers))
+        self._described = described[0]
+        for index, other in enumerate(described):
+            check_agreement(described[0], other, "worker 0", f"worker {index}")
+        _check(described[0])
+        self._job = self._job_of(num_workers)
+        if self._job.plan() is None:
+            raise ConfigurationError(
+                "the training data are a stream: give arrays or a map-style dataset, whose samples "
+                "have numbers, so that each is visited once also after a death"
+            )
+        weights, buffers, arriving = self._ask("send its weights", "initial", {0: (self._job,)})[0]
+        self._arriving: ArrivingState | None = arriving
+        flat = torch.frombuffer(bytearray(weights), dtype=torch.uint8)
+        self._kept = _State(0, flat, buffers=buffers)
+        self._form(self._kept)
+
+    def _start(self, workers: Iterable[int]) -> list[Description]:
+        """Start the processes of some workers; return what their models are like."""
+        for index in workers:
+            name = f"worker {index}" + (f", life {life}" if (life := self._lives[index]) else "")
+            arguments = self._token, self._settings.threads
+            self._members[index] = self._runtime.start(name, WorkerProcess, *arguments)
+        cut = self._strategy.cut
+        building = {index: (self._creator, index, self._seed, cut, self._size) for index in workers}
+        return self._ask("make its model", "build", building)
+
+    def _job_of(self, num_workers: int) -> Job:
+        strategy = self._strategy
+        servers = strategy.servers_for(1, num_workers)
+        timeout = self._settings.step_timeout
+        return Job(self._described, strategy, num_workers, 1, servers, self._seed, timeout)
+
+    def _form(self, state: _State) -> None:
+        """Give this process and the workers their roles, and continue from a state."""
+        self._disconnect()
+        job = self._job = self._job_of(len(self._members))
+        plan = job.plan(state.step, state.remaining)
+        assert plan is not None
+        self._plan: SamplePlan = plan
+        fresh, in_workers = state.records is None, job.strategy.in_workers
+        self._router = Router()
+        servers = () if in_workers else tuple(map(server_peer, range(job.num_servers)))
+        peers = (COORDINATOR, Peer("client", 0), *servers)
+        transport = make_transport(self._token, peers, self._router)
+        host_coordinator(self._router, job)
+        flat = job.description.layout.allocate()
+        for server in servers:
+            arriving = self._arriving if fresh else None
+            host_server(self._router, job, server.index, flat, arriving=arriving)
+        self._client = client = host_client(self._router, job, 0)
+        client.on_outcome = self._note
+        here = transport.listen(HOST)
+        self._router.start("steepest driver", self._runtime.start_thread)
+        lives, count = self._lives, job.num_workers
+        opening = {i: (job, i, lives[i], plan, state.buffers, fresh) for i in range(count)}
+        listening = self._ask("take its roles", "open", opening)
+        seconds = self._settings.start_timeout
+        earlier = {i: listening[:i] if in_workers else [] for i in range(count)}
+        connecting = {i: ([here, *others], seconds) for i, others in earlier.items()}
+        self._ask("connect", "connect", connecting)
+        self._ask("join", "join", dict.fromkeys(range(count), ()))
+        parts = job.version_of(state.step), state.weights, state.records, state.coordinator
+        self._asked(lambda: client.install(*parts), "take the weights")
+        self.step = state.step
+
+    def _disconnect(self) -> None:
+        """End the roles of this process."""
+        self._router.stop(_CLOSE_SECONDS)
+        if self._router.transport is not None:
+            self._router.transport.close()
+        if self._client is not None:
+            self._client.close()
+
+    # -- training ------------------------------------------------------------------------------
+
+    @property
+    def _of_job(self) -> Client:
+        """The client, whose methods are called on the router's thread."""
+        if self._closed or self._client is None:
+            raise ShutdownError("the trainer is closed")
+        return self._client
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether the driver keeps copies of the state, because workers alone hold parts of it."""
+        return self._job.strategy.in_workers or self._described.changing
+
+    def _train(self, most: int, results: list[Result], on_step: Any) -> None:
+        """Take steps: at most so many, and no more than until the next copy of the state."""
+        while results and results[-1].step > self.step:  # they are taken again
+            del results[-1]
+        count = min(most, self._settings.snapshot_every) if self._keeps else most
+        client = self._of_job
+        self._await(self._router.call(lambda: client.ask(count, True)), "take a request", ())
+        try:
+            for _ in range(count):
+                result = self._next_result()
+                self.step, self._attempts = result.step, 0
+                results.append(result)
+                if on_step is not None:
+                    on_step(result)
+        except PeerLostError:
+            raise
+        except BaseException:
+            self._revoke()
+            raise
+        if self._keeps:
+            self._kept = self._read(self._buffers())
+
+    def _next_result(self) -> Result:
+        """Return the result of the next step, or raise why it failed."""
+        outcomes = self._of_job.outcomes
+        if outcomes.empty():
+            self._news = news = Future[None]()
+            if outcomes.empty():
+                # the coordinator gives up a late step, and says for whom it waited
+                seconds = 2 * self._settings.step_timeout
+                who = [str(worker_peer(index)) for index in self._members]
+                self._await(news, f"commit step {self.step + 1}", who, seconds)
+        outcome = outcomes.get_nowait()
+        if isinstance(outcome, PeerLostError):
+            raise outcome
+        if isinstance(outcome, Failure):
+            self._raise_failure(outcome)
+        assert isinstance(outcome, Result)  # WORKER_LOST is for jobs that wait for successors
+        return outcome
+
+    def _raise_failure(self, failure: Failure) -> NoReturn:
+        if failure.reason == "lost":
+            raise PeerLostError(f"{failure.peer}: {failure.why}")
+        if failure.reason == "optimizer":
+            self.close()
+            raise ModelRaisedError(
+                f"{failure.peer}: the optimizer raised in step {failure.step + 1}: {failure.error}; "
+                "parts of the model had the update by then and others not: the trainer is closed"
+            ) from RemoteTraceback(failure.traceback)
+        raise_step_error(failure, {})
+
+    def _revoke(self) -> None:
+        """Take back the steps that are asked for and not committed."""
+        if self._closed:
+            return
+        client = self._of_job
+        position = self._asked(client.revoke, "stop")
+        while not client.outcomes.empty():
+            client.outcomes.get_nowait()
+        self.step = self._job.step_of(position.version)
+
+    # -- the state -----------------------------------------------------------------------------
+
+    def _read(self, buffers: Tensors | None) -> _State:
+        """Return the servers' state, with these buffers; no step is granted."""
+        job, client = self._job, self._of_job
+        counters = self._asked(client.counters, "count")
+        found = self._asked(lambda: client.read("state"), "send the state")
+        done = counters.following, counters.returned
+        remaining = self._plan.remaining(*done, job.shares, job.parts)
+        kept = {name: found.state[name] for name in found.state if name in ("history", "schedule")}
+        step = job.step_of(found.version)
+        return _State(step, found.weights, found.records, kept, remaining, buffers)
+
+    def _buffers(self) -> Tensors | None:
+        """Return the mean of the living workers' buffers; None if models have none, or no worker lives."""
+        if not self._described.changing or not self._members:
+            return None
+        states = self._ask("send its buffers", "states", dict.fromkeys(self._members, ()))
+        each = [state for part in states for state in part]
+        return mean_states(each, [1.0] * len(each))
+
+    # -- deaths --------------------------------------------------------------------------------
+
+    def _surviving(self, function: Callable[[], T]) -> T:
+        """Return what a function returns; when a process dies, form the job anew and call it again."""
+        while True:
+            try:
+                return function()
+            except PeerLostError as error:
+                self._recover(error)
+
+    def _recover(self, error: PeerLostError) -> None:
+        """Form the job anew without the processes that have died; raise the error if that cannot be."""
+        while True:
+            dead = self._take_dead()
+            self._attempts += 1
+            if dead:
+                error = PeerLostError("; ".join(dead.values()))
+            if not dead or self._settings.on_death == "raise":
+                self.close()
+                raise error
+            if self._attempts > _MOST_ATTEMPTS:
+                self.close()
+                raise PeerLostError(
+                    f"processes died {self._attempts} times with no step committed in between, after "
+                    f"step {self.step}; the last time: {error}"
+                )
+            try:
+                if self._pending is None:
+                    self._pending = self._left()
+                steps = self.step, self._pending.step
+                log.warning("%s; %d steps were committed, going on from step %d", error, *steps)
+                self._fill(dead)
+                self._form(self._pending)
+                self._pending = None
+                return
+            except PeerLostError as again:
+                error = again
+
+    def _take_dead(self) -> dict[int, str]:
+        """Forget the processes that are dead; return in words how they died, by worker."""
+        ends = {index: self._runtime.watch(process) for index, process in self._members.items()}
+        self._runtime.wait(ends.values(), _NOTICE_SECONDS)
+        dead = {}
+        for index, end in ends.items():
+            if end.done():
+                process = self._members.pop(index)
+                dead[index] = f"{process.name} (pid {process.pid}) died: {end.result()}"
+        return dead
+
+    def _left(self) -> _State:
+        """Return the state from which the living processes continue."""
+        if self._job.strategy.in_workers or (self._described.changing and not self._members):
+            return self._kept
+        self._revoke()
+        return self._read(self._buffers())
+
+    def _fill(self, dead: Iterable[int]) -> None:
+        """Start successors of dead workers, or number the others anew."""
+        if self._settings.on_death == "replace":
+            missing = [index for index in range(len(self._lives)) if index not in self._members]
+            for index in dead:
+                self._lives[index] += 1
+            for index, other in zip(missing, self._start(missing), strict=True):
+                check_agreement(self._described, other, "the job", f"worker {index}")
+        elif not self._members:
+            raise PeerLostError("no worker is left")
+        else:
+            numbered = [process for _, process in sorted(self._members.items())]
+            self._members = dict(enumerate(numbered))
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def _note(self) -> None:
+        """Have the thread that waits for an outcome look again; called on the router's thread."""
+        if not self._news.done():
+            self._news.set_result(None)
+
+    def _ask(self, what: str, method: str, arguments: dict[int, tuple[Any, ...]]) -> list[Any]:
+        """Call a method in workers' processes, with arguments for each; return the results in order."""
+        calls = {
+            worker: self._runtime.call(self._members[worker], method, *given)
+            for worker, given in arguments.items()
+        }
+        began, seconds = self._runtime.now(), self._settings.start_timeout
+        return [
+            self._await(call, what, [str(worker_peer(worker))], seconds, began)
+            for worker, call in calls.items()
+        ]
+
+    def _asked(self, function: Callable[[], Future[T]], what: str) -> T:
+        """Return what a future of the client's holds, which a function returns on the router's thread."""
+        future = self._await(self._router.call(function), what, ())
+        return self._await(future, what, ["coordinator", "servers"])
+
+    def _await(
+        self,
+        future: Future[T],
+        what: str,
+        who: Sequence[str],
+        seconds: float | None = None,
+        began: float | None = None,
+    ) -> T:
+        """Return what a future holds.
+
+        Args:
+            future: of an answer, or of the client's.
+            what: `who` is to do, for the error.
+            who: names of the processes that are waited for.
+            seconds: of the wait; by default `Settings.step_timeout`.
+            began: when it began; by default now.
+
+        Raises:
+            PeerLostError: a process died.
+            DeadlineError: the future is not done in time.
+        """
+        limit = self._settings.step_timeout if seconds is None else seconds
+        deadline = (self._runtime.now() if began is None else began) + limit
+        ends = {self._runtime.watch(process): process for process in self._members.values()}
+        while not future.done():
+            for end in (end for end in ends if end.done()):
+                raise PeerLostError(f"{ends[end].name} (pid {ends[end].pid}) died: {end.result()}")
+            if (left := deadline - self._runtime.now()) <= 0:
+                names = ", ".join(who) or "the driver's router"
+                raise DeadlineError(
+                    f"{names} did not {what} within {limit:g} s, after step {self.step}"
+                )
+            self._runtime.wait([future, *ends], left)
+        return future.result()
+
+
+def _strategy(strategy: str | Strategy, num_workers: int) -> Strategy:
+    """Return a strategy by its name, or as it is; ConfigurationError if plain processes have none such."""
+    if isinstance(strategy, str):
+        require_choice("strategy", strategy, tuple(STRATEGIES))
+        return STRATEGIES[strategy]
+    if not isinstance(strategy, (AllreduceStrategy, ParameterServerStrategy)):
+        names = ", ".join(map(repr, STRATEGIES))
+        raise ConfigurationError(
+            f"strategy={strategy!r:.80}: give one of {names}, or an AllreduceStrategy(...) or "
+            "ParameterServerStrategy(...)"
+        )
+    strategy.check_workers(num_workers)
+    if strategy.transport not in ("wire", "tcp"):
+        raise ConfigurationError(
+            f'transport="{strategy.transport}": plain processes talk over TCP; give "tcp"'
+        )
+    return strategy
+
+
+def _check(described: Description) -> None:
+    """Raise ConfigurationError if models need what plain processes have not."""
+    if described.tables:
+        raise ConfigurationError(
+            "the model has embedding tables, whose rows plain processes do not exchange: use "
+            "DistributedSGD, or torch.nn.Embedding"
+        )
