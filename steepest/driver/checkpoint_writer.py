@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from steepest.errors import CheckpointError, DeadlineError, PeerLostError, Shutd
 from steepest.messages.snapshots import Bases
 from steepest.observe.history import History
 from steepest.observe.history_file import history_file
+from steepest.runtime.answers import Answer
 from steepest.state.row_read import RowRead, RowsAsTheyCome
 from steepest.storage.blocks import Progress
 from steepest.storage.places import place_of
@@ -32,20 +34,52 @@ class _Work:
 
     moved: float  # time of its last progress, by the writer's clock
     file: object  # the path or URL that was worked on then
-    done: threading.Event = field(default_factory=lambda: threading.Event())  # set when it is over
-    # set while the trainer waits for it
-    awaited: threading.Event = field(default_factory=lambda: threading.Event())
+    write: Callable[[Progress], None] | None  # None once it was called
+    clock: Callable[[], float]
+    over: Answer[None] = field(default_factory=lambda: Answer())
+    awaited: Answer[None] = field(default_factory=lambda: Answer())  # once the trainer waits for it
     error: BaseException | None = None  # that ended it
     hung: bool = False  # whether the writer has given up waiting for it
     # what to do when it is over, once the trainer waits for it no more
     then: Callable[[], None] | None = None
+
+    def progress(self, file: object) -> None:
+        """Note that a file is being written."""
+        self.moved, self.file = self.clock(), file
+        if self.hung and self.then is not None:
+            raise CheckpointError("the trainer was shut down meanwhile")
+
+    def run(self) -> None:
+        """Do it, unless that was done; on the writer's thread."""
+        write, self.write = self.write, None
+        if write is None:
+            return
+        try:
+            write(self.progress)
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            self.error = error
+        finally:
+            self.over.set_result(None)
+            if self.then is not None:
+                self.then()
+
+
+def _do_each(works: queue.SimpleQueue[_Work | None]) -> None:
+    """Do one thing after the other, until None comes."""
+    while True:
+        work = works.get()
+        if work is None:
+            return
+        work.run()
+        del work  # which holds a state
 
 
 class Writer:
     """Writes one thing at a time, on a thread that does not keep the interpreter from ending.
 
     A thread that hangs in a system call cannot be ended: it is left behind, and nothing else is
-    written until it returns.
+    written until it returns. What a signal's handler raises in `start` and `settled` leaves the
+    writer whole: what the thread was not told of it is told of by the next `settled`.
     """
 
     def __init__(
@@ -55,34 +89,37 @@ class Writer:
         self._patience = patience
         self._clock = clock or time.monotonic
         self._work: _Work | None = None
+        self._works: queue.SimpleQueue[_Work | None] | None = None  # while a thread serves it
+
+    def _served(self) -> queue.SimpleQueue[_Work | None]:
+        """Return the queue of the thread, which is started if there is none."""
+        if self._works is None:
+            works: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=_do_each, args=(works,), name="steepest-keeping", daemon=True
+            )
+            try:
+                thread.start()
+                self._works = works
+            except BaseException:
+                works.put(None)
+                raise
+        return self._works
 
     def start(self, write: Callable[[Progress], None]) -> None:
         """Begin to write on another thread; `settled` must have returned True."""
-        self._work = work = _Work(self._clock(), self._folder)
-
-        def progress(file: object) -> None:
-            work.moved, work.file = self._clock(), file
-            if work.hung and work.then is not None:
-                raise CheckpointError("the trainer was shut down meanwhile")
-
-        def run() -> None:
-            try:
-                write(progress)
-            except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
-                work.error = error
-            finally:
-                work.done.set()
-                if work.then is not None:
-                    work.then()
-
-        threading.Thread(target=run, name="steepest-keeping", daemon=True).start()
+        works = self._served()
+        self._work = work = _Work(self._clock(), self._folder, write, self._clock)
+        works.put(work)
 
     def settled(self) -> bool:
         """Wait for what is being written while it makes progress; return whether it is over."""
         if (work := self._work) is None:
             return True
-        work.awaited.set()
-        while not work.done.wait(max(work.moved + self._patience - self._clock(), 0)):
+        if work.write is not None:
+            self._served().put(work)
+        work.awaited.set_result(None)
+        while not work.over.wait(max(work.moved + self._patience - self._clock(), 0)):
             if self._clock() - work.moved >= self._patience:
                 work.hung = True
                 return False
@@ -106,11 +143,14 @@ class Writer:
 
     def end(self, then: Callable[[], None]) -> None:
         """Write nothing more; what hangs is given up if it ever makes progress."""
+        works, self._works = self._works, None
+        if works is not None:
+            works.put(None)
         if (work := self._work) is None:
             then()
             return
         work.then = then
-        if work.done.is_set():
+        if work.over.done():
             then()
 
 
@@ -169,11 +209,15 @@ class Keeper:
         best: int | None,
     ) -> None:
         """Begin to write a state, at a place, for which training has paused since some time."""
-        self._rows, self.written = rows, place
         history, paused = self._history.unwritten(), time.monotonic() - began
-        self._writer.start(
-            lambda progress: self._write(saved, rows, history, paused, best, progress)
-        )
+        try:
+            self._rows, self.written = rows, place
+            self._writer.start(
+                lambda progress: self._write(saved, rows, history, paused, best, progress)
+            )
+        except BaseException:  # of a signal's handler: it is not known whether it will be written
+            self.written = None
+            raise
 
     def start_history(self) -> None:
         """Begin to write the rows of the history that no checkpoint was written after."""

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 import ray
 
 from steepest.errors import ShutdownError
+from steepest.runtime.answers import Answer
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -44,7 +45,7 @@ class Request:
     function: Callable[[], Any]
     moment: Moment
     when: Callable[[], bool] | None = None  # runs it not before this returns True
-    future: Future[Any] = field(default_factory=lambda: Future())
+    future: Answer[Any] = field(default_factory=lambda: Answer())
     given_up: bool = False  # the caller has stopped waiting
 
     def run(self) -> None:
@@ -59,15 +60,13 @@ class Request:
             self.fail(error)
             raise
         else:
-            with contextlib.suppress(InvalidStateError):  # the job has ended meanwhile
-                self.future.set_result(found)
+            self.future.set_result(found)  # of no effect where the job has ended meanwhile
         finally:
             self.function = lambda: None  # which may hold what the caller wants to be collected
 
     def fail(self, error: BaseException) -> None:
         """Set an error as the future's, unless it is done."""
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_exception(error)
+        self.future.set_exception(error)
 
 
 class Owner:

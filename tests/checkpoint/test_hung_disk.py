@@ -15,6 +15,7 @@ from steepest import Checkpoints, StepResult
 from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoint
 from steepest.driver.checkpoint_manager import CheckpointManager
+from steepest.driver.checkpoint_writer import Writer
 from steepest.driver.directory_lock import DirectoryLock
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.snapshots import Bases
@@ -23,6 +24,7 @@ from steepest.runtime.owner import Owner
 from steepest.state.row_read import RowRead
 from tests.checkpoint.kept_checkpoints import kept
 from tests.checkpoint_contents import content, layouts
+from tests.each_moment import each_moment
 
 
 @dataclass
@@ -128,9 +130,9 @@ def test_training_goes_on_and_what_is_due_later_is_kept(
         disk.error = error
         disk.works.set()
         assert disk.over.acquire(timeout=60)  # it has come back
-        for thread in threading.enumerate():
-            if thread.name == "steepest-keeping":
-                thread.join(60)
+        assert found._keeper is not None
+        assert found._keeper._writer._work is not None
+        assert found._keeper._writer._work.over.wait(60)
         reach(job, found, disk, 50)
     assert kept(tmp_path) == ([10, 50] if error else [10, 20, 50])
     found.close(None)
@@ -139,7 +141,7 @@ def test_training_goes_on_and_what_is_due_later_is_kept(
 def test_the_end_does_not_wait_for_ever_and_says_what_is_not_kept(
     tmp_path: Path, disk: Disk
 ) -> None:
-    job = Job()
+    job, before = Job(), set(threading.enumerate())
     found = keeping(tmp_path, disk, job)
     disk.hang()
     reach(job, found, disk, 10)
@@ -161,9 +163,8 @@ def test_the_end_does_not_wait_for_ever_and_says_what_is_not_kept(
         DirectoryLock(Checkpoints(tmp_path))
     disk.works.set()
     assert disk.over.acquire(timeout=60)
-    for thread in threading.enumerate():
-        if thread.name == "steepest-keeping":
-            thread.join(60)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
     assert kept(tmp_path) == []  # what nobody waits for any more is not left half written
     DirectoryLock(Checkpoints(tmp_path)).release()
 
@@ -205,3 +206,32 @@ def test_a_disk_that_is_slow_is_waited_for(
 def test_the_deadline_is_checked(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="write_timeout"):
         Checkpoints("here", write_timeout=value)
+
+
+def test_a_write_that_a_signal_interrupts_where_it_begins_or_is_awaited_is_made(
+    tmp_path: Path,
+) -> None:
+    """Ctrl-C strikes at each moment of `start` and `settled`; nothing hangs, and what was begun is written."""
+    writers: list[Writer] = []
+    written: list[int] = []
+
+    def prepare() -> Callable[[], object]:
+        number = len(writers)
+        writers.append(Writer(tmp_path, patience=60.0))
+        writers[-1].start(lambda progress: None)  # which starts the thread
+        assert writers[-1].settled()
+
+        def call() -> None:
+            writers[-1].start(lambda progress: written.append(number))
+            assert writers[-1].settled()
+
+        return call
+
+    for _ in each_moment(prepare):
+        begun = writers[-1]._work is not None
+        assert writers[-1].settled(), "nothing hangs"
+        assert not begun or len(writers) - 1 in written
+        writers[-1].end(lambda: None)
+    writers[-1].end(lambda: None)
+    assert len(writers) > 20
+    assert len(set(written)) == len(written), "each once"

@@ -1,0 +1,85 @@
+"""What one thread waits for and another says, whole whatever a signal raises amid the wait."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, Generic, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class Answer(Generic[T]):
+    """A result that another thread sets; the first one counts.
+
+    It is used as `concurrent.futures.Future` is. A handler of a signal, such as Ctrl-C's, may raise
+    in a thread that has just taken the lock inside a `Future`, an `Event` or a `Condition`; nobody
+    gives that lock back, and whoever sets the result waits for ever. Here nothing is locked.
+    """
+
+    def __init__(self) -> None:
+        self._outcomes: list[tuple[T | None, BaseException | None]] = []
+        self._callbacks: list[Callable[[Answer[T]], object]] = []
+
+    def done(self) -> bool:
+        """Return whether there is a result."""
+        return bool(self._outcomes)
+
+    def set_result(self, result: T) -> None:
+        """Set the result, unless there is one."""
+        self._outcomes.append((result, None))
+        self._tell()
+
+    def set_exception(self, error: BaseException) -> None:
+        """Set an exception that `result` raises, unless there is a result."""
+        self._outcomes.append((None, error))
+        self._tell()
+
+    def add_done_callback(self, callback: Callable[[Answer[T]], object]) -> None:
+        """Have a function called with this answer when there is a result, on the thread that sets it."""
+        self._callbacks.append(callback)
+        if self.done():
+            self._tell()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return the result, or raise the exception, when it is there.
+
+        Raises:
+            concurrent.futures.TimeoutError: it is not there within so many seconds.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return cast(T, self._outcomes[0][0])
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the exception, None where there is a result, when it is there.
+
+        Raises:
+            concurrent.futures.TimeoutError: it is not there within so many seconds.
+        """
+        if not self.wait(timeout):
+            raise FutureTimeoutError
+        return self._outcomes[0][1]
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until there is a result, for so many seconds at most; return whether there is one."""
+        if not self.done():
+            woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            self.add_done_callback(woken.put)
+            try:
+                woken.get(timeout=timeout)
+            except queue.Empty:
+                if woken.put in self._callbacks:
+                    self._callbacks.remove(woken.put)
+        return self.done()
+
+    def _tell(self) -> None:
+        """Call the functions that wait; each is taken out by one thread alone."""
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop()
+            except IndexError:  # another thread was faster
+                return
+            callback(self)
