@@ -195,7 +195,7 @@ def take_part(
     client, member = None, None
     if worker is not None:
         peers.append(worker_peer(worker))
-        member = host_worker(router, plan, worker, replicas)
+        member = host_worker(router, plan, worker, replicas, extensions=EXTENSIONS)
     if worker == 0:
         peers.append(CLIENT)
         client = host_client(router, plan, CLIENT.index)

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from steepest.engine.extension import Extension
-from steepest.local_sgd.extension import LocalSgd
+from collections.abc import Sequence
 
-EXTENSIONS: tuple[Extension, ...] = (LocalSgd(),)
+from steepest.compression.gradient_compressor import GradientCompressor
+from steepest.embedding.extension import EmbeddingRows
+from steepest.engine.extension import Extension
+from steepest.engine.push_pull import Compressor
+from steepest.local_sgd.extension import LocalSgd
+from steepest.tensors.codec import Codec
+from steepest.tensors.layout import ParameterLayout
+
+
+class Compression(Extension):
+    """Error feedback, where the strategy has a codec."""
+
+    def compressor(
+        self, layout: ParameterLayout, codec: Codec, packed: Sequence[bool]
+    ) -> Compressor | None:
+        """Return a `GradientCompressor`."""
+        return GradientCompressor(layout, codec, packed)
+
+
+EXTENSIONS: tuple[Extension, ...] = (Compression(), LocalSgd(), EmbeddingRows())

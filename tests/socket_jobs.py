@@ -75,7 +75,9 @@ def running(name: str) -> Iterator[tuple[Router, Client]]:
                 host_aggregator(router, job, server, replicas.weights)
             if worker is not None:
                 peers.append(worker_peer(worker))
-                members.append((router, host_worker(router, job, worker, replicas)))
+                members.append(
+                    (router, host_worker(router, job, worker, replicas, extensions=EXTENSIONS))
+                )
             if worker == 0:
                 peers.append(Peer("client", 0))
                 clients.append(host_client(router, job, 0))

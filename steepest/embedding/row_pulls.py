@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from steepest.embedding.row_memory import ROW_MEMORY
 from steepest.embedding.table_chunk import TableChunk
 from steepest.engine.incoming_weights import Key
-from steepest.engine.row_memory import ROW_MEMORY
 from steepest.errors import ConfigurationError, ProtocolError, ResourcesError
 from steepest.messages.message import Peer, Send
 from steepest.messages.rows import PullRows, Rows

@@ -20,7 +20,7 @@ class BetweenTurns:
     when_idle: Callable[[Callable[[], None]], None]
     # another turn within the step, which begins before all its weights are here; None: when all are
     wait: Callable[[], None] | None
-    receive: Callable[[], None]  # another turn within the step, for rows of embedding tables
+    receive: Callable[[], None]  # another turn within the step, for what its models need
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from steepest.engine.topology import HostMap
 from steepest.messages.fields import RateChanges
 from steepest.strategies.strategy import Strategy
 
-#: By worker, gradients of rows, see `steepest.engine.delayed_rows.DelayedRows.state`.
+#: By worker, gradients of rows, see `steepest.embedding.delayed_rows.DelayedRows.state`.
 UnpushedRows = Mapping[int, Mapping[str, torch.Tensor]]
 
 

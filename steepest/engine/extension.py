@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from steepest.messages.message import Send
 from steepest.models.protocol import Model
+from steepest.tensors.codec import Codec
+from steepest.tensors.layout import ParameterLayout
 
 if TYPE_CHECKING:
+    from steepest.engine.exchange import Exchange
     from steepest.engine.job import Job
+    from steepest.engine.push_pull import Compressor
     from steepest.engine.replicas import Memory, Replicas, WorkShare
 
 
@@ -31,3 +36,20 @@ class Extension:
     ) -> Replicas | None:
         """Return replicas that compute in another way than `Replicas`, or None; arguments as those of `Replicas`."""
         return None
+
+    def compressor(
+        self, layout: ParameterLayout, codec: Codec, packed: Sequence[bool]
+    ) -> Compressor | None:
+        """Return what packs a worker's gradients in a codec, or None; arguments see `MakeCompressor`."""
+        return None
+
+    def exchange(self, job: Job, worker: int, exchange: Exchange, send: Send) -> Exchange:
+        """Return another exchange around a worker's, or that itself.
+
+        Args:
+            job: of the worker.
+            worker: its index.
+            exchange: that of the dense chunks, perhaps with others around it.
+            send: sends as the worker.
+        """
+        return exchange

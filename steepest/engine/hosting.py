@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 
 from steepest.engine.between_turns import BetweenTurns
 from steepest.engine.client import Client
 from steepest.engine.coordinator_role import CoordinatorRole
+from steepest.engine.exchange import Exchange
 from steepest.engine.extension import Extension
 from steepest.engine.job import Job
 from steepest.engine.optimizer_slices import disassemble
-from steepest.engine.push_pull import PushPull
+from steepest.engine.push_pull import Compressor, PushPull
 from steepest.engine.replicas import Memory, Replicas, WorkShare
 from steepest.engine.server import Server, ServerMode
 from steepest.engine.stores import Stores
@@ -29,11 +31,9 @@ from steepest.protocol.closed_job import ClosedJob
 from steepest.protocol.commit_state import CommitState
 from steepest.protocol.coordinator import Coordinator
 from steepest.protocol.rates import with_rates
+from steepest.tensors.codec import Codec
+from steepest.tensors.layout import ParameterLayout
 from steepest.transport.router import Role, Router
-
-if TYPE_CHECKING:
-    from steepest.engine.look_ahead import LookAhead
-    from steepest.engine.row_exchange import RowExchange
 
 
 def build_replicas(
@@ -183,6 +183,7 @@ def host_worker(
     replicas: Replicas,
     wait: Callable[[], None] | None = None,
     incarnation: int = 0,
+    extensions: Sequence[Extension] = (),
 ) -> Worker:
     """Host a worker in this process; it takes part after its `join` only.
 
@@ -194,17 +195,24 @@ def host_worker(
         wait: called in the middle of a step to receive more of its weights; by default a turn of
             the router.
         incarnation: number of this life of the worker, from 0.
+        extensions: what the worker may exchange beside dense chunks; each stands around those before it.
+
+    Raises:
+        ConfigurationError: no extension has what the strategy or the models need.
     """
     peer = worker_peer(index)
-    _prepare(job)
     send = router.sender(peer)
     alone = job.num_workers == 1
     # With a server in its process it stays with the vector that this server updates.
     adopt = _refuse if job.servers_in_workers else replicas.adopt
     own = index if job.strategy.in_workers else None
-    exchange = PushPull(index, job.topology, replicas.weights, send, adopt, own, replicas.left_out)
-    replicas.use_compressor(exchange.compressor)
-    replicas.use_rows(exchange.rows, _look_ahead(job, replicas, exchange.rows))
+    compressor = partial(_compressor, extensions)
+    exchange: Exchange = PushPull(
+        index, job.topology, replicas.weights, send, adopt, own, compressor
+    )
+    for extension in extensions:
+        exchange = extension.exchange(job, index, exchange, send)
+    replicas.use_exchange(exchange)
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
     # Where every worker contributes to each version, no weights come before it has computed its
     # gradient, so that it may receive other workers' pushes meanwhile.
@@ -229,24 +237,17 @@ def host_worker(
     return worker
 
 
-def _look_ahead(job: Job, replicas: Replicas, rows: RowExchange | None) -> LookAhead | None:
-    """Return what looks at batches beforehand, where the strategy has that."""
-    shares = job.strategy.table_staleness
-    if rows is None or shares is None:
-        return None
-    from steepest.engine.look_ahead import LookAhead
-
-    if job.delays_rows:  # one of the steps goes to the way back
-        rows.delayed.delays, shares = True, shares - 1
-    return LookAhead(rows, shares, replicas.load, replicas.places, job.shares)
-
-
-def _prepare(job: Job) -> None:
-    """Compile what rows of embedding tables need, before the process joins the job."""
-    if job.tables is not None:
-        from steepest.tables.compilation import compile_kernels
-
-        compile_kernels(job.tables.tables)
+def _compressor(
+    extensions: Sequence[Extension], layout: ParameterLayout, codec: Codec, packed: Sequence[bool]
+) -> Compressor:
+    """Return the compressor that an extension has; ConfigurationError: none has one."""
+    for extension in extensions:
+        if (found := extension.compressor(layout, codec, packed)) is not None:
+            return found
+    raise ConfigurationError(
+        f"gradients travel as {type(codec).__name__}, and this process can pack none: give host_worker() an "
+        "extension that has a compressor, or the strategy no codec"
+    )
 
 
 def host_role(router: Router, job: Job, peer: Peer, role: Role) -> None:

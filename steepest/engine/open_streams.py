@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from steepest.data.streams import StreamPlace
-
-if TYPE_CHECKING:
-    from steepest.engine.row_collector import Place
+from steepest.engine.sample_places import Place
 
 
 class OpenStreams:

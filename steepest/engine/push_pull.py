@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from steepest.compression.gradient_compressor import GradientCompressor
+from steepest.engine.companion import Companion
+from steepest.engine.exchange import NOTHING_YET, Arrived, WaitUntil
 from steepest.engine.in_words import chunks_in_words
-from steepest.engine.incoming_weights import ArrivingWeights
+from steepest.engine.incoming_weights import ArrivingWeights, Key
 from steepest.engine.topology import Topology
 from steepest.errors import listed
 from steepest.messages.gradients import Push, Weights, WeightsShared
 from steepest.messages.message import Kind, Message, Peer, Send, aggregator_peer, server_peer
+from steepest.tensors.codec import Codec
+from steepest.tensors.dtypes import Tensors
+from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.memory import Memory, as_tensor
 
-if TYPE_CHECKING:
-    from steepest.engine.row_exchange import RowExchange
+#: What a compressor's state is called in that of an exchange.
+COMPRESSION = "compression"
+
+
+class Compressor(Protocol):
+    """A worker's gradients in the form of a codec, and what that has left out of them so far."""
+
+    def begin(self) -> None:
+        """Begin a gradient; what the last one left out is dropped if that was not committed."""
+
+    def commit(self) -> None:
+        """Keep what the last gradient left out: it is part of the weights now."""
+
+    def pack(
+        self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
+    ) -> torch.Tensor:
+        """Return one chunk as it travels, see `ChunkReady`; the next gradient overwrites it."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return copies of what was left out so far, by name."""
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from what `state` returned; empty to begin with nothing left out."""
+
+
+#: Makes a compressor of a layout's gradients, of a codec, and of by chunk whether it is to be packed.
+MakeCompressor = Callable[[ParameterLayout, Codec, Sequence[bool]], Compressor]
 
 
 class PushPull:
-    """A worker's end of its strategy: pushes gradients chunk by chunk, receives weights in place.
-
-    It exists as long as its worker. The worker calls `begin`, then `ready` for each chunk as the
-    backward pass completes it, then `end`. Messages that arrive meanwhile or afterwards go to
-    `receive`, until it returns that a version is complete. Used on the router's thread.
+    """The exchange of dense models: pushes gradients chunk by chunk, receives weights in place; see `Exchange`.
 
     Args:
         worker: its index.
@@ -37,8 +62,11 @@ class PushPull:
             whether the models use it from now on.
         own: index of the server of the worker's own process, None if there is none; bytes between
             the two do not count as moved.
-        left_out: called, once or more, when the last push was left out of the servers' weights.
+        compressor: makes what packs gradients, where the topology has a codec.
     """
+
+    #: weights may come in the middle of a step
+    kinds = frozenset({Kind.WEIGHTS, Kind.WEIGHTS_SHARED})
 
     def __init__(
         self,
@@ -48,8 +76,9 @@ class PushPull:
         send: Send,
         adopt: Callable[[torch.Tensor], bool] = lambda weights: False,
         own: int | None = None,
-        left_out: Callable[[], None] = lambda: None,
+        compressor: MakeCompressor | None = None,
     ) -> None:
+        self.companion = Companion()
         self.bytes_pushed = 0  # to other processes in this step
         self.bytes_pulled = 0  # of weights from other processes, so far
         self._own = None if own is None else server_peer(own)
@@ -57,7 +86,6 @@ class PushPull:
         self._layout = layout
         self._send = send
         self._adopt = adopt
-        self._undo = left_out
         codec, pull_dtype = topology.wire_formats
         # With a lossy codec each worker compresses its own gradient and keeps what is left out.
         everywhere = codec is not None and codec.everywhere
@@ -80,77 +108,87 @@ class PushPull:
             )
             for targets, servers in zip(self._targets, holders, strict=True)
         ]
-        for chunk in layout.opaque_chunks:  # no aggregator adds up rows, no codec packs them
+        for chunk in layout.opaque_chunks:  # no aggregator adds them up, no codec packs them
             packed[chunk] = False
             self._targets[chunk] = [server_peer(server) for server in holders[chunk]]
-        self.rows: RowExchange | None = None  # of embedding tables; None without tables
-        if topology.tables is not None:
-            from steepest.engine.row_exchange import RowExchange
-
-            self.rows = RowExchange(worker, topology.tables, holders, send)
         # of the gradients, with what it has left out so far; None where they travel as they are
-        self.compressor = None if codec is None else GradientCompressor(layout, codec, packed)
+        self._compressor: Compressor | None = None
+        if codec is not None:
+            assert compressor is not None
+            self._compressor = compressor(layout, codec, packed)
         self.sequence = 0  # number of the last push, from 1
-        self.unpushed = 0  # chunks of this step that are not pushed yet
+        self._unpushed = 0  # chunks of this step that are not pushed yet
         self._generation = self._incarnation = 0
         self._version = 0
         self._weights = ArrivingWeights(f"worker {worker}", layout, weights, pull_dtype)
 
-    def begin(self, generation: int, version: int, incarnation: int) -> None:
+    def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
+        """Do nothing: a push says of which life it is."""
+
+    def begin_generation(self) -> None:
+        """Do nothing: nothing is asked of anybody."""
+
+    def stand_at(self, generation: int, version: int) -> None:
+        """Do nothing: the weights are here."""
+
+    def begin(self, generation: int, version: int, incarnation: int, *, is_last: bool) -> None:
         """Begin a push of the worker's life `incarnation`, of a gradient that is computed from a version's weights."""
         self._incarnation = incarnation
         self._generation, self._version = generation, version
         self.sequence += 1
-        self.bytes_pushed, self.unpushed = 0, len(self._layout.trainable_chunks)
-        if self.rows is not None:
-            self.rows.begin(generation, version)
-        if self.compressor is not None:
-            self.compressor.begin()
+        self.bytes_pushed, self._unpushed = 0, len(self._layout.trainable_chunks)
+        if self._compressor is not None:
+            self._compressor.begin()
 
     def ready(
         self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
-    ) -> None:
-        """Push a complete chunk of the gradient, see `steepest.engine.replicas.ChunkReady`."""
-        # payload: must not change before the weights that come of the push are here; empty for a shard of tables of
-        # which no row has a gradient.
-        self.unpushed -= 1
+    ) -> bool:
+        """Push a complete chunk of the gradient, see `ChunkReady`; return whether further ones are to come."""
+        # payload: must not change before the weights that come of the push are here; empty where there is no gradient.
+        self._unpushed -= 1
         pushed = payload if unit and payload.numel() else None
-        if pushed is not None and self.compressor is not None:
-            pushed = self.compressor.pack(chunk, pushed, unit, total, absent)
+        if pushed is not None and self._compressor is not None:
+            pushed = self._compressor.pack(chunk, pushed, unit, total, absent)
         step = (self._generation, self._incarnation, self.sequence, self._version)
         push = Push(*step, chunk, unit, total, sorted(absent) if absent else (), pushed)
         for target in self._targets[chunk]:
             if pushed is not None and target != self._own:
                 self.bytes_pushed += pushed.numel()
             self._send(target, push.pack())
+        return self._unpushed > 0
 
     def end(self) -> int:
         """Return the push's sequence number, once the whole gradient has been sent."""
         return self.sequence
 
+    def reported(self) -> dict[str, Any]:
+        """Return nothing: the worker knows all of it."""
+        return {}
+
     def committed(self, sequence: int) -> None:
         """Note that the last push, if that has this number, is part of the servers' weights."""
-        if self.compressor is not None and sequence == self.sequence:
-            self.compressor.commit()
+        if self._compressor is not None and sequence == self.sequence:
+            self._compressor.commit()
 
     def left_out(self) -> None:
         """Note that the last push was left out of the servers' weights: it changes nothing here."""
-        if self.compressor is not None:
-            self.compressor.begin()
-        if self.rows is not None:
-            self.rows.delayed.left_out()
-        self._undo()
+        if self._compressor is not None:
+            self._compressor.begin()
 
     @property
-    def arriving(self) -> tuple[int, int]:
+    def arriving(self) -> Key:
         """The newest generation and version of which any weights are here."""
         return self._weights.newest
 
-    def has(self, entry: int | None, key: tuple[int, int]) -> bool:
+    def has(self, entry: int | None, key: Key) -> bool:
         """Return whether a trainable parameter is here, see `ArrivingWeights.has`."""
         return self._weights.has(entry, key)
 
-    def missing(self, key: tuple[int, int]) -> str:
+    def doing(self) -> str:
+        """Return "": it waits for weights alone."""
+        return ""
+
+    def missing(self, key: Key) -> str:
         """Return in words the chunks of a version that have not come, and who sends them; "" for none."""
         by_sender: dict[Peer, list[int]] = {}
         for chunk in self._weights.missing(key):
@@ -162,35 +200,36 @@ class PushPull:
     def destination(self, message: Message, size: int) -> Memory | None:
         """Return memory for a payload: for weights, where the model uses them, unless they are old."""
         # See `Role.destination`. None too for a shared vector that does not lie in memory of this host.
-        if message.kind is Kind.ROWS and self.rows is not None:
-            return self.rows.destination(message, size)
         if message.kind is Kind.WEIGHTS_SHARED and size == self._layout.nbytes:
             return None if message.payload is None else as_tensor(message.payload)
         return self._weights.destination(message, size)
 
-    def receive(self, source: Peer, message: Message) -> tuple[int, int] | None:
-        """Take a message with weights; return generation and version, if all of that version are here now."""
-        # ProtocolError: the message is neither WEIGHTS, WEIGHTS_SHARED nor ROWS.
-        if message.kind is Kind.ROWS and self.rows is not None:
-            self.rows.receive(source, message)
-            return None
+    def receive(self, source: Peer, message: Message) -> Arrived:
+        """Take a message with weights; return what has come of it."""
+        # ProtocolError: the message is neither WEIGHTS nor WEIGHTS_SHARED.
         if message.kind is Kind.WEIGHTS_SHARED:
             vector = WeightsShared.unpack(message).payload
             if vector is not None and self._adopt(vector):
                 self._weights.vector = vector
-            return None
+            return NOTHING_YET
         weights = self._weights.receive(message)
         if weights is None:
-            return None
-        if self._answers(weights):
-            if weights.skipped:
-                self.left_out()
-            else:
-                self.committed(self.sequence)
+            return NOTHING_YET
         if source != self._own and weights.payload is not None:
             self.bytes_pulled += weights.payload.nbytes
         key = (weights.generation, weights.version)
-        return key if self._weights.completed(key) else None
+        complete = key if self._weights.completed(key) else None
+        return Arrived(complete, weights.skipped if self._answers(weights) else None)
+
+    def state(self, step: int) -> dict[str, Tensors]:
+        """Return what compression has left out of the gradients so far, if it has."""
+        left_out = None if self._compressor is None else self._compressor.state()
+        return {COMPRESSION: Tensors(left_out)} if left_out else {}
+
+    def load_state(self, what: str, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from what compression had left out, if gradients are compressed."""
+        if what == COMPRESSION and self._compressor is not None:
+            self._compressor.load_state(state)
 
     def _answers(self, weights: Weights) -> bool:
         """Return whether the last push was decided on before servers had these weights."""

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.data.sampler import SamplePlan, even_share, step_seed
 from steepest.data.sources import batch_size_of
 from steepest.engine.chunk_ready import NOTHING, ChunkReady
+from steepest.engine.companion import Companion
+from steepest.engine.exchange import Exchange
 from steepest.engine.generators import HeldGenerators, seed_everything
 from steepest.engine.gradient_sum import GradientSum
 from steepest.engine.open_streams import OpenStreams
-from steepest.engine.sample_places import SamplePlaces
+from steepest.engine.sample_places import Place, SamplePlaces
 from steepest.errors import ConfigurationError, ModelError
 from steepest.messages.fields import RateChanges
 from steepest.models.protocol import (
@@ -36,8 +37,6 @@ from steepest.tensors.shared_memory import allocate, forget_writes, make_writabl
 
 if TYPE_CHECKING:
     from steepest.data.streams import StreamPlace
-    from steepest.engine.look_ahead import LookAhead
-    from steepest.engine.row_collector import Place, RowCollector
 
 #: The results of batches, and the seconds for loading and for computing them.
 Batches = tuple[list[Computed], float, float]
@@ -152,13 +151,11 @@ class Replicas:
         self._division = (self.first_index, self._replicas)  # with which streams are open
         # that loading a batch of the last share took while its weights were awaited
         self.seconds_ahead = 0.0
-        # of this worker's gradients, with what it has left out; None until a process hosts the worker
-        self.compressor: GradientCompressor | None = None
+        # where this worker's gradients go; None until a process hosts the worker
+        self.exchange: Exchange | None = None
+        self._companion = Companion()  # of that exchange
         # learning rates that a user has set, for replicas that have an optimizer
         self.rates: RateChanges = ()
-        # of embedding tables, which the models use; None without tables
-        self.rows: RowCollector | None = None
-        self._ahead: LookAhead | None = None
 
     def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
         """Set the sample plan, and the seed of the job."""
@@ -172,18 +169,10 @@ class Replicas:
         self._places.use(plan)
         self._seed = seed
 
-    def use_compressor(self, compressor: GradientCompressor | None) -> None:
-        """Set `compressor`; None where gradients travel as they are."""
-        self.compressor = compressor
-
-    def use_rows(self, rows: RowCollector | None, ahead: LookAhead | None = None) -> None:
-        """Have the models use rows of embedding tables, if any."""
-        # ahead: looks at batches before they are computed; None to pull rows when they are needed.
-        self.rows = rows
-        self._ahead = ahead
-        if rows is not None:
-            for model in self.models:
-                model.use_rows(rows)  # type: ignore[attr-defined]
+    def use_exchange(self, exchange: Exchange) -> None:
+        """Set `exchange`, and tell its companion of the batches from now on."""
+        self.exchange, self._companion = exchange, exchange.companion
+        self._companion.attach(self.models, self.load, self.places)
 
     def take_over(self, other: Replicas) -> None:
         """Continue where earlier replicas of the same models were in the data."""
@@ -337,7 +326,11 @@ class Replicas:
 
     def load_ahead(self, number: int) -> None:
         """Load the first batch of a share that is computed soon, unless one is loaded; raise where it is computed."""
-        if self._loaded is None and self._ahead is None and (places := self.places(number)):
+        if (
+            self._loaded is None
+            and not self._companion.takes_ahead
+            and (places := self.places(number))
+        ):
             batch: Any = None
             error: BaseException | None = None
             began = time.perf_counter()
@@ -378,8 +371,7 @@ class Replicas:
         self._streams.forget_batches()
         self._batches = [None] * len(self.models)
         self._loaded = None
-        if self._ahead is not None:
-            self._ahead.forget()
+        self._companion.forget()
 
     def _take_batch(self, place: Place) -> Any:
         """Seed all generators as for the batch of a place; return it, perhaps loaded beforehand."""
@@ -408,8 +400,7 @@ class Replicas:
 
     def look_ahead(self, number: int) -> None:
         """Look at the share after one whose gradient is pushed, if that is to be done now."""
-        if self._ahead is not None:
-            self._ahead.after(number, self.models)
+        self._companion.look_ahead(number)
 
     def compute(
         self,
@@ -436,14 +427,9 @@ class Replicas:
             arrive(None)
             self._tell_place((number, 0, 0), empty=True)
             self._nothing(chunk_ready)
-        if self._ahead is not None and places:
-            self._ahead.before(places[0][0], self.models)
-        if self.rows is not None:
-            # After the small requests of `before`, which would wait behind these gradients.
-            self.rows.begin_share(chunk_ready)
+        self._companion.begin_share(places, chunk_ready)
         result = summarize_batches([self._compute_each(places, chunk_ready, metrics, arrive)])
-        if self.rows is not None:
-            self.rows.end_share(chunk_ready)
+        self._companion.end_share(chunk_ready)
         return result
 
     def _tell_place(self, place: Place, *, empty: bool = False) -> None:
@@ -458,8 +444,7 @@ class Replicas:
             )
 
     def _nothing(self, chunk_ready: ChunkReady) -> None:
-        """Call `chunk_ready` without a gradient for an empty share's chunks."""
-        # Not for shards of tables: of their rows gradients of the step before may be pushed.
+        """Call `chunk_ready` without a gradient for an empty share's chunks, but for those that the companion has."""
         for chunk in self.layout.trainable_chunks:
             if not self.layout.chunks[chunk].is_opaque:
                 chunk_ready(chunk, NOTHING, 0.0, 0.0, frozenset())
@@ -470,13 +455,13 @@ class Replicas:
         """Compute the gradient of some batches of a share."""
         collector = GradientSum(self.layout, self._sum, len(places), chunk_ready)
         results: list[Computed] = []
+        companion = self._companion
         loading = computing = self.seconds_ahead = 0.0
         for place in places:
             began, replica = time.perf_counter(), place[1]
-            batch = self.load(place) if self._ahead is None else self._ahead.take(place)
+            batch = companion.take(place, self.load)
             loaded = time.perf_counter()
-            if self.rows is not None:
-                self.rows.begin_batch(place)
+            companion.begin_batch(place)
             _expect(
                 self.models[replica],
                 self._places.share_of(place, places if self._is_update else None),
@@ -493,8 +478,7 @@ class Replicas:
             arrive(None)
             arrive = all_here
             collector.end(result.weight)
-            if self.rows is not None:
-                self.rows.end_batch(result.weight)
+            companion.end_batch(result.weight)
             loading += loaded - began
             computing += time.perf_counter() - loaded
         return results, loading + self.seconds_ahead, computing
@@ -520,19 +504,14 @@ class Replicas:
         return self.leased
 
     def warmup(self) -> None:
-        """Compute one gradient on every replica and drop it; models keep their state, tables their first rows."""
+        """Compute one gradient on every replica and drop it; models keep their state."""
         for replica, model in enumerate(self.models):
             shares = [np.arange(min(model.batch_size, model.data.size or 1))]
             batch = next(iter(model.data.open(shares)))
             _expect(model, Share(len(shares[0]), len(shares[0])))
             before = model.state()  # such as running means, which a forward pass changes
-            if tables := getattr(model, "tables", ()):
-                from steepest.tables.local import LocalRows
-
-                model.use_rows(LocalRows(tables))  # type: ignore[attr-defined]
-            model.compute_gradients(batch, lambda *_: None, False)
-            if self.rows is not None:
-                model.use_rows(self.rows)  # type: ignore[attr-defined]
+            with self._companion.rehearsal(model):
+                model.compute_gradients(batch, lambda *_: None, False)
             model.load_state(before)
             self._batches[replica] = None
 

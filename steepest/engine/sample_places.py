@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from steepest.data.protocol import Indices
 from steepest.data.sampler import SamplePlan, even_share
 from steepest.models.protocol import Share, Where
 
-if TYPE_CHECKING:
-    from steepest.engine.row_collector import Place
+#: The place of a batch: number of its share, index of its replica, number of the micro-batch.
+Place = tuple[int, int, int]
 
 
 class SamplePlaces:

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from steepest.engine.between_turns import BetweenTurns, apart_from_models
+from steepest.engine.exchange import Exchange
 from steepest.engine.generators import HeldGenerators, about_to_change
 from steepest.engine.incoming_weights import Key
-from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.engine.waiting_calls import WaitingCall, WaitingCalls, into_future
 from steepest.errors import (
@@ -36,7 +36,6 @@ from steepest.tensors.memory import Memory
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _MOST_METRICS = 10_000  # all workers' fit into one message
-_TAKEN_WITHIN_STEPS = (Kind.WEIGHTS, Kind.WEIGHTS_SHARED, Kind.ROWS)
 
 
 class _AbandonedError(Exception):
@@ -52,7 +51,7 @@ class _Computed:
     result: WorkerResult
     # the arguments of each call of `ChunkReady`
     pushes: list[tuple[int, torch.Tensor, float, float, frozenset[int]]]
-    rows: dict[str, Any]  # "row_versions" and "own_rows" of its report
+    about: dict[str, Any]  # what the exchange reports of it
 
 
 class Worker:
@@ -75,7 +74,7 @@ class Worker:
         self,
         index: int,
         replicas: Replicas,
-        exchange: PushPull,
+        exchange: Exchange,
         send: Send,
         *,
         members: int = 1,
@@ -101,8 +100,8 @@ class Worker:
         self._superseded = False
         self._waiting = 0.0
         self._calling = False  # whether a function between two steps runs
-        if exchange.rows is not None:
-            exchange.rows.begin_life(incarnation, self._wait_until)
+        exchange.begin_life(incarnation, self._wait_until)
+        self._taken_within_steps = exchange.kinds
         self._defect: BaseException | None = None  # raised by this process' own code, not a model's
         self._reported = 0  # bytes of weights in the reports so far
         self._limit = -1  # the version up to which steps are granted
@@ -188,7 +187,7 @@ class Worker:
 
     def _await(self, call: WaitingCall) -> None:
         self._calls.add(call)
-        if self._run_calls():  # weights may have come while a function waited for rows
+        if self._run_calls():  # weights may have come while a function waited for the exchange
             self._go_on()
             self._take_deferred()
         if self._failure is not None and not self._stopped:
@@ -197,19 +196,19 @@ class Worker:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> Memory | None:
-        """Return the memory for an arriving payload, see `PushPull.destination`."""
+        """Return the memory for an arriving payload, see `Exchange.destination`."""
         return self._exchange.destination(message, size)
 
     def handle(self, source: Peer, message: Message) -> None:
         """Act on one message, then take steps as long as nothing is missing for the next one.
 
-        In the middle of a step only weights and rows are taken; other messages are deferred to its
+        In the middle of a step only what the exchange takes then is taken; other messages are deferred to its
         end.
 
         Raises:
             ProtocolError: a worker takes no such message.
         """
-        if self._stepping and message.kind not in _TAKEN_WITHIN_STEPS:
+        if self._stepping and message.kind not in self._taken_within_steps:
             self._deferred.append((source, message))
             self._superseded |= (
                 message.kind is Kind.MEMBERS and message.generation > self.generation
@@ -237,10 +236,20 @@ class Worker:
             case Kind.MEMBERS:
                 self._begin_generation(Members.unpack(message))
             case _:
-                complete = self._exchange.receive(source, message)
+                complete, skipped = self._exchange.receive(source, message)
+                if skipped is not None:
+                    self._note_decision(skipped)
                 if complete is not None:
                     self._complete = max(self._complete, complete)
                     self._take_version()
+
+    def _note_decision(self, skipped: bool) -> None:
+        """Have those know of it that keep something of the last push: whether it was left out of new weights."""
+        if skipped:
+            self._exchange.left_out()
+            self._replicas.left_out()
+        else:
+            self._exchange.committed(self._exchange.sequence)
 
     def _begin_generation(self, begun: Members) -> None:
         """Begin a generation: grants before it are void, and weights too if they are sent anew."""
@@ -249,8 +258,7 @@ class Worker:
         self.generation = begun.generation
         self._limit = self._floor = begun.version
         self._lease = None
-        if self._exchange.rows is not None:
-            self._exchange.rows.forget_looked_at()
+        self._exchange.begin_generation()
         if not begun.again:  # weights may be others, or what the models do
             self._computed = None
         if begun.reload:
@@ -307,7 +315,7 @@ class Worker:
 
     def doing(self) -> str:
         """Return what the worker computes or waits for, in words, see `Role.doing`."""
-        share, arriving, rows = self.computing, self._arriving, self._exchange.rows
+        share, arriving = self.computing, self._arriving
         since, pushed_at = self._since, self._pushed_at
         if self._calling:
             text = "runs a function between two steps"
@@ -316,7 +324,7 @@ class Worker:
         elif share is not None:
             text = f"computes share {share} from the weights of version {self._pushed[1]}"
             weights = "" if arriving is None else self._exchange.missing(arriving)
-            coming = [words for words in (weights, rows.doing() if rows else "") if words]
+            coming = [words for words in (weights, self._exchange.doing()) if words]
             text += f" (still to come: {listed(coming)})" if coming else ""
         elif self._stopped:
             text = f"has version {self.version}, and takes no more steps"
@@ -379,12 +387,11 @@ class Worker:
         ready = self._calls.take_ready(self.generation, self.version, begins)
         if not ready:
             return False
-        # such a function may wait for rows of embedding tables, and no step begins meanwhile
+        # such a function may wait for what its models need, and no step begins meanwhile
         self._stepping, self._since = True, time.perf_counter()
         self._calling = True
         self._superseded = self._stopped
-        if self._exchange.rows is not None:
-            self._exchange.rows.position = (self.generation, self.version)
+        self._exchange.stand_at(self.generation, self.version)
         try:
             about_to_change()
             self._replicas.go_on(self.version)
@@ -396,7 +403,7 @@ class Worker:
         self._replicas.forget_writes()
         if self._defect is not None:
             raise self._defect
-        self._run_calls(begins)  # those that came while these waited for rows
+        self._run_calls(begins)  # those that came while these waited
         return True
 
     def _step(self, share: int, version: int) -> None:
@@ -428,15 +435,15 @@ class Worker:
         if entry is None:
             self._arriving = None
 
-    def _wait_until(self, has_come: Callable[[], bool]) -> None:
-        """Receive messages in a forward pass until rows have come."""
+    def _wait_until(self, has_come: Callable[[], bool], why: str) -> None:
+        """Receive messages in a forward pass until what it needs has come, see `WaitUntil`."""
         # _AbandonedError: a new generation, or a server is lost. Between two steps, in a user's function, a lost server
         # is PeerLostError.
         began, generators = time.perf_counter(), HeldGenerators()
         while not has_come():
             if self._superseded or self._failure is not None:
-                why = "rows of embedding tables were not sent: the job's processes change"
-                raise PeerLostError(why) if self._calling else _AbandonedError(why)
+                reason = f"{why}: the job's processes change"
+                raise PeerLostError(reason) if self._calling else _AbandonedError(reason)
             with self._own_work(), apart_from_models():
                 self._between.receive()
         generators.go_on()
@@ -445,9 +452,8 @@ class Worker:
     def _compute(self, share: int, version: int) -> None:
         """Compute and push the gradient of a share, then send REPORT, or FAILED with the error."""
         self._pushed = (self.generation, version)
-        self._exchange.begin(self.generation, version, self._incarnation)
-        if (rows := self._exchange.rows) is not None:
-            rows.delayed.is_last = version + 1 >= self._limit
+        is_last = version + 1 >= self._limit
+        self._exchange.begin(self.generation, version, self._incarnation, is_last=is_last)
         self._between.finish()
         try:
             result = self._compute_once(share, version)
@@ -491,9 +497,7 @@ class Worker:
     def _report(self, result: WorkerResult, version: int) -> Report:
         """Return the report of a gradient that has been sent, computed from a version."""
         sequence = self._exchange.end()
-        rows = self._exchange.rows
-        received = self._exchange.bytes_pulled + (0 if rows is None else rows.bytes_pulled)
-        pulled = received - self._reported
+        pulled = self._exchange.bytes_pulled - self._reported
         self._reported += pulled
         stats: dict[str, Any] = {}
         if self._stats:
@@ -502,7 +506,7 @@ class Worker:
             stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
         moved = (self._exchange.bytes_pushed, pulled)
         if self._computed is not None:
-            stats |= self._computed.rows
+            stats |= self._computed.about
         return Report(
             *(
                 self.generation,
@@ -533,9 +537,7 @@ class Worker:
             result = self._replicas.compute(share, push, self._stats, arrive)
             # a worker without samples in this step has waited, and computed nothing
             result.timings["compute"] = max(result.timings["compute"] - self._waiting, 0.0)
-            rows = self._exchange.rows
-            about_rows = {} if rows is None else rows.reported()
-            done = _Computed(share, version, result, pushes, about_rows)
+            done = _Computed(share, version, result, pushes, self._exchange.reported())
         else:
             self._arrive(None)
             for chunk in done.pushes:
@@ -549,8 +551,7 @@ class Worker:
         """Push a complete chunk, and let bytes move; see `ChunkReady`."""
         # A small last one leaves with the report: one wake-up.
         with self._own_work():
-            self._exchange.ready(chunk, payload, unit, total, absent)
-            if self._exchange.unpushed:
+            if self._exchange.ready(chunk, payload, unit, total, absent):
                 self._between.pump()
 
     @contextlib.contextmanager

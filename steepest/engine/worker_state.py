@@ -19,26 +19,22 @@ class WorkerState:
 
     # of each replica, with frozen parameters that it has changed, see `Replicas.states`
     buffers: list[Tensors]
-    # what compression has left out of its gradients, see `GradientCompressor.state`
-    left_out: Tensors
     # of its own optimizer under local SGD; None under other strategies
     inner: InnerOptimizerState | None
     seconds: float  # that copying took, during which the worker computed nothing
-    # gradients of rows that it has not pushed, see `DelayedRows.state`
-    rows: Tensors = field(default_factory=Tensors)
+    # of its exchange, by what it is of, see `Exchange.state`
+    exchanged: dict[str, Tensors] = field(default_factory=dict)
 
 
 def worker_state(replicas: Replicas, step: int) -> WorkerState:
     """Return copies of a worker's own state, between two steps, after so many committed."""
     began = time.perf_counter()
     buffers = replicas.states()
-    compressor = replicas.compressor
-    left_out = Tensors({} if compressor is None else compressor.state())
     inner = replicas.inner_state(step)
     if inner is not None:
         inner = Tensors(inner[0]), *inner[1:]
-    rows = Tensors() if replicas.rows is None else replicas.rows.unpushed(step)
-    return WorkerState(buffers, left_out, inner, time.perf_counter() - began, rows)
+    exchanged = {} if replicas.exchange is None else replicas.exchange.state(step)
+    return WorkerState(buffers, inner, time.perf_counter() - began, exchanged)
 
 
 def buffers_of(

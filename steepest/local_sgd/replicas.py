@@ -122,8 +122,7 @@ class LocalReplicas(Replicas):
                 self._push_difference(result.weight, chunk_ready)
             else:
                 self._nothing(chunk_ready)
-            if self.rows is not None:
-                self.rows.end_share(chunk_ready, self._updates)
+            self._companion.end_share(chunk_ready, self._updates)
         finally:
             self.weights.copy_(self._base)
             self.weights_changed()
@@ -174,14 +173,11 @@ class LocalReplicas(Replicas):
     def _clip(self, greatest: float) -> None:
         """Clip the gradients of an update, those of rows too, by their norm together."""
         means = [held.mean for held in self._held.values() if held.mean is not None]
-        squares = [*map(sum_of_squares, means)]
-        if self.rows is not None:
-            squares.append(self.rows.squares())
+        squares = [*map(sum_of_squares, means), self._companion.squares()]
         factor = clip_factor(math.sqrt(math.fsum(squares)), greatest)
         for mean in means if factor != 1.0 else ():
             mean.mul_(factor)
-        if self.rows is not None:
-            self.rows.scale(factor)
+        self._companion.scale(factor)
 
     def _push_difference(self, weight: float, chunk_ready: ChunkReady) -> None:
         """Push the weights before minus the weights now, chunk by chunk, last layers first."""

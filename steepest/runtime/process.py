@@ -333,7 +333,12 @@ class Process:
         if self._replicas is not None:
             self.router.call(give_way)
             self._worker = host_worker(
-                self.router, job, self._index, self._replicas, incarnation=incarnation
+                self.router,
+                job,
+                self._index,
+                self._replicas,
+                incarnation=incarnation,
+                extensions=EXTENSIONS,
             )
             if initial is not None:
                 self._replicas.begin_with(initial[1])

@@ -108,18 +108,15 @@ def load_inner_state(
     replicas.load_inner_state(own.get(replicas.worker, mean), plain, schedule)
 
 
-def load_left_out(
-    replicas: Replicas, own: dict[int, dict[str, torch.Tensor]], mean: dict[str, torch.Tensor]
+def load_exchanged(
+    replicas: Replicas,
+    what: str,
+    own: Mapping[int, Mapping[str, torch.Tensor]],
+    other: Mapping[str, torch.Tensor],
 ) -> None:
-    """Set what compression has left out of a worker's gradients, if it compresses: its `own`, or the `mean`."""
-    if replicas.compressor is not None:
-        replicas.compressor.load_state(own.get(replicas.worker, mean))
-
-
-def push_rows_later(replicas: Replicas, own: Mapping[int, Tensors]) -> None:
-    """Have a worker push gradients of rows, given by worker, with its next step (`RowCollector.push_later`)."""
-    if replicas.rows is not None:
-        replicas.rows.push_later(own.get(replicas.worker, Tensors()))
+    """Set a part of the state of a worker's exchange (`Exchange.state`): its `own`, or `other` for one without."""
+    if replicas.exchange is not None:
+        replicas.exchange.load_state(what, own.get(replicas.worker, other))
 
 
 def continue_from(

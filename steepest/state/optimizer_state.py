@@ -11,9 +11,11 @@ import torch
 
 from steepest.compression.gradient_compressor import check_residuals
 from steepest.embedding.shard_records import disassemble
+from steepest.embedding.state_names import UNPUSHED
 from steepest.engine.client import Snapshot
 from steepest.engine.job import Job
 from steepest.engine.optimizer_slices import assemble
+from steepest.engine.push_pull import COMPRESSION
 from steepest.engine.replica_states import mean_states
 from steepest.engine.replicas import InnerOptimizerState
 from steepest.engine.survivors import RecoveredState
@@ -69,9 +71,9 @@ class OptimizerState:
     ) -> OptimizerState:
         """Return the optimizer's state of a job of which all parts are known, those of workers by index."""
         on_servers, plain = assemble(job.description.layout, held.records)
-        rows = {worker: each.rows for worker, each in workers.items() if each.rows}
+        rows = _exchanged(workers, UNPUSHED)
         if not job.config.local:
-            left_out = {worker: each.left_out for worker, each in workers.items() if each.left_out}
+            left_out = _exchanged(workers, COMPRESSION)
             schedule = held.state.get("schedule")
             return cls(on_servers, plain, schedule, left_out=left_out, rows=rows)
         inner = {worker: each.inner for worker, each in workers.items() if each.inner is not None}
@@ -140,7 +142,8 @@ class OptimizerState:
         """
         layout, workers = cluster.job.description.layout, range(cluster.job.num_workers)
         if cluster.job.tables is not None:
-            cluster.workers.call(remote_functions.push_rows_later, self.rows_for(cluster.job))
+            rows = self.rows_for(cluster.job)
+            cluster.workers.call(remote_functions.load_exchanged, UNPUSHED, rows, Tensors())
         if not cluster.job.config.local:
             records = disassemble(layout, self.state, self.plain)
             if cluster.job.compresses:
@@ -150,7 +153,9 @@ class OptimizerState:
                     left_out = {worker: left_out.get(worker, {}) for worker in workers}
                 elif left_out and len(left_out) != len(workers):
                     left_out, mean = {}, _mean_left_out(left_out)
-                cluster.workers.call(remote_functions.load_left_out, dict(left_out), mean)
+                cluster.workers.call(
+                    remote_functions.load_exchanged, COMPRESSION, dict(left_out), mean
+                )
             return records
         disassemble(layout, self.state, self.plain)  # raises before anything is changed
         own = dict(self.own) if same or len(self.own) == len(workers) else {}
@@ -170,11 +175,16 @@ class OptimizerState:
         found = self.rows
         if not found or job.tables is None:
             return {}
-        from steepest.engine.delayed_rows import divided  # needs what only tables need
+        from steepest.embedding.delayed_rows import divided  # needs what only tables need
 
         pushers = job.num_workers if job.strategy.rule.together else 1
         states = [found[worker] for worker in sorted(found)]
         return dict(enumerate(divided(job.tables, states, pushers)))
+
+
+def _exchanged(workers: Mapping[int, WorkerState], what: str) -> dict[int, Tensors]:
+    """Return a part of what workers' exchanges have, by worker, of those that have it."""
+    return {w: each.exchanged[what] for w, each in workers.items() if what in each.exchanged}
 
 
 def mean_inner(found: Sequence[InnerOptimizerState]) -> InnerOptimizerState:

@@ -150,7 +150,14 @@ class InProcessCluster:
         for index, copies in enumerate(replicas):
             router = self.server_routers[index] if hosted else self.network.router()
             self.workers.append(
-                host_worker(router, self.job, index, copies, partial(self.network.wait, router))
+                host_worker(
+                    router,
+                    self.job,
+                    index,
+                    copies,
+                    partial(self.network.wait, router),
+                    extensions=EXTENSIONS,
+                )
             )
             self.worker_routers.append(router)
         self._wire()
@@ -225,7 +232,9 @@ class InProcessCluster:
         )
         router = self.worker_routers[worker] = self.network.router()
         wait, life = partial(self.network.wait, router), self.lives[worker]
-        self.workers[worker] = host_worker(router, job, worker, replicas, wait, incarnation=life)
+        self.workers[worker] = host_worker(
+            router, job, worker, replicas, wait, incarnation=life, extensions=EXTENSIONS
+        )
         self.links[worker_peer(worker)] = []
         for server, far in enumerate(self.server_routers):
             self._connect(

@@ -6,7 +6,7 @@ import torch
 
 from steepest.collectives.members import MemberCollective
 from steepest.engine.commit_log import Commit
-from steepest.engine.push_pull import PushPull
+from steepest.engine.exchange import Exchange
 from steepest.engine.replicas import Replicas
 from steepest.engine.server import Server
 from steepest.engine.worker import Worker
@@ -29,7 +29,7 @@ def replicas_of(worker: Worker) -> Replicas:
     return worker._replicas
 
 
-def exchange_of(worker: Worker) -> PushPull:
+def exchange_of(worker: Worker) -> Exchange:
     """Return a worker's end of its strategy."""
     return worker._exchange
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from steepest.engine.chunk_store import ChunkStore
+from steepest.engine.exchange import Arrived
 from steepest.engine.server import Server
 from steepest.engine.worker import Worker
 from steepest.messages.message import Kind, Message, Peer
@@ -70,15 +71,15 @@ def watch_worker(worker: Worker, clock: Clock, reached: Report) -> None:
     # It is called with the step, the moment, and the chunk and its version, in words.
     receive = worker._exchange.receive
 
-    def received(source: Peer, message: Message) -> tuple[int, int] | None:
-        complete = receive(source, message)
+    def received(source: Peer, message: Message) -> Arrived:
+        arrived = receive(source, message)
         if message.kind is Kind.WEIGHTS and not clock.computing:
-            rest = "others are not" if complete is None else "all are"
+            rest = "others are not" if arrived.complete is None else "all are"
             reached(
                 clock.step,
                 "pull",
                 f"chunk {message.chunk} of version {message.version} is here, {rest}",
             )
-        return complete
+        return arrived
 
     worker._exchange.receive = received  # type: ignore[method-assign]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,11 @@ import torch
 
 from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.checkpoint import files
+from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.embedding.shard_records import disassemble
 from steepest.embedding.stores_of_job import stores_of
 from steepest.engine.commit_log import Commit, CommitLog, LoggedPush, UnpushedRows
+from steepest.engine.exchange import Exchange
 from steepest.engine.hosting import build_replicas
 from steepest.engine.job import Job, ModelCreator, build_models
 from steepest.engine.optimizer_slices import assemble
@@ -25,13 +27,22 @@ from steepest.engine.server import Server, ServerMode
 from steepest.errors import ConfigurationError
 from steepest.extensions import EXTENSIONS
 from steepest.messages import gradients
-from steepest.messages.message import Kind, Message, Peer, PushId, aggregator_peer, worker_peer
+from steepest.messages.message import (
+    Kind,
+    Message,
+    Peer,
+    PushId,
+    Send,
+    aggregator_peer,
+    worker_peer,
+)
 from steepest.models.protocol import Model
 from steepest.optim.arriving import ArrivingState
 from steepest.tensors.dtypes import Tensors, same_bits
 from steepest.tensors.half_precision import narrow_size, rounded
 
 if TYPE_CHECKING:
+    from steepest.embedding.row_exchange import RowExchange
     from steepest.testing.replay_rows import RowsOfVersions
 
 
@@ -226,7 +237,7 @@ class _Run:
         torch.set_num_threads(self._threads[1])
         self._server.handle(worker_peer(0), order.pack())
         for push in commit.pushes:
-            exchange = self._senders.exchange(push.worker, push.incarnation)
+            exchange = self._senders.end(push.worker, push.incarnation).exchange
             if commit.skipped:
                 exchange.left_out()
                 self._workers[push.worker].left_out()
@@ -245,12 +256,13 @@ class _Run:
             model.load_state(state)
         first_life = 0 if self._first_part else push.incarnation
         self._succeeded |= self._lives.setdefault(push.worker, first_life) != push.incarnation
-        exchange = self._senders.exchange(push.worker, push.incarnation)
-        if self._rows is not None and exchange.rows is not None:
-            self._rows.begin(push, exchange.rows)
-            replicas.use_rows(exchange.rows)
-        exchange.begin(0, push.pulled, push.incarnation)
-        exchange.sequence = push.sequence
+        end = self._senders.end(push.worker, push.incarnation)
+        exchange = end.exchange
+        if self._rows is not None and end.rows is not None:
+            self._rows.begin(push, end.rows)
+        replicas.use_exchange(exchange)
+        exchange.begin(0, push.pulled, push.incarnation, is_last=push.own_rows)
+        end.dense.sequence = push.sequence
         replicas.compute(push.share, exchange.ready, False)
         if self._rows is not None:
             self._rows.end()
@@ -359,6 +371,14 @@ def _all(states: list[list[Tensors]], workers: list[Replicas]) -> list[Tensors]:
     return all_states(call)
 
 
+class _End(NamedTuple):
+    """A worker's end of pushes."""
+
+    dense: PushPull
+    rows: RowExchange | None  # of embedding tables; None without tables
+    exchange: Exchange  # of both
+
+
 class _Senders:
     """The workers' ends of pushes, which reach the one server, of all chunks, in the form of the run."""
 
@@ -371,7 +391,7 @@ class _Senders:
         self._server = server
         self._rows = rows
         self._unpushed = dict(unpushed)
-        self._exchanges: dict[int, tuple[int, PushPull]] = {}  # by worker: incarnation, end
+        self._ends: dict[int, tuple[int, _End]] = {}  # by worker: incarnation, end
         self._aggregators = {
             index: HostAggregator(
                 index,
@@ -383,22 +403,25 @@ class _Senders:
             for index in job.places.aggregators
         }
 
-    def exchange(self, worker: int, incarnation: int) -> PushPull:
+    def end(self, worker: int, incarnation: int) -> _End:
         """Return a worker's end of pushes."""
         # Each life (incarnation) of the worker has its own, because what compression had left out is lost with a life.
-        life, exchange = self._exchanges.get(worker, (-1, None))
-        if exchange is None or life != incarnation:
+        life, end = self._ends.get(worker, (-1, None))
+        if end is None or life != incarnation:
             memory = self._job.description.layout.allocate()
             send = partial(self._arrive, worker_peer(worker))
-            exchange = PushPull(worker, self._job.topology, memory, send)
-            if exchange.rows is not None:
-                exchange.rows.push_later(self._unpushed.pop(worker, {}))
-            self._exchanges[worker] = incarnation, exchange
-        return exchange
+            dense = PushPull(
+                worker, self._job.topology, memory, send, compressor=GradientCompressor
+            )
+            end = _End(dense, None, dense)
+            if self._job.tables is not None:
+                end = _with_rows(dense, worker, self._job, send, self._unpushed.pop(worker, {}))
+            self._ends[worker] = incarnation, end
+        return end
 
     def _arrive(self, source: Peer, target: Peer, message: Message) -> None:
         if message.kind is Kind.PULL_ROWS:
-            rows = self._exchanges[source.index][1].rows
+            rows = self._ends[source.index][1].rows
             assert self._rows is not None
             assert rows is not None
             self._rows.answer(source, target, message, rows)
@@ -411,6 +434,20 @@ class _Senders:
         (self._aggregators[target.index] if target.role == "aggregator" else self._server).handle(
             source, message
         )
+
+
+def _with_rows(
+    dense: PushPull, worker: int, job: Job, send: Send, unpushed: Mapping[str, torch.Tensor]
+) -> _End:
+    """Return the end of a worker that uses rows of tables, and asks for none beforehand."""
+    from steepest.embedding.companion import RowCompanion
+    from steepest.embedding.exchange import ExchangeWithRows
+    from steepest.embedding.row_exchange import RowExchange
+
+    assert job.tables is not None
+    rows = RowExchange(worker, job.tables, job.holders, send)
+    rows.push_later(unpushed)
+    return _End(dense, rows, ExchangeWithRows(dense, rows, RowCompanion(rows, None, job.shares)))
 
 
 def _pull(weights: torch.Tensor, replicas: Replicas, worker: int, job: Job) -> None:

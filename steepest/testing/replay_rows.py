@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from steepest.embedding.row_exchange import RowExchange
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.table_chunk import TableChunk
 from steepest.engine.commit_log import Commit, LoggedPush
-from steepest.engine.row_exchange import RowExchange
 from steepest.engine.server import Server
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Message, Peer
@@ -51,7 +51,7 @@ class RowsOfVersions:
         runs = push.row_versions
         self._versions = (version for count, version in runs for _ in range(count))
         if rows.wait_until is None:
-            rows.begin_life(push.incarnation, lambda has_come: None)  # answers come at once
+            rows.begin_life(push.incarnation, lambda has_come, why: None)  # answers come at once
             rows.delayed.delays = self._delays
         rows.delayed.is_last = push.own_rows
 

@@ -272,8 +272,8 @@ def test_each_chunk_of_the_weights_only_ever_goes_forward() -> None:
         value = torch.full_like(layout.chunk_view(weights, chunk), 10 * generation + version)
         message = Message(Kind.WEIGHTS, generation, version=version, chunk=chunk, payload=value)
         taken = exchange.destination(message, value.numel()) is not None
-        complete = exchange.receive(server_peer(0), message)
-        return taken, complete, int(layout.chunk_view(weights, chunk)[0])
+        arrived = exchange.receive(server_peer(0), message)
+        return taken, arrived.complete, int(layout.chunk_view(weights, chunk)[0])
 
     assert arrive(1, 4, first) == (True, None, 14)
     assert arrive(2, 3, first) == (True, None, 23)

@@ -28,7 +28,7 @@ from tests.reference import Task
 
 
 def own_state(seconds: float) -> WorkerState:
-    return WorkerState([Tensors()], Tensors(), None, seconds)
+    return WorkerState([Tensors()], None, seconds)
 
 
 class Driver:

@@ -67,7 +67,11 @@ def bits_of(layout: ParameterLayout, found: Any, workers: Sequence[WorkerState])
     for index, own in enumerate(workers):
         for replica, state in enumerate(own.buffers):
             bits |= {f"{index}/{replica}/{name}": value for name, value in state.items()}
-        bits |= {f"{index}/{name}": value for name, value in own.left_out.items()}
+        bits |= {
+            f"{index}/{name}": value
+            for state in own.exchanged.values()
+            for name, value in state.items()
+        }
         if own.inner is not None:
             bits |= {f"{index}/inner/{name}": value for name, value in own.inner[0].items()}
     return bits

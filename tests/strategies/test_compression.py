@@ -178,8 +178,8 @@ def test_what_a_skipped_step_has_left_out_is_that_of_the_step_before(way: str) -
 
 
 def left_out_of(replicas: Replicas) -> torch.Tensor:
-    assert replicas.compressor is not None
-    return replicas.compressor.state()["left/weight"]
+    assert replicas.exchange is not None
+    return replicas.exchange.state(0)["compression"]["left/weight"]
 
 
 @pytest.mark.parametrize("choice", CHOICES)

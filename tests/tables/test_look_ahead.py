@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 import steepest
+from steepest.embedding.delayed_rows import divided
+from steepest.embedding.exchange import ExchangeWithRows
+from steepest.embedding.row_exchange import RowExchange
 from steepest.embedding.table_counts import table_counts
-from steepest.engine.delayed_rows import divided
-from steepest.engine.row_exchange import RowExchange
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.driver import Failure
 from steepest.messages.message import Kind
@@ -28,6 +29,7 @@ from steepest.tables.gradients import RowGradients
 from steepest.tables.row_optimizers import SGD
 from steepest.tables.table import Table
 from steepest.testing import Fault, InProcessCluster, replay
+from steepest.testing.inspection import exchange_of
 from tests.fuzzing import Recorder
 from tests.reference import same_bits
 from tests.tables.rows_ahead import IDS, TARGETS, Net, creator, falling, row_of
@@ -239,9 +241,9 @@ def test_a_generation_forgets_what_was_asked_for() -> None:
         cluster.wait(install, "an install")
         cluster.step(3)
     assert same_bits(plain.weights(), ahead.weights())
-    rows = ahead.workers[0]._exchange.rows
-    assert rows is not None
-    assert len(rows._awaited) <= 2
+    exchange = exchange_of(ahead.workers[0])
+    assert isinstance(exchange, ExchangeWithRows)
+    assert len(exchange.rows._awaited) <= 2
 
 
 def test_a_job_without_staleness_is_replayed() -> None:

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from steepest.embedding.delayed_rows import DelayedRows
+from steepest.embedding.row_collector import RowCollector
+from steepest.embedding.row_memory import ROW_MEMORY
 from steepest.engine.chunk_ready import ChunkReady
-from steepest.engine.delayed_rows import DelayedRows
+from steepest.engine.exchange import WaitUntil
 from steepest.engine.incoming_weights import where_lent
-from steepest.engine.row_collector import Place, RowCollector
-from steepest.engine.row_memory import ROW_MEMORY
+from steepest.engine.sample_places import Place
 from steepest.errors import ConfigurationError, ProtocolError, listed
 from steepest.messages.message import Message, Peer, Send, server_peer
 from steepest.messages.rows import PullRows, Rows
@@ -24,8 +26,7 @@ from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tensors.dtypes import Tensors
 
-#: Receives messages until a condition holds; raises where it cannot come to hold any more.
-WaitUntil = Callable[[Callable[[], bool]], None]
+_NOT_SENT = "rows of embedding tables were not sent"
 _MOST_AWAITED = 32  # requests, above which no batch is looked at beforehand
 _REQUESTS_BITS = 29  # of a life; with the bits of an incarnation a sequence has at most 61
 
@@ -116,7 +117,7 @@ class RowExchange(RowCollector):
         asked = self._asked_before(group, tables, ids) or self._ask(group, tables, ids, training)
         try:
             if not self._has_come(asked):
-                self.wait_until(lambda: self._has_come(asked))
+                self.wait_until(lambda: self._has_come(asked), _NOT_SENT)
             return self._values(asked)
         finally:
             self._forget(asked)

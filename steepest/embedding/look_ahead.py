@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from steepest.embedding.row_exchange import RowExchange
+from steepest.embedding.table_model import TableModel
 from steepest.engine.generators import States, restore, states
-from steepest.engine.row_collector import Place
-from steepest.engine.row_exchange import RowExchange
-from steepest.models.protocol import Model
+from steepest.engine.sample_places import Place
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +66,18 @@ class LookAhead:
         restore(kept.generators)
         return kept.batch
 
-    def before(self, number: int, models: tuple[Model, ...]) -> None:
+    def before(self, number: int, models: tuple[TableModel, ...]) -> None:
         """Look at the shares after one that is about to be computed."""
         if self._shares and self._rows.lookups:
             numbers = [number + ahead * self._step for ahead in range(self._shares + 1)]
             self._look(numbers, models, skip=number)
 
-    def after(self, number: int, models: tuple[Model, ...]) -> None:
+    def after(self, number: int, models: tuple[TableModel, ...]) -> None:
         """Look at the share after one that has been computed; its rows are of the next version."""
         if not self._shares and self._rows.lookups:
             self._look([number + self._step], models, skip=number)
 
-    def _look(self, numbers: list[int], models: tuple[Model, ...], skip: int) -> None:
+    def _look(self, numbers: list[int], models: tuple[TableModel, ...], skip: int) -> None:
         """Load the batches of some shares, and ask for the rows of all but one share."""
         # Errors are raised later: the data's by `take`, the forward pass' by the pass itself.
         for place in (place for number in numbers for place in self._places(number)):
@@ -92,10 +92,10 @@ class LookAhead:
             if place[0] != skip:
                 self._look_at(place, batch, models[place[1]])
 
-    def _look_at(self, place: Place, batch: Any, model: Model) -> None:
+    def _look_at(self, place: Place, batch: Any, model: TableModel) -> None:
         """Ask for the rows of a batch."""
         try:
-            look = partial(model.look_ahead, batch)  # type: ignore[attr-defined]
+            look = partial(model.look_ahead, batch)
             self._rows.look(place, look, later=not self._shares)
         except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
             log.log(

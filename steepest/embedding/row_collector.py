@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from steepest.embedding.row_memory import ROW_MEMORY
 from steepest.engine.chunk_ready import ChunkReady
-from steepest.engine.row_memory import ROW_MEMORY
+from steepest.engine.sample_places import Place
 from steepest.models.embedding import RowSource
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added
@@ -22,8 +23,6 @@ from steepest.tensors.squares import sum_of_squares
 
 #: By batch, its weight, and the gradients of each group of tables.
 _Batches = list[tuple[float, list[list[RowGradients]]]]
-#: The place of a batch: number of its share, index of its replica, number of the micro-batch.
-Place = tuple[int, int, int]
 
 
 class RowCollector(RowSource, ABC):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from steepest.embedding.row_collector import RowCollector
 from steepest.engine.chunk_ready import NOTHING, ChunkReady
-from steepest.engine.row_collector import RowCollector
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added

@@ -1,0 +1,93 @@
+"""A worker's exchange where its models have embedding tables: rows come in the middle of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from steepest.embedding.companion import RowCompanion
+from steepest.embedding.row_exchange import RowExchange
+from steepest.embedding.state_names import UNPUSHED
+from steepest.engine.exchange import NOTHING_YET, Arrived, Exchange, ExchangeAround, WaitUntil
+from steepest.errors import listed
+from steepest.messages.message import Kind, Message, Peer
+from steepest.tensors.dtypes import Tensors
+from steepest.tensors.memory import Memory
+
+
+class ExchangeWithRows(ExchangeAround):
+    """Pulls rows of tables, and pushes their gradients as chunks of the exchange that it stands around."""
+
+    # companion: of these rows, in place of that of the other exchange.
+
+    def __init__(self, inner: Exchange, rows: RowExchange, companion: RowCompanion) -> None:
+        super().__init__(inner)
+        self.rows = rows
+        self.companion = companion
+        self.kinds = inner.kinds | {Kind.ROWS}
+
+    @property
+    def bytes_pulled(self) -> int:
+        """Bytes from other processes, so far, those of rows among them."""
+        return self.inner.bytes_pulled + self.rows.bytes_pulled
+
+    def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
+        """Begin to pull rows."""
+        super().begin_life(incarnation, wait_until)
+        self.rows.begin_life(incarnation, wait_until)
+
+    def begin_generation(self) -> None:
+        """Forget rows that were asked for beforehand."""
+        super().begin_generation()
+        self.rows.forget_looked_at()
+
+    def stand_at(self, generation: int, version: int) -> None:
+        """Pull rows of this version from now on."""
+        super().stand_at(generation, version)
+        self.rows.position = (generation, version)
+
+    def begin(self, generation: int, version: int, incarnation: int, *, is_last: bool) -> None:
+        """Begin a push; the last that is granted has the gradients of its own rows, too."""
+        super().begin(generation, version, incarnation, is_last=is_last)
+        self.rows.begin(generation, version)
+        self.rows.delayed.is_last = is_last
+
+    def reported(self) -> dict[str, Any]:
+        """Return with which versions of rows the gradient was computed, and whose rows' gradients it has."""
+        return super().reported() | self.rows.reported()
+
+    def left_out(self) -> None:
+        """Keep what the last push had of the step before."""
+        super().left_out()
+        self.rows.delayed.left_out()
+
+    def doing(self) -> str:
+        """Return in words which servers have not sent rows."""
+        return listed(words for words in (super().doing(), self.rows.doing()) if words)
+
+    def destination(self, message: Message, size: int) -> Memory | None:
+        """Return memory for a payload."""
+        if message.kind is Kind.ROWS:
+            return self.rows.destination(message, size)
+        return super().destination(message, size)
+
+    def receive(self, source: Peer, message: Message) -> Arrived:
+        """Take a message with rows, or another one."""
+        if message.kind is Kind.ROWS:
+            self.rows.receive(source, message)
+            return NOTHING_YET
+        return super().receive(source, message)
+
+    def state(self, step: int) -> dict[str, Tensors]:
+        """Return gradients of rows that no update has, too."""
+        unpushed = self.rows.unpushed(step)
+        return super().state(step) | ({UNPUSHED: unpushed} if unpushed else {})
+
+    def load_state(self, what: str, state: Mapping[str, torch.Tensor]) -> None:
+        """Push gradients of rows with the next step, where it is these."""
+        if what == UNPUSHED:
+            self.rows.push_later(state)
+        else:
+            super().load_state(what, state)
