@@ -8,7 +8,7 @@
 # the driver gets signals; make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check,
 # test-cluster, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage. make test-core: training
-# with plain processes, in a minute.
+# with plain processes, in a minute. make package: the files of a release, in dist/, checked and used.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-core test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
   bench-check test-full \
-  mutants coverage check bench soak clean
+  mutants coverage check bench soak package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -122,6 +122,9 @@ bench: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m benchmarks.soak --minutes 10
+
+package: $(STAMP)
+	$(BIN)/python -m release.package
 
 clean:
 	rm -rf $(VENV) $(VENV)-loggers $(VENV)-jax $(VENV)-tensorflow $(VENV)-shared $(VENV)-spark build dist *.egg-info \
