@@ -17,7 +17,6 @@ from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
 from steepest.aggregation.hosting import host_aggregator
-from steepest.embedding.stores_of_job import stores_of
 from steepest.engine.client import Client
 from steepest.engine.hosting import (
     build_replicas,
@@ -26,7 +25,8 @@ from steepest.engine.hosting import (
     host_server,
     host_worker,
 )
-from steepest.engine.job import Job, build_models
+from steepest.engine.job import Job
+from steepest.engine.model_building import build_models
 from steepest.engine.replicas import Replicas
 from steepest.engine.scheduling import give_way
 from steepest.engine.topology import HostMap
@@ -145,7 +145,7 @@ def make_job(
     )
     if allreduce:
         config = AllreduceStrategy(wire_dtype=wire_dtype, compression=compression)
-    models, description = build_models(creator, 0, 1, 0, config.cut)
+    models, description = build_models(creator, 0, 1, 0, config.cut, None, EXTENSIONS)
     worker_hosts, server_hosts = (
         tuple(index % hosts for index in range(count)) for count in (workers, servers)
     )
@@ -240,7 +240,7 @@ def _host_servers(
     if index == 0:
         peers.append(COORDINATOR)
         host_coordinator(router, plan, RESULT_SECONDS)
-    host_server(router, plan, index, weights, shared=aggregator or beside, stores=stores_of(plan))
+    host_server(router, plan, index, weights, shared=aggregator or beside)
     if aggregator:
         peers.append(aggregator_peer(index))
         host_aggregator(router, plan, index, weights)

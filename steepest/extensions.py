@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from steepest.compression.gradient_compressor import GradientCompressor
-from steepest.embedding.extension import EmbeddingRows
+from steepest.embedding.extension import EmbeddingTables
 from steepest.engine.extension import Extension
 from steepest.engine.push_pull import Compressor
 from steepest.local_sgd.extension import LocalSgd
@@ -23,4 +23,4 @@ class Compression(Extension):
         return GradientCompressor(layout, codec, packed)
 
 
-EXTENSIONS: tuple[Extension, ...] = (Compression(), LocalSgd(), EmbeddingRows())
+EXTENSIONS: tuple[Extension, ...] = (Compression(), LocalSgd(), EmbeddingTables())

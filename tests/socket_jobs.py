@@ -18,7 +18,8 @@ from steepest.engine.hosting import (
     host_server,
     host_worker,
 )
-from steepest.engine.job import Job, build_models
+from steepest.engine.job import Job
+from steepest.engine.model_building import build_models
 from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
 from steepest.extensions import EXTENSIONS

@@ -565,7 +565,7 @@ def _strategy(strategy: str | Strategy, num_workers: int) -> Strategy:
 
 def _check(described: Description) -> None:
     """Raise ConfigurationError if models need what plain processes have not."""
-    if described.tables:
+    if described.layout.opaque_chunks:
         raise ConfigurationError(
             "the model has embedding tables, whose rows plain processes do not exchange: use "
             "DistributedSGD, or torch.nn.Embedding"

@@ -10,7 +10,8 @@ import torch
 
 from steepest.data.sampler import SamplePlan
 from steepest.engine.hosting import build_replicas, host_server, host_worker
-from steepest.engine.job import Description, Job, ModelCreator, build_models
+from steepest.engine.job import Description, Job, ModelCreator
+from steepest.engine.model_building import build_models
 from steepest.engine.replicas import Replicas
 from steepest.engine.worker import Worker
 from steepest.messages.message import Peer, server_peer, worker_peer

@@ -1,15 +1,47 @@
-"""How rows of embedding tables attach to the workers of a job."""
+"""How embedding tables attach to a job; nothing of tables is imported for models that have none."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 from steepest.engine.exchange import Exchange
 from steepest.engine.extension import Extension
 from steepest.engine.job import Job
+from steepest.engine.opaque_parts import OpaqueParts
+from steepest.engine.stores import Stores
+from steepest.errors import ConfigurationError
+from steepest.messages.fields import Schema
 from steepest.messages.message import Send
+from steepest.messages.permissions import Line, lines
+from steepest.messages.rows import PullRows, Rows
+from steepest.messages.snapshots import ReadOn
+from steepest.models.protocol import Model
+from steepest.optim.spec import OptimizerSpec
+from steepest.strategies.strategy import Strategy
+from steepest.tensors.layout import ParameterLayout
+
+if TYPE_CHECKING:
+    from steepest.tables.table import Table
+
+#: The messages about rows of tables.
+LINES: Mapping[Line, Schema] = lines(
+    {
+        ("worker", "server"): (PullRows,),
+        ("server", "worker"): (Rows,),
+        ("client", "server"): (ReadOn,),
+    }
+)
 
 
-class EmbeddingRows(Extension):
-    """An exchange with rows, where models have tables; what only these need is imported then."""
+class EmbeddingTables(Extension):
+    """Rows of the tables that a model has as `tables`, see `steepest.models.protocol.Model`."""
+
+    def opaque(self, model: Model) -> OpaqueParts | None:
+        """Return a model's tables."""
+        tables = tuple(getattr(model, "tables", ()))
+        return ModelTables(tables) if tables else None
 
     def exchange(self, job: Job, worker: int, exchange: Exchange, send: Send) -> Exchange:
         """Return an exchange that pulls and pushes rows, too."""
@@ -26,3 +58,80 @@ class EmbeddingRows(Extension):
         if shares is not None and job.delays_rows:  # one of the steps goes to the way back
             rows.delayed.delays, shares = True, shares - 1
         return ExchangeWithRows(exchange, rows, RowCompanion(rows, shares, job.shares))
+
+
+@dataclass(frozen=True)
+class ModelTables:
+    """The embedding tables of which models use rows, see `steepest.engine.opaque_parts.OpaqueParts`."""
+
+    tables: tuple[Table, ...]
+
+    @property
+    def lines(self) -> Mapping[Line, Schema]:
+        """The messages about rows."""
+        return LINES
+
+    def require(self, strategy: Strategy, spec: OptimizerSpec) -> None:
+        """Check that a strategy has tables, and that the learning rates that they follow are there."""
+        if strategy.in_driver:
+            raise ConfigurationError(
+                f"embedding tables under the strategy {strategy.kind!r}: their rows are pulled "
+                "from servers in each step; give strategy='ps', 'allreduce', 'local', 'async' or "
+                "'ssp'"
+            )
+        for table in self.tables:
+            _require_followed(table, strategy, spec)
+
+    def difference(self, other: OpaqueParts) -> str | None:
+        """Return in words how the tables of another replica differ, or None when they agree."""
+        assert isinstance(other, ModelTables)
+        return _difference(self.tables, other.tables)
+
+    def keeps_state(self, strategy: Strategy) -> bool:
+        """Return whether workers push the gradients of rows a step late, see `DelayedRows`."""
+        return (strategy.table_staleness or 0) > 1
+
+    def stores(self, layout: ParameterLayout, seed: int) -> Stores:
+        """Return what makes the shards of a job."""
+        from steepest.embedding.table_stores import TableStores
+        from steepest.tables.dealing import Dealing
+
+        shards = layout.opaque_chunks
+        dealing = Dealing(self.tables, 1, seed, shards[0])
+        return TableStores(replace(dealing, num_shards=len(shards) // len(dealing.groups)))
+
+
+def _require_followed(table: Table, strategy: Strategy, spec: OptimizerSpec) -> None:
+    """Check that a table follows a learning rate that servers know, if any; ConfigurationError otherwise."""
+    if (group := table.optimizer.follows) is None:
+        return
+    groups = spec.groups
+    what = f"follows={group} of table {table.name!r}"
+    if group >= len(groups):
+        raise ConfigurationError(
+            f"{what}: the model's optimizer has {len(groups)} parameter groups: give the index of "
+            "one"
+        )
+    if not groups[group][1].get("lr"):
+        raise ConfigurationError(
+            f"{what}: that parameter group has the learning rate {groups[group][1].get('lr')}: "
+            "give the optimizer the rate of which a schedule's are parts"
+        )
+    if strategy.local:
+        raise ConfigurationError(
+            f"{what} under the strategy {strategy.kind!r}: workers have the schedule there, "
+            "and servers update rows; leave it out"
+        )
+
+
+def _difference(first: Sequence[Table], other: Sequence[Table]) -> str | None:
+    """Return in words how tables differ from others, or None when they agree."""
+    ours, theirs = ([table.name for table in tables] for tables in (first, other))
+    if ours != theirs:
+        return f"the embedding tables {ours}, the other has {theirs}"
+    for a, b in zip(first, other, strict=True):
+        for name in (each.name for each in fields(a)):
+            if getattr(a, name) != getattr(b, name):
+                own, others = getattr(a, name), getattr(b, name)
+                return f"table {a.name!r} with {name}={own!r}, the other has {others!r}"
+    return None

@@ -1,9 +1,10 @@
-"""How servers hold embedding tables: `TableStores`, which whoever builds a server passes to it."""
+"""How servers hold embedding tables: `TableStores`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,29 +19,34 @@ from steepest.messages.message import Kind, Message, Peer, Send
 from steepest.messages.rows import PullRows
 from steepest.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
 from steepest.optim.spec import OptimizerSpec
+from steepest.tables.compilation import compile_kernels
 from steepest.tables.dealing import Dealing
 from steepest.tensors.layout import Chunk
 
 
+@dataclass(frozen=True)
 class TableStores:
     """Makes a `TableChunk` for each opaque chunk of a job, see `steepest.engine.stores.Stores`.
 
-    Args:
+    Attributes:
         dealing: of the job's tables into chunks.
     """
 
-    def __init__(self, dealing: Dealing) -> None:
-        self._dealing = dealing
+    dealing: Dealing
+
+    def prepare(self) -> None:
+        """Compile what rows need."""
+        compile_kernels(self.dealing.tables)
 
     def make(self, chunk: Chunk, spec: OptimizerSpec | None, *, checked: bool) -> ChunkStore:
         """Return a shard without rows; tables may follow a learning rate of `spec`."""
         groups = [] if spec is None else spec.groups
         rates = [hyper.get("lr", math.nan) for _, hyper in groups]
-        return TableChunk(chunk, self._dealing, checked, rates)
+        return TableChunk(chunk, self.dealing, checked, rates)
 
     def serve(self, server: int, stores: Mapping[int, ChunkStore], send: Send) -> TableService:
         """Return what answers pulls, and sends rows of snapshots, for one server."""
-        return TableService(server, self._dealing, stores, send)
+        return TableService(server, self.dealing, stores, send)
 
 
 class TableService:

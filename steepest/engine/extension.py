@@ -15,6 +15,7 @@ from steepest.tensors.layout import ParameterLayout
 if TYPE_CHECKING:
     from steepest.engine.exchange import Exchange
     from steepest.engine.job import Job
+    from steepest.engine.opaque_parts import OpaqueParts
     from steepest.engine.push_pull import Compressor
     from steepest.engine.replicas import Memory, Replicas, WorkShare
 
@@ -25,6 +26,10 @@ class Extension:
     It is asked as a worker's parts are made, and answers for the jobs that concern it; by default for
     none. Used on the router's thread.
     """
+
+    def opaque(self, model: Model) -> OpaqueParts | None:
+        """Return what a model has beside the parameters of its flat vector, or None; see `OpaqueParts`."""
+        return None
 
     def replicas(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,11 +18,10 @@ from steepest.engine.optimizer_slices import disassemble
 from steepest.engine.push_pull import Compressor, PushPull
 from steepest.engine.replicas import Memory, Replicas, WorkShare
 from steepest.engine.server import Server, ServerMode
-from steepest.engine.stores import Stores
 from steepest.engine.worker import Worker
 from steepest.errors import ConfigurationError
 from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
-from steepest.messages.permissions import TRAINING, Admission
+from steepest.messages.permissions import Admission
 from steepest.models.protocol import Model
 from steepest.optim.arriving import ArrivingState
 from steepest.optim.spec import Schedule
@@ -138,7 +136,6 @@ def host_server(
     *,
     shared: bool = False,
     arriving: ArrivingState | None = None,
-    stores: Stores | None = None,
 ) -> Server:
     """Host a server in this process.
 
@@ -151,12 +148,13 @@ def host_server(
             must update them there.
         arriving: the state with which the model's optimizer arrives; under local SGD it is for
             workers alone.
-        stores: makes the stores of the layout's opaque chunks; None without such chunks.
     """
     peer = server_peer(index)
+    if job.stores is not None:
+        job.stores.prepare()
     server = Server(
         index,
-        replace(job.topology, stores=stores),
+        job.topology,
         job.server_spec,
         weights,
         router.sender(peer),
@@ -253,7 +251,7 @@ def _compressor(
 def host_role(router: Router, job: Job, peer: Peer, role: Role) -> None:
     """Have a router deliver messages to a role, and admit what the job's messages may say."""
     router.host(peer, role)
-    router.admit(Admission(TRAINING, job.limits))
+    router.admit(Admission(job.lines, job.limits))
     if job.description.attend is not None and peer.role in ("server", "worker"):
         job.description.attend(router, peer, role)
 

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from steepest.data.fingerprint import Fingerprint, fingerprint
+from steepest.data.fingerprint import Fingerprint
 from steepest.data.protocol import Blocks
 from steepest.data.sampler import Remaining, SamplePlan
-from steepest.engine.generators import seed_everything
+from steepest.engine.opaque_parts import OpaqueParts
+from steepest.engine.stores import Stores
 from steepest.engine.topology import HostMap, Topology
 from steepest.errors import ConfigurationError, ModelError
-from steepest.messages.fields import Limits
+from steepest.messages.fields import Limits, Schema
 from steepest.messages.message import Peer
+from steepest.messages.permissions import TRAINING, Line
 from steepest.models.protocol import Model
-from steepest.models.step_size import StepSize, making_models
 from steepest.optim.spec import OptimizerSpec
 from steepest.strategies.strategy import Strategy
 from steepest.tensors.codec import Codec
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.transport.router import Role, Router
 
-if TYPE_CHECKING:
-    from steepest.tables.dealing import Dealing
-    from steepest.tables.table import Table
-
-#: The most servers that hold a shard of tables, where a strategy has a copy of all else everywhere.
-_COPIES_OF_ROWS = 2
+#: The most servers that hold an opaque chunk, where a strategy has a copy of all else everywhere.
+_OPAQUE_COPIES = 2
 
 ModelCreator = Callable[[int, int], Model]
 
@@ -53,7 +49,9 @@ class Description:
     attend: Callable[[Router, Peer, Role], None] | None = None
     drop_last: bool = False  # of the data, see `SamplePlan`
     notice: str = ""  # what users should know of the data and the model, which the driver logs
-    tables: tuple[Table, ...] = ()  # embedding tables of which the models use rows
+    opaque: OpaqueParts | None = (
+        None  # what the models have beside the flat vector; None for nothing
+    )
     # of the data; that of worker 0 counts
     fingerprint: Fingerprint = field(default_factory=dict, hash=False)
     # the greatest norm of a gradient, unless the strategy says another
@@ -65,8 +63,8 @@ class Job:
     """The facts of one job, the same in every process.
 
     Raises:
-        ConfigurationError: `global_batch_size` with data that choose their own batches; tables
-            under a strategy that has none, or that follow a learning rate that is not there.
+        ConfigurationError: `global_batch_size` with data that choose their own batches; opaque
+            chunks that nothing is attached for, or that cannot be trained so.
     """
 
     description: Description
@@ -96,15 +94,15 @@ class Job:
                 "IndexedStream, or leave global_batch_size out"
             )
         strategy = self.strategy  # refuses settings that the models' `clip_norm` excludes
-        if self.description.tables and strategy.in_driver:
+        opaque, spec = self.description.opaque, self.description.optimizer_spec
+        if opaque is not None:
+            opaque.require(strategy, spec)
+        elif self.description.layout.opaque_chunks:
             raise ConfigurationError(
-                f"embedding tables under the strategy {strategy.kind!r}: their rows are pulled "
-                "from servers in each step; give strategy='ps', 'allreduce', 'local', 'async' or "
-                "'ssp'"
+                "the model has opaque chunks, such as shards of embedding tables, and nothing is attached that "
+                "knows them: give build_models() an extension for them"
             )
         self._require_form(strategy.codec)
-        for table in self.description.tables:
-            self._require_followed(table)
 
     def _require_form(self, codec: Codec | None) -> None:
         """Check that a codec that is part of the method has a form for all gradients; ConfigurationError otherwise."""
@@ -121,28 +119,6 @@ class Job:
                     f"{entry.name!r} of dtype {chunk.dtype}: codecs are of float32 gradients, and one "
                     "with everywhere=True needs a size for each; train the model in float32"
                 )
-
-    def _require_followed(self, table: Table) -> None:
-        """Check that a table follows a learning rate that servers know, if any; ConfigurationError otherwise."""
-        if (group := table.optimizer.follows) is None:
-            return
-        groups = self.description.optimizer_spec.groups
-        what = f"follows={group} of table {table.name!r}"
-        if group >= len(groups):
-            raise ConfigurationError(
-                f"{what}: the model's optimizer has {len(groups)} parameter groups: give the index of "
-                "one"
-            )
-        if not groups[group][1].get("lr"):
-            raise ConfigurationError(
-                f"{what}: that parameter group has the learning rate {groups[group][1].get('lr')}: "
-                "give the optimizer the rate of which a schedule's are parts"
-            )
-        if self.strategy.local:
-            raise ConfigurationError(
-                f"{what} under the strategy {self.strategy.kind!r}: workers have the schedule there, "
-                "and servers update rows; leave it out"
-            )
 
     @property
     def clip_norm(self) -> float | None:
@@ -186,9 +162,9 @@ class Job:
             (owner, *(other for other in order if other != owner))
             for owner, order in enumerate(nearest)
         ]
-        rows = min(self.replication, _COPIES_OF_ROWS)
+        opaque = min(self.replication, _OPAQUE_COPIES)
         return tuple(
-            found[owner][: rows if chunk.is_opaque else self.replication]
+            found[owner][: opaque if chunk.is_opaque else self.replication]
             for chunk, owner in zip(self.description.layout.chunks, self.owners, strict=True)
         )
 
@@ -216,19 +192,26 @@ class Job:
             self.holders,
             self.places,
             self.wire_formats,
-            tables=self.tables,
+            self.stores,
+            self.tables,
         )
 
     @cached_property
-    def tables(self) -> Dealing | None:
-        """How embedding tables are dealt into chunks; None without tables."""
-        if not self.description.tables:
-            return None
-        from steepest.tables.dealing import Dealing
+    def stores(self) -> Stores | None:
+        """What makes the stores of the layout's opaque chunks; None without such chunks."""
+        opaque = self.description.opaque
+        return None if opaque is None else opaque.stores(self.description.layout, self.seed)
 
-        shards = self.description.layout.opaque_chunks
-        dealing = Dealing(self.description.tables, 1, self.seed, shards[0])
-        return replace(dealing, num_shards=len(shards) // len(dealing.groups))
+    @property
+    def tables(self) -> Any:
+        """How the stores' parts are dealt into chunks; None without."""
+        return None if self.stores is None else self.stores.dealing
+
+    @property
+    def lines(self) -> Mapping[Line, Schema]:
+        """The messages that its roles may send to each other."""
+        opaque = self.description.opaque
+        return TRAINING if opaque is None else {**TRAINING, **opaque.lines}
 
     @property
     def limits(self) -> Limits:
@@ -294,7 +277,8 @@ class Job:
     @property
     def delays_rows(self) -> bool:
         """Whether workers push the gradients of rows a step late, see `DelayedRows`."""
-        return self.tables is not None and (self.strategy.table_staleness or 0) > 1
+        opaque = self.description.opaque
+        return opaque is not None and opaque.keeps_state(self.strategy)
 
     @property
     def global_batch(self) -> int:
@@ -349,98 +333,18 @@ class Job:
         )
 
 
-def build_models(
-    model_creator: ModelCreator,
-    worker: int,
-    devices: int,
-    seed: int,
-    cut: ChunkSpec,
-    size: StepSize | None = None,
-) -> tuple[list[Model], Description]:
-    """Make a worker's models and describe them.
-
-    The global random state is seeded alike before each, so that initial weights do not depend on
-    the number of replicas.
-
-    Args:
-        model_creator: the user's, called with the worker's and the device's index.
-        worker: index of the worker.
-        devices: number of the worker's devices, each of which gets a model.
-        seed: of the job.
-        cut: how the models' parameters are cut into chunks.
-        size: of the job's steps; one batch of these models if it is not known.
-
-    Raises:
-        ModelError: something is not a `Model`, or two of them disagree.
-    """
-    models: list[Model] = []
-    for device in range(devices):
-        seed_everything(seed)
-        with making_models(size or StepSize(devices)):
-            model = model_creator(worker, device)
-        if not isinstance(model, Model):
-            raise ModelError(
-                f"model_creator({worker}, {device}) returned {type(model).__name__}: return a "
-                "steepest model, such as "
-                "TorchModel(module, loss=..., data=..., batch_size=..., optimizer=...)"
-            )
-        if cut != ChunkSpec():
-            model.relayout(cut)
-        models.append(model)
-    attend = getattr(models[0], "attend", None)
-    threads = torch.get_num_threads()
-    described = [
-        Description(
-            m.layout,
-            m.optimizer_spec,
-            None if m.data.size is None else _count("data.size", m.data.size),
-            _count("batch_size", m.batch_size),
-            getattr(m.data, "blocks", None),
-            threads,
-            bool(m.state()) or not all(entry.trainable for entry in m.layout.entries),
-            attend,
-            bool(getattr(m.data, "drop_last", False)),
-            " ".join(filter(None, (getattr(m.data, "notice", ""), getattr(m, "notice", "")))),
-            tuple(getattr(m, "tables", ())),
-            fingerprint(m.data) if worker == 0 and m is models[0] else {},
-            getattr(m, "clip_norm", None),
-        )
-        for m in models
-    ]
-    for device, other in enumerate(described):
-        check_agreement(
-            described[0], other, f"worker {worker} device 0", f"worker {worker} device {device}"
-        )
-    return models, described[0]
-
-
-def _count(name: str, value: Any) -> int:
-    """Return a number of samples that a model has as an int; ModelError: it is no positive integer."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ModelError(
-            f"the model's {name} is {value!r:.200}: it must be a positive number of samples"
-        )
-    return int(value)
-
-
-def _difference_of_tables(first: Sequence[Table], other: Sequence[Table]) -> str | None:
-    """Return in words how tables differ from others, or None when they agree."""
-    ours, theirs = ([table.name for table in tables] for tables in (first, other))
-    if ours != theirs:
-        return f"the embedding tables {ours}, the other has {theirs}"
-    for a, b in zip(first, other, strict=True):
-        for name in (each.name for each in fields(a)):
-            if getattr(a, name) != getattr(b, name):
-                own, others = getattr(a, name), getattr(b, name)
-                return f"table {a.name!r} with {name}={own!r}, the other has {others!r}"
-    return None
+def _difference_of_opaque(first: OpaqueParts | None, other: OpaqueParts | None) -> str | None:
+    """Return in words how what replicas have beside the flat vector differs, or None when it does not."""
+    if first is None or other is None:
+        return None  # of which the layouts differ, if one has some
+    return first.difference(other)
 
 
 def check_agreement(
     first: Description, other: Description, first_name: str, other_name: str
 ) -> None:
     """Check that two replicas, named for the error, are alike; ModelError says in what they are not."""
-    difference = _difference_of_tables(first.tables, other.tables)
+    difference = _difference_of_opaque(first.opaque, other.opaque)
     difference = difference or first.layout.difference(other.layout)
     for what, a, b in (
         ("batch size", first.batch_size, other.batch_size),

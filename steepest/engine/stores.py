@@ -1,9 +1,9 @@
-"""What attaches to a server to hold the opaque chunks of a layout: `Stores`, and the messages of their own kinds."""
+"""How servers hold what a job's models have beside the flat vector: `Stores`, and messages of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -45,7 +45,14 @@ class StoreService(Protocol):
 
 
 class Stores(Protocol):
-    """Makes the stores of a job's opaque chunks; `hosting.host_server` is given it."""
+    """Makes the stores of a job's opaque chunks, the same in all processes."""
+
+    @property
+    def dealing(self) -> Any:
+        """How the parts are dealt into chunks."""
+
+    def prepare(self) -> None:
+        """Do what takes long, such as compilation, before a process joins the job."""
 
     def make(self, chunk: Chunk, spec: OptimizerSpec | None, *, checked: bool) -> ChunkStore:
         """Return the store of an opaque chunk, as it is before the first step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -13,9 +13,6 @@ from steepest.engine.stores import Stores
 from steepest.messages.message import Peer, aggregator_peer, worker_peer
 from steepest.tensors.codec import Codec
 from steepest.tensors.layout import ParameterLayout
-
-if TYPE_CHECKING:
-    from steepest.tables.dealing import Dealing
 
 
 @dataclass(frozen=True)
@@ -106,4 +103,6 @@ class Topology:
     # as they are
     wire_formats: tuple[Codec | None, torch.dtype | None] = (None, None)
     stores: Stores | None = None  # makes servers' stores of opaque chunks; None without such chunks
-    tables: Dealing | None = None  # how embedding tables are dealt into shards; None without tables
+    tables: Any = (
+        None  # how what opaque chunks stand for is dealt into them; None without such chunks
+    )

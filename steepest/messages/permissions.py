@@ -47,7 +47,6 @@ from steepest.messages.membership import (
     WorkerJoined,
 )
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer
-from steepest.messages.rows import PullRows, Rows
 from steepest.messages.schema import Body, limited
 from steepest.messages.snapshots import (
     Install,
@@ -58,7 +57,6 @@ from steepest.messages.snapshots import (
     PutReceived,
     PutState,
     Read,
-    ReadOn,
     ReplaceState,
     Snapshot,
     SnapshotEnd,
@@ -83,8 +81,7 @@ _COMMON: Sayings = {
     ("coordinator", "client"): (Installed, Counters),
 }
 _TRAINING: Sayings = {
-    ("worker", "server"): (Push, PullRows),
-    ("server", "worker"): (Rows,),
+    ("worker", "server"): (Push,),
     ("worker", "aggregator"): (Push,),
     ("worker", "coordinator"): (Join, Report, Failed),
     ("aggregator", "server"): (HostPush,),
@@ -94,7 +91,6 @@ _TRAINING: Sayings = {
     ("coordinator", "server"): (Refresh, WorkerJoined, WorkerEnded),
     ("coordinator", "worker"): (Members, Grant, Lease),
     ("client", "coordinator"): (Ask, Revoke, Stop, GiveUp, ReadLog),
-    ("client", "server"): (ReadOn,),
     ("coordinator", "client"): (
         Result,
         Failure,
@@ -115,7 +111,8 @@ _OPEN: Sayings = {
 }
 
 
-def _lines(*sayings: Sayings) -> dict[Line, Schema]:
+def lines(*sayings: Sayings) -> dict[Line, Schema]:
+    """Return the schemas of what may be said, by kind, sender and receiver."""
     return {
         (body.KIND, source, target): body.SCHEMA
         for part in sayings
@@ -125,7 +122,7 @@ def _lines(*sayings: Sayings) -> dict[Line, Schema]:
 
 
 #: The messages of a job that trains.
-TRAINING: Mapping[Line, Schema] = MappingProxyType(_lines(_COMMON, _TRAINING))
+TRAINING: Mapping[Line, Schema] = MappingProxyType(lines(_COMMON, _TRAINING))
 #: A user has one life, in no generation, and pushes a chunk once or not at all.
 _USERS_PUSH = limited(
     Push.SCHEMA,
@@ -134,7 +131,7 @@ _USERS_PUSH = limited(
 #: The messages of a parameter server by itself. Its users have the role of workers, and know
 #: nothing of each other, or of clients.
 OPEN: Mapping[Line, Schema] = MappingProxyType(
-    {**_lines(_COMMON, _OPEN), (Kind.PUSH, "worker", "server"): _USERS_PUSH}
+    {**lines(_COMMON, _OPEN), (Kind.PUSH, "worker", "server"): _USERS_PUSH}
 )
 
 

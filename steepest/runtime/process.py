@@ -20,7 +20,6 @@ from steepest.collectives.members import MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
 from steepest.data.sampler import SamplePlan
 from steepest.data.streams import StreamPlace
-from steepest.embedding.stores_of_job import stores_of
 from steepest.embedding.table_counts import table_counts
 from steepest.engine.chunk_transfer import ChunkState, RetainedChunks
 from steepest.engine.hosting import (
@@ -29,8 +28,9 @@ from steepest.engine.hosting import (
     host_server,
     host_worker,
 )
-from steepest.engine.job import Description, Job, ModelCreator, build_models
+from steepest.engine.job import Description, Job, ModelCreator
 from steepest.engine.lent_models import lent_to
+from steepest.engine.model_building import build_models
 from steepest.engine.replicas import Memory, Replicas, memory_for
 from steepest.engine.scheduling import give_way
 from steepest.engine.server import Server
@@ -241,7 +241,9 @@ class Process:
     ) -> Description:
         """Make a worker's models, one for each device, with `seed`; return what they have in common."""
         self._index = worker
-        self._models, description = build_models(model_creator, worker, devices, seed, cut, size)
+        self._models, description = build_models(
+            model_creator, worker, devices, seed, cut, size, EXTENSIONS
+        )
         self._memory = memory_for(description.layout)
         return description
 
@@ -372,7 +374,6 @@ class Process:
                     weights,
                     shared=in_place,
                     arriving=arriving,
-                    stores=stores_of(job),
                 )
             )
         for index in aggregators:

@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 
 from steepest.aggregation.hosting import host_aggregator
-from steepest.embedding.stores_of_job import stores_of
 from steepest.engine.client import Snapshot, read_log
 from steepest.engine.commit_log import CommitLog
 from steepest.engine.hosting import (
@@ -20,7 +19,8 @@ from steepest.engine.hosting import (
     host_server,
     host_worker,
 )
-from steepest.engine.job import Job, ModelCreator, build_models, check_agreement
+from steepest.engine.job import Job, ModelCreator, check_agreement
+from steepest.engine.model_building import build_models
 from steepest.engine.replica_states import all_states, mean_states
 from steepest.engine.server import Server
 from steepest.engine.topology import HostMap
@@ -99,7 +99,9 @@ class InProcessCluster:
         self._creator = self._script.creator if faults else model_creator
         size = StepSize(num_workers * devices_per_worker * accumulate, global_batch_size)
         built = [
-            build_models(self._creator, worker, devices_per_worker, seed, chosen.cut, size)
+            build_models(
+                self._creator, worker, devices_per_worker, seed, chosen.cut, size, EXTENSIONS
+            )
             for worker in range(num_workers)
         ]
         for worker, (_, described) in enumerate(built):
@@ -137,7 +139,6 @@ class InProcessCluster:
                     weights,
                     shared=in_place or index in aggregators,
                     arriving=getattr(built[0][0][0], "optimizer_state", None),
-                    stores=stores_of(self.job),
                 )
             )
             if index in aggregators:

@@ -14,11 +14,11 @@ from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.checkpoint import files
 from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.embedding.shard_records import disassemble
-from steepest.embedding.stores_of_job import stores_of
 from steepest.engine.commit_log import Commit, CommitLog, LoggedPush, UnpushedRows
 from steepest.engine.exchange import Exchange
 from steepest.engine.hosting import build_replicas
-from steepest.engine.job import Job, ModelCreator, build_models
+from steepest.engine.job import Job, ModelCreator
+from steepest.engine.model_building import build_models
 from steepest.engine.optimizer_slices import assemble
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replica_states import all_states, mean_states
@@ -288,7 +288,9 @@ class _Run:
 
 def _models_and_job(log: CommitLog, model_creator: ModelCreator) -> tuple[list[Model], Job]:
     strategy, devices = log.strategy, log.devices_per_worker
-    models, description = build_models(model_creator, 0, devices, log.seed, strategy.cut)
+    models, description = build_models(
+        model_creator, 0, devices, log.seed, strategy.cut, None, EXTENSIONS
+    )
     servers = (
         strategy.servers_for(1, log.num_workers) if log.hosts is None else len(log.hosts.servers)
     )
@@ -334,9 +336,7 @@ def _server(job: Job, weights: torch.Tensor, version: int) -> Server:
     """Return one server of all chunks, at a version."""
     server = Server(
         0,
-        replace(
-            job.topology, holders=[(0,)] * len(job.description.layout.chunks), stores=stores_of(job)
-        ),
+        replace(job.topology, holders=[(0,)] * len(job.description.layout.chunks)),
         job.server_spec,
         weights,
         lambda peer, message: None,

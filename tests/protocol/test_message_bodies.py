@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from steepest.embedding.extension import LINES
 from steepest.errors import ProtocolError
 from steepest.messages import collective, driver, gradients, membership, rows, snapshots, users
 from steepest.messages.message import Kind, Peer, PushId
@@ -101,12 +102,12 @@ SAID: list[Body] = [
 
 def test_each_kind_has_a_body() -> None:
     assert {said.KIND for said in SAID} == set(Kind)
-    assert {line[0] for line in (*TRAINING, *OPEN)} == set(Kind)
+    assert {line[0] for line in (*TRAINING, *OPEN, *LINES)} == set(Kind)
 
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: type(said).__name__)
 def test_what_is_said_is_what_is_read(said: Body) -> None:
-    for table in (TRAINING, OPEN):
+    for table in (TRAINING, OPEN, LINES):
         for kind, source, target in table:
             if kind is not said.KIND or (table is OPEN and kind is Kind.PUSH):
                 continue

@@ -12,6 +12,7 @@ import torch
 
 from steepest.collectives.members import MemberCollective
 from steepest.config.compression import TopK
+from steepest.embedding.extension import LINES
 from steepest.engine.server import Server
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError, ProtocolError
@@ -50,7 +51,7 @@ def servers_take(table: Any) -> set[tuple[Kind, str]]:
 
 
 def test_only_the_coordinator_decides_what_servers_do() -> None:
-    for table in (TRAINING, OPEN):
+    for table in (TRAINING, OPEN, LINES):
         for kind in DECISIONS:
             assert {source for k, source in servers_take(table) if k is kind} <= {"coordinator"}
 
@@ -75,7 +76,7 @@ def test_a_parameter_servers_users_can_neither_end_steps_nor_begin_generations()
     }
 
 
-@pytest.mark.parametrize("table", [TRAINING, OPEN])
+@pytest.mark.parametrize("table", [TRAINING, OPEN, LINES])
 def test_what_is_not_in_the_table_is_refused(table: Any) -> None:
     admission = Admission(table)
     for kind, source, target in itertools.product(Kind, ROLES, ROLES):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from steepest.engine.job import Job, build_models
+from steepest.engine.job import Job
+from steepest.engine.model_building import build_models
 from steepest.engine.server import Server
 from steepest.engine.server_chunk import ServerChunk
 from steepest.engine.survivors import assemble, catch_up, state_of

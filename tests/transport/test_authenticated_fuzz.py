@@ -12,6 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from steepest.embedding.extension import LINES
 from steepest.engine.topology import HostMap
 from steepest.errors import ModelRaisedError
 from steepest.messages.driver import Failure, Result
@@ -57,7 +58,7 @@ def job(name: str) -> InProcessCluster:
 @pytest.mark.long
 def test_what_is_changed_has_everything_in_it() -> None:
     found = {about(message) for name in JOBS for message in undisturbed(name)[1]}
-    assert {line for line in TRAINING if line[1] != "member"} <= found
+    assert {line for line in (*TRAINING, *LINES) if line[1] != "member"} <= found
     assert {about(message) for message in undisturbed_crowd()} == set(OPEN)
 
 
