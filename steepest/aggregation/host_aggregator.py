@@ -24,7 +24,6 @@ class _Gathering:
     """One chunk of a version: the pushes that have arrived, by worker."""
 
     pushes: dict[int, Push] = field(default_factory=dict)
-    is_sent: bool = False
 
 
 class HostAggregator:
@@ -115,7 +114,7 @@ class HostAggregator:
         lacking = {
             chunk: set(self._workers) - gathering.pushes.keys()
             for chunk, gathering in list(self._gathering.items())
-            if not gathering.is_sent
+            if len(gathering.pushes) < len(self._workers)
         }
         if not lacking:
             return "waits for pushes"
@@ -165,24 +164,28 @@ class HostAggregator:
             self._step = step
             self._gathering = {}
         gathering = self._gathering.setdefault(push.chunk, _Gathering())
-        if gathering.is_sent:
+        known = gathering.pushes.get(source.index)
+        if known is not None and (push.incarnation, push.sequence) <= (
+            known.incarnation,
+            known.sequence,
+        ):
             return  # a copy
-        gathering.pushes[source.index] = push
+        gathering.pushes[source.index] = push  # perhaps instead of one that was taken back
         if len(gathering.pushes) == len(self._workers):
-            self._push_on(
-                push.chunk, {worker: gathering.pushes[worker] for worker in self._workers}
-            )
-            self._gathering[push.chunk] = _Gathering(is_sent=True)
+            pushes = {worker: gathering.pushes[worker] for worker in self._workers}
+            self._push_on(push.chunk, pushes, source.index)
 
-    def _push_on(self, chunk: int, pushes: dict[int, Push]) -> None:
-        """Push on the sum of a chunk's gradients, or each by itself if the sum is not finite."""
+    def _push_on(self, chunk: int, pushes: dict[int, Push], last: int) -> None:
+        """Push on the sum of a chunk's gradients, or each by itself, the `last` worker's first, if it is not finite."""
+        # Where that worker has taken an earlier one back, it voids the sum that the server has.
         weighing = [push for push in pushes.values() if push.payload is not None and push.unit]
         unit = weighing[0].unit if weighing else 0.0
         payload = weighing[0].payload if weighing else None
         if len(weighing) > 1:
             payload = self._add_up(chunk, weighing)
         if payload is not None and self._checked and not self._is_finite(chunk, payload):
-            for worker, push in pushes.items():
+            for worker in sorted(pushes, key=lambda worker: worker != last):
+                push = pushes[worker]
                 self._send_on(chunk, {worker: push}, push.payload, push.unit)
         else:
             self._send_on(chunk, pushes, payload, unit)

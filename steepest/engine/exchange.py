@@ -45,6 +45,8 @@ class Exchange(Protocol):
 
     - in each step `begin`, and `ready` for each trainable chunk as the backward pass completes it, in the middle of
       the model's code; then `end`, and `reported`, whose values go into the REPORT. After an error there is no `end`.
+      Where a dense model may find that it has to compute anew, `hold_back` after `begin`; then `take_back` may be
+      called before `end`, and `ready` for each chunk again.
     - `destination` before a payload is read and `receive` when it is here, for all messages of which the worker is
       not told by name. Those of `kinds` come in the middle of a step, too, when the worker waits for weights, or the
       exchange itself for what its model needs (`WaitUntil`); others only between two steps.
@@ -111,6 +113,12 @@ class Exchange(Protocol):
             incarnation: of the worker's lives the number.
             is_last: whether no step is granted after this one.
         """
+
+    def hold_back(self) -> None:
+        """Let no server have the whole gradient before `end`: it may be taken back until then."""
+
+    def take_back(self) -> None:
+        """Have servers drop what was pushed of the gradient as soon as it is pushed anew."""
 
     def end(self) -> int:
         """Return the push's sequence number, once the whole gradient has been sent."""
@@ -190,6 +198,14 @@ class ExchangeAround:
     def begin(self, generation: int, version: int, incarnation: int, *, is_last: bool) -> None:
         """See `Exchange`."""
         self.inner.begin(generation, version, incarnation, is_last=is_last)
+
+    def hold_back(self) -> None:
+        """See `Exchange`."""
+        self.inner.hold_back()
+
+    def take_back(self) -> None:
+        """See `Exchange`."""
+        self.inner.take_back()
 
     def end(self) -> int:
         """See `Exchange`."""

@@ -37,6 +37,11 @@ class GradientSum:
         self._gradients = gradients
         self._missing = list(self._layout.chunk_elements)
 
+    def begin_again(self) -> None:
+        """Begin the only batch again: all that was ready is not."""
+        self._missing = list(self._layout.chunk_elements)
+        self._present.clear()
+
     def end(self, weight: float) -> None:
         """End a batch of some weight; ModelError: `ready` was not called for every trainable parameter."""
         for index in self._layout.trainable_chunks:

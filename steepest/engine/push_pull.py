@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -120,6 +121,11 @@ class PushPull:
         self._unpushed = 0  # chunks of this step that are not pushed yet
         self._generation = self._incarnation = 0
         self._version = 0
+        self._holders = holders
+        self._held: list[tuple[int, Push]] = []  # chunks that are held back, see `hold_back`
+        self._lacking: Counter[int] | None = (
+            None  # by server, the chunks that are to come; None if none is held back
+        )
         self._weights = ArrivingWeights(f"worker {worker}", layout, weights, pull_dtype)
 
     def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
@@ -139,6 +145,20 @@ class PushPull:
         self.bytes_pushed, self._unpushed = 0, len(self._layout.trainable_chunks)
         if self._compressor is not None:
             self._compressor.begin()
+        self._lacking = None
+        self._held.clear()
+
+    def hold_back(self) -> None:
+        """Hold the last chunk for each server back until `end`, so that the push that has begun may be taken back."""
+        of_chunks = (self._holders[chunk] for chunk in self._layout.trainable_chunks)
+        self._lacking = Counter(server for servers in of_chunks for server in servers)
+
+    def take_back(self) -> None:
+        """Begin the push anew: the first chunk of it takes the place of all that were pushed; see `Push`."""
+        pushed = self.bytes_pushed
+        self.begin(self._generation, self._version, self._incarnation, is_last=False)
+        self.hold_back()
+        self.bytes_pushed = pushed
 
     def ready(
         self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
@@ -151,14 +171,30 @@ class PushPull:
             pushed = self._compressor.pack(chunk, pushed, unit, total, absent)
         step = (self._generation, self._incarnation, self.sequence, self._version)
         push = Push(*step, chunk, unit, total, sorted(absent) if absent else (), pushed)
-        for target in self._targets[chunk]:
-            if pushed is not None and target != self._own:
-                self.bytes_pushed += pushed.numel()
-            self._send(target, push.pack())
+        if self._lacking is not None and self._is_last(chunk, self._lacking):
+            self._held.append((chunk, push))
+        else:
+            self._push(chunk, push)
         return self._unpushed > 0
 
+    def _is_last(self, chunk: int, lacking: Counter[int]) -> bool:
+        """Count a chunk for its servers; return whether one of them would have the whole gradient with it."""
+        servers = self._holders[chunk]
+        lacking.subtract(servers)
+        return any(lacking[server] == 0 for server in servers)
+
+    def _push(self, chunk: int, push: Push) -> None:
+        """Send a chunk to each of its servers."""
+        for target in self._targets[chunk]:
+            if push.payload is not None and target != self._own:
+                self.bytes_pushed += push.payload.numel()
+            self._send(target, push.pack())
+
     def end(self) -> int:
-        """Return the push's sequence number, once the whole gradient has been sent."""
+        """Send what was held back of the whole gradient, and return the push's sequence number."""
+        for chunk, push in self._held:
+            self._push(chunk, push)
+        self._held.clear()
         return self.sequence
 
     def reported(self) -> dict[str, Any]:

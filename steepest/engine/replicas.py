@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +157,8 @@ class Replicas:
         self._companion = Companion()  # of that exchange
         # learning rates that a user has set, for replicas that have an optimizer
         self.rates: RateChanges = ()
+        # has servers drop what was pushed of the present share; None between two shares
+        self.take_back: Callable[[], None] | None = None
 
     def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
         """Set the sample plan, and the seed of the job."""
@@ -471,9 +474,10 @@ class Replicas:
                 arrive(None)  # the model computes with copies on its device
                 arrive = all_here
             collector.begin(self._own[replica][1])
-            result = validate_computed(
-                self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive)
-            )
+            with self._lets_take_back(replica, collector if len(places) == 1 else None):
+                result = validate_computed(
+                    self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive)
+                )
             results.append(result)
             arrive(None)
             arrive = all_here
@@ -482,6 +486,29 @@ class Replicas:
             loading += loaded - began
             computing += time.perf_counter() - loaded
         return results, loading + self.seconds_ahead, computing
+
+    @property
+    def may_take_back(self) -> bool:
+        """Whether a model may take back a gradient before its `compute_gradients` has returned, see `Model`."""
+        return hasattr(self.models[0], "take_back")
+
+    @contextlib.contextmanager
+    def _lets_take_back(self, replica: int, collector: GradientSum | None) -> Iterator[None]:
+        """Let a model take back its gradient in this context, if that is all of a share's."""
+        take_back, model = self.take_back, self.models[replica]
+        if not self.may_take_back or take_back is None or collector is None:
+            yield
+            return
+
+        def begin_again() -> None:
+            collector.begin_again()
+            take_back()
+
+        model.take_back = begin_again  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            model.take_back = None  # type: ignore[attr-defined]
 
     def left_out(self) -> None:
         """Undo what the last share changed here, of which servers made no update: nothing."""

@@ -323,6 +323,7 @@ class Server:
         pushes = self._pushes_of(source, pushed)
         if self._refuses(pushes, pushed, held):
             return
+        self._drop_taken_back(pushes, held)
         payload = pushed.payload
         codec = held.codec_of(payload, self._codec)
         if payload is not None and not self._together and pushed.chunk not in self.answers_for:
@@ -378,6 +379,8 @@ class Server:
         # ProtocolError: its sender should not have sent it.
         reasons = [self._reason_to_refuse(push, pushed, held) for push in pushes]
         reason = max((reason for reason in reasons if reason is not None), default=None)
+        if reason is None and self._is_copy(pushes, held):
+            reason = "it is staged already"
         if reason is None:
             return False
         self.refused += 1
@@ -397,15 +400,22 @@ class Server:
             return ""
         if not self._open_to_all and push.worker not in self._members:
             return f"worker {push.worker} is no member"
-        if push in held.staged:
-            return "it is staged already"
+        if push < self._progress.newest.get(push.worker, push):
+            return ""  # it was taken back
         if not self._together:
             return self._reason_against_another(push, held)
         if pushed.pulled < self.version:
             return ""
-        if pushed.pulled > self.version or push.worker in held.contributors():
+        if pushed.pulled > self.version:
             return "out of place"
         return None
+
+    def _is_copy(self, pushes: list[PushId], held: ChunkStore) -> bool:
+        """Return whether all of these pushes are staged on a chunk, perhaps within other sums."""
+        if not self._together:
+            return pushes[0] in held.staged
+        known = all(self._progress.newest.get(push.worker) == push for push in pushes)
+        return known and held.contributors().issuperset(push.worker for push in pushes)
 
     @staticmethod
     def _reason_against_another(push: PushId, held: ChunkStore) -> str | None:
@@ -416,6 +426,34 @@ class Server:
         if own < MOST_PUSHES:
             return None
         return f"worker {push.worker} has {own} pushes that are not committed"
+
+    def _drop_taken_back(self, pushes: list[PushId], chunk: ChunkStore) -> None:
+        """Drop what is staged of workers' older pushes that are not whole: they have taken them back, see `Push`."""
+        # Also the parts of these pushes that a sum on this chunk, or other sums, had before. ProtocolError: an older
+        # push is whole, and may be committed already.
+        if self._open_to_all:
+            return  # a user may send several pushes at a time
+        for push in pushes:
+            older = self._progress.newest.get(push.worker, push)
+            if older != push and self._together:
+                for held in self._trainable:
+                    self._take_back(push.worker, held)
+            elif older != push and self._progress.is_partial(older):
+                self._forget(older)
+            self._progress.newest[push.worker] = push
+            if self._together:
+                self._take_back(push.worker, chunk)
+
+    def _take_back(self, worker: int, held: ChunkStore) -> None:
+        """Drop what a worker has staged on a chunk for the next version, alone or in a sum."""
+        pushes = [push for push, staged in held.staged.items() if worker in staged.workers]
+        if pushes and self._progress.version_is_whole:
+            raise ProtocolError(f"worker {worker} has pushed another gradient for this version")
+        if pushes and held.contributors() >= self._members:
+            self._progress.take_back(held)
+            held.drop_mean()
+        for push in pushes:
+            held.forget(push)
 
     def _reduce(self, held: ChunkStore) -> None:
         """Reduce a chunk that all members have pushed; after the last, send VERSION_STAGED."""

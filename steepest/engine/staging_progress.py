@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from steepest.engine.chunk_store import ChunkStore
 from steepest.errors import listed
@@ -21,10 +22,10 @@ class _Progress:
     """How much of a gradient is staged: of one push, or of all members' pushes of a version."""
 
     missing: int  # trainable chunks that are not staged yet
-    # of each staged chunk that this server answers for
-    squares: list[float] = field(default_factory=list)
-    # (worker, parameter) of NaN and infinity
-    culprits: list[tuple[int, str]] = field(default_factory=list)
+    # by chunk: of each staged one that this server answers for
+    squares: dict[int, float] = field(default_factory=dict)
+    # by chunk: (worker, parameter) of NaN and infinity
+    culprits: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
 
 
 class StagingProgress:
@@ -40,6 +41,7 @@ class StagingProgress:
         self._checked = checked
         self._version = _Progress(chunks)
         self._pushes: dict[PushId, _Progress] = {}
+        self.newest: dict[int, PushId] = {}  # by worker, the last push of which a chunk has come
 
     @property
     def pushes(self) -> list[PushId]:
@@ -71,6 +73,12 @@ class StagingProgress:
         held.reduce(order)
         return self._note(self._version, held, held.squares(), order)
 
+    def take_back(self, held: ChunkStore) -> None:
+        """Note that a reduced chunk of a version that is not whole lacks a gradient again."""
+        self._version.missing += 1
+        self._version.squares.pop(held.chunk.index, None)
+        self._version.culprits.pop(held.chunk.index, None)
+
     def count(self, push: PushId, held: ChunkStore) -> Found | None:
         """Note one more staged chunk of a push; return what its gradient showed, if it was the last chunk."""
         progress = self._pushes.get(push)
@@ -85,16 +93,17 @@ class StagingProgress:
         self, progress: _Progress, held: ChunkStore, squares: float, pushes: Sequence[PushId]
     ) -> Found | None:
         """Note one more staged chunk of some pushes; return what was found, if it was the last."""
+        chunk = held.chunk.index
         if not math.isfinite(squares):
-            progress.culprits += held.culprits(pushes)
-        if held.chunk.index in self._answers_for:
-            progress.squares.append(squares)
+            progress.culprits[chunk] = held.culprits(pushes)
+        if chunk in self._answers_for:
+            progress.squares[chunk] = squares
         progress.missing -= 1
         if progress.missing:
             return None
         # Sorted, so that the sum is the same in whatever order chunks were staged.
-        total = sum(sorted(progress.squares)) if self._checked else None
-        return total, progress.culprits[:MOST_CULPRITS]
+        total = sum(sorted(progress.squares.values())) if self._checked else None
+        return total, list(chain.from_iterable(progress.culprits.values()))[:MOST_CULPRITS]
 
     def forget(self, push: PushId) -> None:
         """Forget a push that is dropped."""
@@ -106,5 +115,6 @@ class StagingProgress:
 
     def clear(self) -> None:
         """Forget all pushes, and begin a version."""
+        self.newest.clear()
         self._pushes.clear()
         self.begin_version()

@@ -454,6 +454,8 @@ class Worker:
         self._pushed = (self.generation, version)
         is_last = version + 1 >= self._limit
         self._exchange.begin(self.generation, version, self._incarnation, is_last=is_last)
+        if self._replicas.may_take_back:
+            self._exchange.hold_back()
         self._between.finish()
         try:
             result = self._compute_once(share, version)
@@ -533,8 +535,14 @@ class Worker:
                 pushes.append(chunk)
                 self._push(*chunk)
 
+            def take_back() -> None:
+                pushes.clear()
+                self._exchange.take_back()
+
+            self._replicas.take_back = take_back
             arrive = all_here if self._arriving is None else self._arrive
             result = self._replicas.compute(share, push, self._stats, arrive)
+            self._replicas.take_back = None
             # a worker without samples in this step has waited, and computed nothing
             result.timings["compute"] = max(result.timings["compute"] - self._waiting, 0.0)
             done = _Computed(share, version, result, pushes, self._exchange.reported())

@@ -86,6 +86,11 @@ class LocalReplicas(Replicas):
         return [index for index in self.layout.trainable_chunks if index not in shards]
 
     @property
+    def may_take_back(self) -> bool:
+        """Return False: gradients make updates here at once."""
+        return False
+
+    @property
     def _is_update(self) -> bool:
         """True: each batch of a share is an update of the worker's own optimizer."""
         return True

@@ -50,8 +50,10 @@ class Push(Body):
 
     A worker sends it during its backward pass, as soon as the chunk is complete, to each server
     that holds the chunk; or, where its host has an aggregator and the server is on another host, to
-    the aggregator. A user of a parameter server sends an update of its arrays in this form, as
-    generation 0, incarnation 0, and in units of 1.
+    the aggregator. Until it has sent the last chunk to any server it may take the gradient back: its next
+    push from the same version, with a higher sequence number, takes the place of this one. A user of a
+    parameter server sends an update of its arrays in this form, as generation 0, incarnation 0, and in
+    units of 1.
     """
 
     generation: Generation  # this and incarnation: of the worker as it computed the gradient

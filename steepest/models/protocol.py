@@ -173,6 +173,10 @@ class Model(Protocol):
     parameter group those that differ from `optimizer_spec`; or None. So it is with `clip_step`, the
     greatest norm of that update's gradient.
 
+    One that may find, before `compute_gradients` returns, that gradients have changed of which it has said that they
+    are ready has an attribute `take_back`: None, but while it computes, where calls of `ready` can be undone,
+    a function that undoes all of them. After that it calls `ready` for every entry.
+
     One that asks for clipping has a number `clip_norm`, the greatest norm of a gradient where the
     strategy says none. What its user should know is a text `notice`, which the driver logs once.
 
