@@ -11,14 +11,26 @@ from steepest.errors import ModelError
 from steepest.models.write_check import WriteCheck
 from steepest.tensors.shared_memory import forget_writes
 
+_FIRST_TURNS = 8
 _ROUNDINGS = 64  # by which a value that was changed and changed back may differ, relative to its tensor's largest
 
 
 class LoopWrites(WriteCheck):
     """A check around each turn of a user's loop, which may write to trained parameters if it undoes that before a step.
 
-    Sharpness-aware minimisation does so. What it leaves of roundings is undone.
+    Sharpness-aware minimisation does so. What it leaves of roundings is undone. Weights are compared with a copy in the
+    first turns, in which a loop that writes is found out, and from the first turn on in which it did.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns = 0
+        self._writes = False  # whether a trained parameter was ever written to
+
+    @property
+    def compares(self) -> bool:
+        """Whether the next turn is compared with a copy, see `WriteCheck.compares`."""
+        return self._writes or self._turns < _FIRST_TURNS or super().compares
 
     @contextlib.contextmanager
     def refused(self) -> Iterator[None]:
@@ -27,6 +39,7 @@ class LoopWrites(WriteCheck):
         values = self._values
         before = values.clone() if self.compares else None
         self._passes += 1
+        self._turns += 1
         versions = [parameter._version for parameter in self._parameters]
         try:
             yield
@@ -34,7 +47,7 @@ class LoopWrites(WriteCheck):
             before = before if values is self._values else None  # other weights have come meanwhile
             found = self._find(versions, before)
             if found is not None:
-                self._always = True
+                self._writes = True
                 if before is not None:
                     found = self._left(before)
                 self._put_back()
