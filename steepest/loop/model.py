@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from steepest.errors import ConfigurationError, ModelError
 from steepest.loop.kept import pack, unpack
 from steepest.loop.lockstep import Steps
+from steepest.loop.overlap import Overlap
 from steepest.loop.session import Batch, Progress, Session
 from steepest.loop.writes import LoopWrites
 from steepest.models.names import plain
@@ -34,8 +35,10 @@ class LoopModel(TorchModel):
         loader: whose batches are one for each step; None where they are not.
 
     Attributes:
-        hyper: of the last step, see `steepest.models.protocol.Model`.
+        hyper, take_back: see `steepest.models.protocol.Model`.
     """
+
+    take_back: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class LoopModel(TorchModel):
         )
         self.session = session
         self._writes = LoopWrites()
+        self._overlap = Overlap(self._leave)
         self._where = Where(0, 0, (0, 1))
         if self.tables:
             raise ConfigurationError(
@@ -95,8 +99,18 @@ class LoopModel(TorchModel):
             self.session.pass_by(where)
         self._where = where
 
-    def _follow(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """Leave gradients where the user's own backward passes put them."""
+    def _hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        return self._overlap.hook(index)
+
+    def _leave(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Report a gradient that is as it will be at the step, as far as is known."""
+        assert self._ready is not None
+        self._weight = self.session.weight
+        self._write(index, parameter, gradient, self._view_of(index), self._ready)
+
+    def _view_of(self, index: int) -> torch.Tensor:
+        """Return the part of the gradient vector that is an entry's."""
+        return self._gradients[self.layout.entries[index].name]
 
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here
@@ -112,22 +126,37 @@ class LoopModel(TorchModel):
             buffers = super().state()
             session.begin_anew(session.state())
             super().load_state(buffers)
-        with self._writes.refused():
-            stepped = session.compute(Batch(self._to_device(batch), self._where, samples))
+        self._ready = ready
+        may_leave = self.take_back is not None and not session.in_lockstep
+        try:
+            with self._writes.refused(), self._overlap.watched(session, may_leave=may_leave):
+                stepped = session.compute(Batch(self._to_device(batch), self._where, samples))
+        finally:
+            self._ready = None
         self._weight = session.weight if stepped else 0.0
-        for index, entry in enumerate(self.layout.entries):
-            if entry.trainable:
-                parameter, view = self._parameters[entry.name], self._gradients[entry.name]
-                if not stepped or parameter.grad is None or id(parameter) not in session.stepping:
-                    view.zero_()
-                    ready(index, self._weight, False)
-                else:
-                    self._write(index, parameter, parameter.grad, view, ready)
+        left = self._overlap.left(self._weight if stepped else None, self._view_of)
+        if left is None:
+            assert self.take_back is not None
+            self.take_back()
+        with torch.no_grad():
+            self._push(ready, left or frozenset(), stepped=stepped)
         found, session.fresh = session.fresh if metrics else {}, {}
         if stepped and self._share is None:
             samples = session.samples
         loss = sum(each.item() for each in session.losses) if session.losses else math.nan
         return Computed(loss, self._weight, 0 if session.has_ended else samples, found)
+
+    def _push(self, ready: Ready, left: frozenset[int], *, stepped: bool) -> None:
+        """Report the gradients of a step; `left`: those that have left already."""
+        for index, entry in enumerate(self.layout.entries):
+            if entry.trainable and index not in left:
+                parameter, view = self._parameters[entry.name], self._gradients[entry.name]
+                takes_part = stepped and id(parameter) in self.session.stepping
+                if not takes_part or parameter.grad is None:
+                    view.zero_()
+                    ready(index, self._weight, False)
+                else:
+                    self._write(index, parameter, parameter.grad, view, ready)
 
     def go_on(self, version: int) -> None:
         """Let the loop go on behind `optimizer.step()` when its update is committed and all weights are here."""
@@ -170,10 +199,16 @@ class LoopModel(TorchModel):
             )
         staying = (
             *("session", "layout", "optimizer_spec", "data", "batch_size"),
-            *("_where", "_device", "_vector", "_gradients"),
+            *("_where", "_device", "_vector", "_gradients", "_overlap", "_hooks"),
         )
         vars(self).update({**vars(other), **{name: vars(self)[name] for name in staying}})
         self.optimizer_state = None
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        for index, entry in enumerate(self.layout.entries):
+            if entry.trainable and self._vector is not None:
+                self._follow(index, self._parameters[entry.name])
         self.module.to(self._device)
         if self._vector is not None:
             self.move(self._vector)

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from steepest.errors import ConfigurationError
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.turns import Ended, Turns
+from steepest.loop.unseen import Unseen, noted
 from steepest.models.protocol import Where, checked_metrics, checked_weight
 from steepest.models.scalars import as_number
 from steepest.optim.several import WHICH
@@ -169,6 +170,7 @@ class Session:
         together: bool = True,
     ) -> None:
         self.rank, self.size, self.seed, self.together = rank, size, seed, together
+        self.unseen = Unseen()  # writes to gradients that torch does not count
         self.prepared: Prepared | None = None
         self._function = function
         self._arriving: dict[str, Any] | None = None  # a state, until the loop is entered
@@ -243,6 +245,11 @@ class Session:
         self._go_on()
         self._raise_error()
         return self._asked is Ask.COMMIT
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether the loop's steps are not one for each batch."""
+        return self.prepared is not None and self.prepared.lockstep is not None
 
     def is_undone(self, where: Where) -> bool:
         """Return whether the loop has to begin anew: the step that it awaits was dealt out in another way."""
@@ -358,7 +365,7 @@ class Session:
     def _run(self) -> Any:
         _local.session = self
         try:
-            with _watched_losses():
+            with _watched_losses(), noted(self.unseen):
                 return self._function()
         finally:
             _local.session = None

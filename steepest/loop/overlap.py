@@ -1,0 +1,177 @@
+"""Gradients of a user's own loop that leave during its backward pass, before it calls `optimizer.step()`.
+
+That is a guess: a second backward pass, clipping, or `zero_grad` may follow. A loop that did none of these in its last
+steps is taken to do none in this one. At the step each gradient that has left is looked at. Unless all are as they left
+they are taken back, before they count (`steepest.engine.push_pull.PushPull.take_back`), and pushed as they are then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from steepest.loop.unseen import Unseen
+
+_FIRST, _MOST = 2, 64  # steps in a row in which a guess would have been right, before one is made
+_SMALL = 1 << 16  # bytes of gradients that are compared after each guess
+
+#: Lets an entry's gradient leave: its index, its parameter and its gradient.
+Leave = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
+class _Weighs(Protocol):
+    """A session, see `steepest.loop.session.Session`."""
+
+    weight: float  # of the present batch, as the user's function has said so far
+    unseen: Unseen
+
+
+class Overlap:
+    """The gradients of one replica that leave during the user's backward passes.
+
+    Each parameter's gradient leaves when it was accumulated as often in a batch as before the last step. The first
+    guess is made after two steps in which it would have been right; each wrong one doubles that number, up to 64.
+
+    A guess was wrong if a gradient is another tensor, or of another version, by the step; if it was accumulated
+    further; if the batch weighs something else; or if the function has read what lets it change a tensor without a new
+    version (`.data`, say). Values are compared too, as a check of all that: after guesses 1, 2, 4, 8 and so on,
+    and after each where they are few, or on a GPU. A loop of which they are not what they were is not guessed at again.
+
+    Args:
+        leave: lets a gradient leave.
+    """
+
+    def __init__(self, leave: Leave) -> None:
+        self._leave = weakref.WeakMethod(
+            leave
+        )  # torch keeps hooks where the garbage collector does not see them
+        self._session: _Weighs | None = None  # while a batch is watched
+        self._expected: dict[
+            int, int
+        ] = {}  # by entry: how often it was accumulated before the last step
+        self._right = 0  # steps in a row in which a guess would have been right
+        self._needed = _FIRST
+        self._guesses = 0  # that were made
+        self._counts: dict[int, int] = {}  # as `_expected`, of the present batch
+        # by entry, as it was accumulated last: parameter, gradient, its version
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor | None, int]] = {}
+        self._left: set[int] = set()
+        self._is_guessing = self._is_wrong = self._never = False
+        self._weight = 0.0  # with which gradients have left
+        self._error: BaseException | None = None
+
+    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """Return what is to be called when an entry's gradient was accumulated."""
+        return functools.partial(self._accumulated, index)
+
+    @contextlib.contextmanager
+    def watched(self, session: _Weighs, *, may_leave: bool) -> Iterator[None]:
+        """Watch gradients while the user's function goes on with a batch in a session."""
+        self._counts, self._left = {}, set()
+        self._is_wrong = False
+        self._is_guessing = may_leave and not self._never and self._right >= self._needed
+        self._session = session if may_leave else None
+        session.unseen.happened = False
+        try:
+            yield
+        except BaseException:
+            self._seen.clear()
+            raise
+        finally:
+            self._session, session.unseen.watches = None, False
+            self._is_wrong |= session.unseen.happened
+
+    def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
+        """Note that a gradient was accumulated, and let it leave if it seems to be whole."""
+        session = self._session
+        if session is None:
+            return
+        gradient = parameter.grad
+        count = self._counts[index] = self._counts.get(index, 0) + 1
+        self._seen[index] = parameter, gradient, 0 if gradient is None else gradient._version
+        session.unseen.watches = True
+        if not self._is_guessing or self._is_wrong:
+            return
+        if index in self._left or (self._left and session.weight != self._weight):
+            self._is_wrong = True
+        elif count == self._expected.get(index) and gradient is not None and session.weight:
+            self._weight = session.weight
+            session.unseen.watches = False
+            self._let_leave(index, parameter, gradient)
+            session.unseen.watches = True
+
+    def _let_leave(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        leave = self._leave()
+        if leave is None or gradient.is_sparse:
+            return
+        self._left.add(index)
+        try:
+            with torch.no_grad():
+                leave(index, parameter, gradient)
+        except BaseException as error:  # noqa: BLE001 - `left` raises it, not the user's backward pass
+            self._is_wrong, self._error = True, error
+
+    def left(
+        self, weight: float | None, views: Callable[[int], torch.Tensor]
+    ) -> frozenset[int] | None:
+        """Return the entries whose gradients have left and are as they left; None: all are to be taken back.
+
+        What letting them leave raised is raised.
+
+        Args:
+            weight: of the step; None where the function has taken none.
+            views: returns an entry's values as they left.
+        """
+        seen, self._seen = self._seen, {}
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        right = weight is not None and not self._is_wrong and all(map(_is_same, seen.values()))
+        if self._left and right:
+            right = weight == self._weight and self._has_values(seen, views)
+        self._learn(right)
+        if right or not self._left:
+            return frozenset(self._left)
+        self._needed = min(2 * self._needed, _MOST)
+        return None
+
+    def _learn(self, right: bool) -> None:
+        """Note whether a guess would have been right, or was."""
+        if (
+            self._counts or self._is_wrong
+        ):  # else the share was asked for again: nothing has happened
+            self._right = self._right + 1 if right and self._counts == self._expected else 0
+            self._expected = self._counts
+
+    def _has_values(
+        self,
+        seen: Mapping[int, tuple[torch.Tensor, torch.Tensor | None, int]],
+        views: Callable[[int], torch.Tensor],
+    ) -> bool:
+        """Return whether the gradients that have left have the values with which they left, as far as is looked."""
+        self._guesses += 1
+        found = [(seen[i][1], views(i)) for i in self._left]
+        few = sum(view.nbytes for _, view in found) <= _SMALL
+        if not few and self._guesses & (self._guesses - 1) and found[0][1].device.type == "cpu":
+            return True
+        self._never = not all(_same_bits(gradient, view) for gradient, view in found)
+        return not self._never
+
+
+def _is_same(seen: tuple[torch.Tensor, torch.Tensor | None, int]) -> bool:
+    """Return whether a parameter has the gradient that it had, of the same version."""
+    parameter, gradient, version = seen
+    return parameter.grad is gradient and (gradient is None or gradient._version == version)
+
+
+def _same_bits(gradient: torch.Tensor | None, view: torch.Tensor) -> bool:
+    """Return whether a gradient has the bits of what has left; NaN equals NaN."""
+    assert gradient is not None
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(view.element_size(), torch.int64)
+    values = gradient.detach().reshape(-1)
+    return torch.equal(values.view(whole), view.view(-1).view(whole))
