@@ -51,13 +51,13 @@ def address(ray_cluster: None) -> str:
 @pytest.mark.parametrize(
     ("number", "said"), [(0, "{'loss': "), (1, "EvaluationResult(loss="), (2, "20.0 20.0")]
 )
-def test_the_readmes_examples_run_as_they_stand(
+def test_the_examples_of_readme_and_guide_run_as_they_stand(
     tmp_path: Path, address: str, number: int, said: str
 ) -> None:
     pytest.importorskip(
         "sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'"
     )
-    blocks = blocks_of("README.md")
+    blocks = [*blocks_of("README.md"), *blocks_of("docs/guide.md")]
     assert len(blocks) == 3
     assert said in run_block(blocks[number], tmp_path, address)
     assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 1)
@@ -158,9 +158,10 @@ def test_settings_are_listed_with_their_defaults() -> None:
     assert {"DistributedSGD", "DistributedSGD.fit"} <= set(listed)
 
 
-def test_every_public_name_is_exported_documented_and_in_the_readme_or_architecture() -> None:
-    text = (ROOT / "README.md").read_text() + (ROOT / "ARCHITECTURE.md").read_text()
-    text += (ROOT / "docs" / "api.md").read_text()
+def test_every_public_name_is_exported_and_documented() -> None:
+    text = "".join(
+        (ROOT / page).read_text() for page in ("README.md", "ARCHITECTURE.md", "docs/api.md")
+    )
     for package in (steepest, steepest.tables):
         for name in package.__all__:
             assert getattr(package, name).__doc__, f"{name} has no docstring"
@@ -211,11 +212,19 @@ def test_the_architecture_page_names_every_package() -> None:
     assert set(named) == packages
 
 
-def test_examples_are_named_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_the_readme_is_short_and_its_first_screen_has_a_program_and_how_to_run_it() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    first = "\n".join(lines[:42])
+    for wanted in ("![", "**For whom:**", "```python", "pip install", "make demo", "make test"):
+        assert wanted in first, f"{wanted} is not on the README's first screen"
+
+
+def test_examples_are_named_in_the_guide() -> None:
+    guide = (ROOT / "docs" / "guide.md").read_text()
     for path in (ROOT / "examples").glob("*.py"):
         if "def main(" in path.read_text():  # the others are imported by these
-            assert f"\npython examples/{path.name} " in readme, f"{path.name} is not in the README"
+            assert f"\npython examples/{path.name} " in guide, f"{path.name} is not in the guide"
 
 
 def test_tests_do_not_sleep_and_the_package_does_not_unpickle() -> None:
