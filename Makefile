@@ -8,7 +8,8 @@
 # the driver gets signals; make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check,
 # test-cluster, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage. make test-core: training
-# with plain processes, in a minute. make package: the files of a release, in dist/, checked and used.
+# with plain processes, in a minute; make test-core-alone: the same without the rest of the package. make package: the files of
+# a release, in dist/, checked and used.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest
 # also where the environment says otherwise: the tests start many processes, which would compile the same modules
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-core test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
+.PHONY: demo test test-core test-core-alone test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
   bench-check test-full \
   mutants coverage check bench soak package clean
 
@@ -91,6 +92,9 @@ test: $(STAMP)
 
 test-core: $(STAMP)
 	$(PYTEST) -m "long or not long" --numprocesses=2 tests/core
+
+test-core-alone: $(STAMP)
+	$(BIN)/python tests/core/alone.py --numprocesses=2
 
 test-cluster: $(STAMP)
 	$(PYTEST) -m "long and not ray and not cluster" --numprocesses=2

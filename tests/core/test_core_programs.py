@@ -55,7 +55,7 @@ def test_no_process_is_left_of_a_program_that_is_ended(
         assert program.stdout is not None
         workers = set(map(int, program.stdout.readline().split()))
         running = members(program.pid)
-        assert len(workers) == 2
+        assert len(workers) == 2, program.communicate(timeout=SECONDS)
         assert running >= {program.pid, *workers}
         ends = {pid: os.pidfd_open(pid) for pid in running}
         if sent == signal.SIGINT:  # as a terminal does

@@ -24,7 +24,7 @@ from steepest.errors import (
     ShutdownError,
 )
 from steepest.messages.driver import Result
-from steepest.strategies.local import LocalStrategy
+from steepest.strategies.strategy import Strategy
 from tests.core import models
 
 EPOCHS, SEED = 2, 3
@@ -234,7 +234,7 @@ def _no_signature() -> None: ...
         (lambda: trainer(_no_signature), "model_creator"),
         (lambda: trainer(num_workers=0), "num_workers=0"),
         (lambda: trainer(strategy="local"), "strategy='local': give one of 'ps', 'async'"),
-        (lambda: trainer(strategy=LocalStrategy()), "strategy=LocalStrategy"),
+        (lambda: trainer(strategy=Strategy()), "strategy=Strategy"),
         (lambda: Settings(on_death="ignore"), "on_death='ignore'"),
         (lambda: Settings(step_timeout=0), "step_timeout"),
         (lambda: trainer(lambda worker, device: None), "cannot be pickled"),
