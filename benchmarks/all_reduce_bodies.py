@@ -20,7 +20,7 @@ from steepest.tensors.shared_memory import AVAILABLE
 from steepest.transport.certificates import make_certificate
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
-from steepest.transport.tls import Identity
+from steepest.transport.tls import Identity, encryption_with
 
 ELEMENTS = 25_000_000  # of float32
 
@@ -48,7 +48,9 @@ def ours(
     keep_freed_memory()
     router = Router()
     peers = (member_peer(rank),)
-    wire = WireTransport(token, peers, namespace.name, router.destination, identity=identity)
+    wire = WireTransport(
+        token, peers, namespace.name, router.destination, encryption=encryption_with(identity)
+    )
     router.use(wire)
     write(Path(meeting) / str(rank), wire.listen(namespace.address))
     addresses = [read(Path(meeting) / str(other)) for other in range(world)]

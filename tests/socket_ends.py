@@ -19,7 +19,7 @@ from steepest.tensors.memory import as_tensor
 from steepest.transport import handshake, sockets
 from steepest.transport.certificates import JobCertificate, make_certificate
 from steepest.transport.channel import Address, Channel
-from steepest.transport.tls import Identity, Tls
+from steepest.transport.tls import Identity, Tls, encryption_with
 
 TOKEN = b"correct horse battery staple"
 WORKER = worker_peer(2)
@@ -54,7 +54,7 @@ class Node:
         self.place = None  # instead of fresh memory, where a payload goes
         self.identity = identity
         self.transport = sockets.WireTransport(
-            token, (peer,), node, self.sink, ways, identity=identity
+            token, (peer,), node, self.sink, ways, encryption=encryption_with(identity)
         )
 
     def sink(self, channel: Channel, message: Message, size: int) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ from steepest.parameter_server.succession import Search, newest
 from steepest.transport.channel import Address
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
-from steepest.transport.tls import Identity
+from steepest.transport.tls import Identity, encryption_with
 
 _PAUSE_SECONDS = 0.05  # between two attempts to connect
 _CONNECT_SECONDS = 5.0  # for a user to connect to servers that have just begun to serve
@@ -101,7 +101,12 @@ class Access:
         peers = self.group.user_peers(pusher.index)
         node = ray.get_runtime_context().get_node_id()
         transport = WireTransport(
-            self.token, peers, node, router.destination, self.ways, identity=self.identity
+            self.token,
+            peers,
+            node,
+            router.destination,
+            self.ways,
+            encryption=encryption_with(self.identity),
         )
         router.use(transport)
         for other in others:

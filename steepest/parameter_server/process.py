@@ -20,7 +20,7 @@ from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import allocate
 from steepest.transport.channel import Address
 from steepest.transport.sockets import WireTransport
-from steepest.transport.tls import Identity
+from steepest.transport.tls import Identity, encryption_with
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class ServerProcess(Process):
             self._place.node,
             self.router.destination,
             ways,
-            identity=self._identity,
+            encryption=encryption_with(self._identity),
         )
         self._use(wire)
         return wire.listen(self._place.host)

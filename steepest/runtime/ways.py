@@ -12,7 +12,7 @@ from steepest.strategies.strategy import Strategy
 from steepest.tensors.shared_memory import AVAILABLE
 from steepest.transport.channel import ChannelSink
 from steepest.transport.sockets import WireTransport
-from steepest.transport.tls import Identity
+from steepest.transport.tls import Identity, encryption_with
 
 
 def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: Strategy) -> HostMap:
@@ -44,4 +44,5 @@ def make_transport(
     identity: Identity | None = None,
 ) -> WireTransport:
     """Return a transport for one of a job's processes; ConfigurationError if its certificate cannot be read."""
-    return WireTransport(token, peers, node, sink, job.config.transport, identity=identity)
+    encryption = encryption_with(identity)
+    return WireTransport(token, peers, node, sink, job.config.transport, encryption=encryption)

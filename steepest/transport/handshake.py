@@ -36,8 +36,8 @@ from dataclasses import dataclass, field
 
 from steepest.errors import AuthenticationError, ProtocolError
 from steepest.messages.message import Peer
+from steepest.transport.encryption import EncryptedSocket, Encryption
 from steepest.transport.frames import ROLES
-from steepest.transport.tls import Tls, TlsSocket
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _proof(token: bytes, side: bytes, first: bytes, second: bytes, content: byte
 
 def bound(token: bytes, sock: socket.socket) -> bytes:
     """Return the key of proofs on a connection: the token, or one of this TLS session too."""
-    if not isinstance(sock, TlsSocket):
+    if not isinstance(sock, EncryptedSocket):
         return token
     return hmac.new(token, b"TLS\0" + sock.binding, hashlib.sha256).digest()
 
@@ -104,7 +104,7 @@ def _unpack_hello(data: bytes) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
 # -- the caller's end ------------------------------------------------------------------------------
 
 
-def secure(sock: socket.socket, tls: Tls, deadline: float) -> TlsSocket:
+def secure(sock: socket.socket, tls: Encryption, deadline: float) -> EncryptedSocket:
     """Return a connected socket under TLS, or close it; blocks until the acceptor has answered."""
     # deadline: on the clock of `time.monotonic`, in seconds; TimeoutError after it. AuthenticationError: one end does
     # not accept the other's certificate; ProtocolError: the other end does not speak TLS; BusyError: the acceptor needs
@@ -157,7 +157,7 @@ def prove(
     try:
         greeting = _receive_exactly(sock, len(_GREETING) + _NONCE, deadline)
     except ConnectionError:
-        if isinstance(sock, TlsSocket):
+        if isinstance(sock, EncryptedSocket):
             raise BusyError from None  # as in `secure`: the acceptor's end of TLS is ready last
         raise
     if greeting == _SPEAKS_TLS:
@@ -291,7 +291,7 @@ class Openings:
         selector: selectors.BaseSelector,
         adopt: Callable[[socket.socket, tuple[Peer, ...]], None],
         clock: Callable[[], float] = time.monotonic,
-        tls: Tls | None = None,
+        tls: Encryption | None = None,
     ) -> None:
         self.refusals = Refusals(clock)
         self._tls = tls
@@ -388,7 +388,7 @@ class Openings:
         else:
             self._open[opening] = None
 
-    def _tls_of(self, sock: socket.socket) -> Tls | None:
+    def _tls_of(self, sock: socket.socket) -> Encryption | None:
         return None if sock.family == socket.AF_UNIX else self._tls
 
     def _turn_away(self, listener: socket.socket) -> bool:
@@ -432,7 +432,7 @@ class Openings:
             return  # it was closed a moment ago, or is ready again in the next turn
         self._shaken += 1
         sock = opening.sock
-        assert isinstance(sock, TlsSocket)
+        assert isinstance(sock, EncryptedSocket)
         try:
             if wanted := sock.advance():
                 self._selector.modify(sock, wanted, lambda: self._shake(opening))

@@ -47,9 +47,9 @@ from steepest.messages.message import Message, Peer
 from steepest.tensors.memory import Memory
 from steepest.tensors.shared_memory import AVAILABLE, SHARED_FROM, Lending
 from steepest.transport.channel import Address, ChannelSink, Event
+from steepest.transport.encryption import EncryptedSocket, Encryption
 from steepest.transport.handshake import BusyError, Openings, names_of, prove, secure
 from steepest.transport.stream import WireChannel
-from steepest.transport.tls import WITHHELD, Identity, Tls, TlsSocket
 
 log = logging.getLogger(__name__)
 
@@ -106,12 +106,11 @@ class WireTransport:
         sink: returns the memory for an arriving payload.
         ways: "wire", "shared", "unix" or "tcp"; see above.
         clock: for the deadlines of connections that have proven nothing; in seconds, monotonic.
-        identity: the certificate of this process, for TLS over TCP; None for plain TCP.
+        encryption: of TCP, such as `steepest.transport.tls.Tls`; None for plain TCP.
 
     Raises:
         AuthenticationError: the token is too short.
-        ConfigurationError: this platform does not have what `ways` needs, or the certificate is of
-            no use (see `Tls`).
+        ConfigurationError: this platform does not have what `ways` needs.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class WireTransport:
         sink: ChannelSink,
         ways: str = "wire",
         clock: Callable[[], float] = time.monotonic,
-        identity: Identity | None = None,
+        encryption: Encryption | None = None,
     ) -> None:
         if len(token) < 16:
             raise AuthenticationError("the job's token is shorter than 16 bytes")
@@ -135,7 +134,7 @@ class WireTransport:
         self._broke_off = 0  # peers that broke the protocol
         self.bytes_sent = 0  # of payloads, lent ones included
         self._token = token
-        self._tls = None if identity is None else Tls(identity)
+        self._tls = encryption
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
         self._channels: set[WireChannel] = set()
@@ -259,7 +258,7 @@ class WireTransport:
         return _dial_tcp(address, deadline)
 
     def _adopt(self, sock: socket.socket, name: str, peers: tuple[Peer, ...]) -> WireChannel:
-        withheld = WITHHELD if isinstance(sock, TlsSocket) else 0
+        withheld = sock.withheld if isinstance(sock, EncryptedSocket) else 0
         channel = WireChannel(self, sock, name, peers, withheld)
         _tune(sock)
         sock.setblocking(False)

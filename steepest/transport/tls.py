@@ -24,6 +24,7 @@ from steepest.errors import (
     ProtocolError,
 )
 from steepest.transport.certificates import JobCertificate, make_certificate
+from steepest.transport.encryption import EncryptedSocket
 
 #: A process' certificate: the job's own, or where the user's files lie on each node.
 Identity = JobCertificate | TLSConfig
@@ -35,7 +36,7 @@ _NO_CHECK_TIME = 0x200000  # of OpenSSL's verification; Python has no name for i
 _WOULD_BLOCK = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
-class TlsSocket(ssl.SSLSocket):
+class TlsSocket(ssl.SSLSocket, EncryptedSocket):
     """A connected socket under TLS, for a channel: `sendmsg` and `recv_into` as of a plain one.
 
     OpenSSL encrypts a record, and then wants the same number of bytes again until the kernel has
@@ -43,6 +44,7 @@ class TlsSocket(ssl.SSLSocket):
     so a sender's memory may change as soon as the channel says that it has sent it, or holds a copy.
     """
 
+    withheld = WITHHELD
     _owed = 0  # bytes of the record that is encrypted and has not left yet
     _failure: Exception | None = None  # met behind bytes that were returned
 
@@ -140,7 +142,7 @@ class TlsSocket(ssl.SSLSocket):
 
 
 class Tls:
-    """Both ends' settings of TLS.
+    """Both ends' settings of TLS, as an `Encryption`.
 
     Args:
         identity: the certificate of this process.
@@ -216,6 +218,11 @@ def identity_of(tls: bool | TLSConfig) -> Identity | None:
     found = tls if isinstance(tls, TLSConfig) else make_certificate()
     Tls(found)
     return found
+
+
+def encryption_with(identity: Identity | None) -> Tls | None:
+    """Return the encryption of a process with a certificate; None without one. Raises what `Tls` does."""
+    return None if identity is None else Tls(identity)
 
 
 def _context(protocol: int, identity: Identity) -> ssl.SSLContext:

@@ -2,9 +2,9 @@
 
     python tests/core/alone.py [arguments of pytest]
 
-What `steepest.core` and `TorchModel` import, module by module, is copied to a temporary folder, with `tests/core` and the example, and run
-there, where the package can import PyTorch, NumPy, msgpack and the standard library alone, and nobody Ray. Modules that are
-no part of the core, and are imported nevertheless, are listed with those that import them.
+What `steepest.core` and `TorchModel` import, module by module, is copied to a temporary folder, with `tests/core` and
+the example, and run there: the package can import PyTorch, NumPy, msgpack and the standard library alone, nobody Ray.
+Modules that are no part of the core, and are imported nevertheless, are listed with those that import them.
 """
 
 from __future__ import annotations

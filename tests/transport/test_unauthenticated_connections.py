@@ -28,6 +28,7 @@ from steepest.transport.handshake import (
     OPENING_SECONDS,
 )
 from steepest.transport.sockets import WireTransport
+from steepest.transport.tls import encryption_with
 from tests.limits import limited
 from tests.members import together as members_together
 from tests.members import wire_group
@@ -72,7 +73,7 @@ def server(node: Any, clock: Clock, request: pytest.FixtureRequest) -> Node:
     made: Node = node(COORDINATOR, identity=identity)
     made.transport.close()
     made.transport = WireTransport(
-        TOKEN, (COORDINATOR,), "here", made.sink, clock=clock, identity=identity
+        TOKEN, (COORDINATOR,), "here", made.sink, clock=clock, encryption=encryption_with(identity)
     )
     made.address = made.transport.listen("127.0.0.1")  # type: ignore[attr-defined]
     return made
