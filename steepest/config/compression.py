@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from steepest.validation import require_count, require_number
 
@@ -19,6 +20,7 @@ class TopK:
         ConfigurationError: the ratio is out of range.
     """
 
+    whole: ClassVar[bool] = False  # whether chunks hold whole tensors
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
@@ -36,6 +38,7 @@ class Int8:
         ConfigurationError: the block is no positive integer.
     """
 
+    whole: ClassVar[bool] = False
     block: int = 256
 
     def __post_init__(self) -> None:
@@ -59,6 +62,7 @@ class PowerSGD:
         ConfigurationError: the rank is no positive integer.
     """
 
+    whole: ClassVar[bool] = True
     rank: int = 4
 
     def __post_init__(self) -> None:

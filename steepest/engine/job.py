@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from steepest.data.fingerprint import Fingerprint
 from steepest.data.protocol import Blocks
 from steepest.data.sampler import Remaining, SamplePlan
 from steepest.engine.opaque_parts import OpaqueParts
@@ -52,8 +51,8 @@ class Description:
     opaque: OpaqueParts | None = (
         None  # what the models have beside the flat vector; None for nothing
     )
-    # of the data; that of worker 0 counts
-    fingerprint: Fingerprint = field(default_factory=dict, hash=False)
+    # of the data, see `steepest.data.fingerprint`, as worker 0 has it; empty where nobody asks for one
+    fingerprint: dict[str, Any] = field(default_factory=dict, hash=False)
     # the greatest norm of a gradient, unless the strategy says another
     clip_norm: float | None = None
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from steepest.data.fingerprint import fingerprint
 from steepest.engine.extension import Extension
 from steepest.engine.generators import seed_everything
 from steepest.engine.job import Description, ModelCreator, check_agreement
@@ -74,8 +73,7 @@ def build_models(
             bool(getattr(m.data, "drop_last", False)),
             " ".join(filter(None, (getattr(m.data, "notice", ""), getattr(m, "notice", "")))),
             _opaque(m, extensions),
-            fingerprint(m.data) if worker == 0 and m is models[0] else {},
-            getattr(m, "clip_norm", None),
+            clip_norm=getattr(m, "clip_norm", None),
         )
         for m in models
     ]

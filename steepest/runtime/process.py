@@ -18,6 +18,7 @@ from steepest.aggregation.hosting import host_aggregator
 from steepest.collectives import operations
 from steepest.collectives.members import MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
+from steepest.data.fingerprint import fingerprint
 from steepest.data.sampler import SamplePlan
 from steepest.data.streams import StreamPlace
 from steepest.embedding.table_counts import table_counts
@@ -244,6 +245,8 @@ class Process:
         self._models, description = build_models(
             model_creator, worker, devices, seed, cut, size, EXTENSIONS
         )
+        if worker == 0:
+            description = replace(description, fingerprint=fingerprint(self._models[0].data))
         self._memory = memory_for(description.layout)
         return description
 

@@ -10,11 +10,14 @@ gradients of a host are added up in shared memory first, and leave it once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from steepest.config.compression import Compression
 from steepest.errors import ConfigurationError
 from steepest.strategies.strategy import WireStrategy
 from steepest.validation import require_choice, require_count
+
+if TYPE_CHECKING:
+    from steepest.config.compression import Compression
 
 _ALL = 1 << 30  # more servers than there are
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from steepest.config.compression import Compression
 from steepest.errors import ConfigurationError
 from steepest.protocol.commit_rules import CommitAll, CommitEach, CommitFirst, CommitRule
 from steepest.strategies.strategy import ServerStrategy
 from steepest.validation import require_choice, require_count
+
+if TYPE_CHECKING:
+    from steepest.config.compression import Compression
 
 
 @dataclass(frozen=True, kw_only=True)

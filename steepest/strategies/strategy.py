@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
-from steepest.compression.codecs import make_codec
-from steepest.config.compression import COMPRESSION_BY_NAME, Compression, PowerSGD
 from steepest.errors import ConfigurationError
 from steepest.optim.spec import OptimizerSpec
 from steepest.protocol.commit_rules import CommitAll, CommitRule
@@ -17,6 +16,9 @@ from steepest.tensors.half_precision import WIRE_DTYPES
 from steepest.tensors.layout import ChunkSpec
 from steepest.transport.channel import TRANSPORTS
 from steepest.validation import require_choice, require_count, require_positive
+
+if TYPE_CHECKING:
+    from steepest.config.compression import Compression
 
 _HALF_DTYPES = (None, "fp16", "bf16")
 WireDtype = str | tuple[str | None, str | None] | None
@@ -218,13 +220,13 @@ class WireStrategy(Strategy):
             require_choice("wire_dtype of pulls", self.wire_dtype[1], _HALF_DTYPES)
         else:
             require_choice("wire_dtype", self.wire_dtype, _HALF_DTYPES)
+        if self.compression is None:
+            return
+        from steepest.config.compression import COMPRESSION_BY_NAME, Compression
+
         if not isinstance(self.compression, Compression):
             require_choice("compression", self.compression, (None, *COMPRESSION_BY_NAME))
-        if (
-            self.compression is not None
-            and isinstance(self.wire_dtype, tuple)
-            and self.wire_dtype[0] is not None
-        ):
+        if isinstance(self.wire_dtype, tuple) and self.wire_dtype[0] is not None:
             raise ConfigurationError(
                 f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r}: pushes are "
                 f"compressed; give wire_dtype={self.wire_dtype[1]!r}, for pulls"
@@ -233,22 +235,28 @@ class WireStrategy(Strategy):
     @property
     def push_format(self) -> Compression | str | None:
         """How gradients are sent between hosts: compressed, "fp16", "bf16"; None for unchanged."""
+        if isinstance(self.compression, str):
+            from steepest.config.compression import COMPRESSION_BY_NAME
+
+            return COMPRESSION_BY_NAME[self.compression]
         if self.compression is not None:
-            return (
-                COMPRESSION_BY_NAME[self.compression]
-                if isinstance(self.compression, str)
-                else self.compression
-            )
+            return self.compression
         return self.wire_dtype[0] if isinstance(self.wire_dtype, tuple) else self.wire_dtype
 
     @property
     def cut(self) -> ChunkSpec:
         """Chunks of `chunk_bytes`, which hold whole tensors where these are compressed as matrices."""
-        return ChunkSpec(self.chunk_bytes, whole=isinstance(self.push_format, PowerSGD))
+        how = self.push_format
+        whole = how is not None and not isinstance(how, str) and how.whole
+        return ChunkSpec(self.chunk_bytes, whole=whole)
 
     @property
     def codec(self) -> Codec | None:
         """The format that `compression` or `wire_dtype` chooses."""
+        if self.push_format is None:
+            return None
+        from steepest.compression.codecs import make_codec
+
         return make_codec(self.push_format)
 
     @property

@@ -162,7 +162,7 @@ class SimulatedTransport:
         sink: ChannelSink,
         ways: str = "wire",
         clock: Any = None,
-        identity: Any = None,
+        encryption: Any = None,
     ) -> None:
         self.process = self.wires.here()
         self.ways, self.lends = ways, False
