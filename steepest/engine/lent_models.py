@@ -9,6 +9,7 @@ import torch
 
 from steepest.engine.replicas import Replicas
 from steepest.errors import ConfigurationError
+from steepest.models.protocol import Reseats
 from steepest.tensors.shared_memory import forget_writes
 
 
@@ -32,7 +33,7 @@ def lent_to(function: str, replicas: Replicas) -> Iterator[None]:
     try:
         yield
     finally:
-        replaced = [getattr(model, "reseat", lambda: None)() for model in replicas.models]
+        replaced = [model.reseat() for model in replicas.models if isinstance(model, Reseats)]
         offsets = forget_writes(replicas.weights) if replicas.borrows else []
         for vector, values in zip(own, before, strict=True):
             if not torch.equal(vector, values):

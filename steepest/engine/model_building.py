@@ -13,7 +13,7 @@ from steepest.engine.generators import seed_everything
 from steepest.engine.job import Description, ModelCreator, check_agreement
 from steepest.engine.opaque_parts import OpaqueParts
 from steepest.errors import ModelError
-from steepest.models.protocol import Model
+from steepest.models.protocol import AsksForClipping, Attended, HasNotice, Model
 from steepest.models.step_size import StepSize, making_models
 from steepest.tensors.layout import ChunkSpec
 
@@ -58,7 +58,7 @@ def build_models(
         if cut != ChunkSpec():
             model.relayout(cut)
         models.append(model)
-    attend = getattr(models[0], "attend", None)
+    attend = models[0].attend if isinstance(models[0], Attended) else None
     threads = torch.get_num_threads()
     described = [
         Description(
@@ -71,9 +71,9 @@ def build_models(
             bool(m.state()) or not all(entry.trainable for entry in m.layout.entries),
             attend,
             bool(getattr(m.data, "drop_last", False)),
-            " ".join(filter(None, (getattr(m.data, "notice", ""), getattr(m, "notice", "")))),
+            " ".join(filter(None, (getattr(m.data, "notice", ""), _notice(m)))),
             _opaque(m, extensions),
-            clip_norm=getattr(m, "clip_norm", None),
+            clip_norm=m.clip_norm if isinstance(m, AsksForClipping) else None,
         )
         for m in models
     ]
@@ -82,6 +82,11 @@ def build_models(
             described[0], other, f"worker {worker} device 0", f"worker {worker} device {device}"
         )
     return models, described[0]
+
+
+def _notice(model: Model) -> str:
+    """Return what users should know of a model."""
+    return model.notice if isinstance(model, HasNotice) else ""
 
 
 def _count(name: str, value: Any) -> int:

@@ -25,8 +25,14 @@ from steepest.messages.fields import RateChanges
 from steepest.models.protocol import (
     Arrive,
     Computed,
+    FollowsCommits,
+    FollowsData,
     Model,
+    SaysClipping,
+    SaysHyper,
     Share,
+    TakesBack,
+    WeighsBatches,
     all_here,
     validate_computed,
 )
@@ -92,6 +98,21 @@ class WorkShare:
     replicas: int = 1  # of all workers together
 
 
+class _Able:
+    """What models can do besides, asked once: isinstance() of a protocol takes microseconds."""
+
+    def __init__(self, models: Sequence[Model]) -> None:
+        # by replica
+        self.batches = [each if isinstance(each, WeighsBatches) else None for each in models]
+        self.data = [each if isinstance(each, FollowsData) else None for each in models]
+        self.back = [each if isinstance(each, TakesBack) else None for each in models]
+        # in any number
+        self.commits = [each for each in models if isinstance(each, FollowsCommits)]
+        # of the first
+        self.hyper = models[0] if isinstance(models[0], SaysHyper) else None
+        self.clipping = models[0] if isinstance(models[0], SaysClipping) else None
+
+
 class Replicas:
     """All replicas of one worker, on its devices.
 
@@ -116,6 +137,7 @@ class Replicas:
         memory: Memory | None = None,
     ) -> None:
         self.models = tuple(models)
+        self._able = _Able(models)
         # batch size and data of each model, with which the job divides its samples
         self.settings = [(model.batch_size, model.data) for model in models]
         self.layout = models[0].layout
@@ -255,12 +277,12 @@ class Replicas:
     @property
     def hyper(self) -> list[dict[str, Any]] | None:
         """The hyperparameters of the last gradient's update, where a model says them; see `Model`."""
-        return getattr(self.models[0], "hyper", None)
+        return None if self._able.hyper is None else self._able.hyper.hyper
 
     @property
     def clip(self) -> float | None:
         """The greatest norm of the last gradient's update, where a model says it; see `Model`."""
-        return getattr(self.models[0], "clip_step", None)
+        return None if self._able.clipping is None else self._able.clipping.clip_step
 
     @property
     def vectors(self) -> list[torch.Tensor]:
@@ -286,13 +308,13 @@ class Replicas:
     @property
     def follow_commits(self) -> bool:
         """Whether models are told of commits, see `go_on`."""
-        return not self.leased and hasattr(self.models[0], "go_on")
+        return not self.leased and bool(self._able.commits)
 
     def go_on(self, version: int) -> None:
         """Tell models that do more than to compute gradients that all weights of a version are here, see `Model`."""
         if self.follow_commits:
-            for model in self.models:
-                model.go_on(version)  # type: ignore[attr-defined]
+            for model in self._able.commits:
+                model.go_on(version)
 
     def _next_batch(self, number: int, replica: int, micro: int, count: int) -> Any:
         """Return the next micro-batch of one replica on this worker, of `count` that are not empty in the share."""
@@ -438,9 +460,9 @@ class Replicas:
     def _tell_place(self, place: Place, *, empty: bool = False) -> None:
         """Tell a model of the place of its next batch, if it asks for that; see `Model`."""
         replica = place[1]
-        if (take := getattr(self.models[replica], "take_place", None)) is not None:
+        if (model := self._able.data[replica]) is not None:
             where = self._places.where(place)
-            take(
+            model.take_place(
                 where._replace(empty=empty, leased=self.leased),
                 self.first_index + replica,
                 self._replicas,
@@ -465,10 +487,8 @@ class Replicas:
             batch = companion.take(place, self.load)
             loaded = time.perf_counter()
             companion.begin_batch(place)
-            _expect(
-                self.models[replica],
-                self._places.share_of(place, places if self._is_update else None),
-            )
+            if (weighs := self._able.batches[replica]) is not None:
+                weighs.expect(self._places.share_of(place, places if self._is_update else None))
             self._tell_place(place)
             if self._devices[replica].type != "cpu":
                 arrive(None)  # the model computes with copies on its device
@@ -490,13 +510,13 @@ class Replicas:
     @property
     def may_take_back(self) -> bool:
         """Whether a model may take back a gradient before its `compute_gradients` has returned, see `Model`."""
-        return hasattr(self.models[0], "take_back")
+        return self._able.back[0] is not None
 
     @contextlib.contextmanager
     def _lets_take_back(self, replica: int, collector: GradientSum | None) -> Iterator[None]:
         """Let a model take back its gradient in this context, if that is all of a share's."""
-        take_back, model = self.take_back, self.models[replica]
-        if not self.may_take_back or take_back is None or collector is None:
+        take_back, model = self.take_back, self._able.back[replica]
+        if not self.may_take_back or model is None or take_back is None or collector is None:
             yield
             return
 
@@ -504,11 +524,11 @@ class Replicas:
             collector.begin_again()
             take_back()
 
-        model.take_back = begin_again  # type: ignore[attr-defined]
+        model.take_back = begin_again
         try:
             yield
         finally:
-            model.take_back = None  # type: ignore[attr-defined]
+            model.take_back = None
 
     def left_out(self) -> None:
         """Undo what the last share changed here, of which servers made no update: nothing."""
@@ -578,9 +598,9 @@ def _divides(source: Any) -> bool:
 
 
 def _expect(model: Model, share: Share | None) -> None:
-    """Tell a model of its next batch, if it asks for that; see `Model`."""
-    if (expect := getattr(model, "expect", None)) is not None:
-        expect(share)
+    """Tell a model of its next batch, if it asks for that."""
+    if isinstance(model, WeighsBatches):
+        model.expect(share)
 
 
 def summarize_batches(parts: Sequence[Batches]) -> WorkerResult:

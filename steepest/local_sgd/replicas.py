@@ -20,7 +20,7 @@ from steepest.engine.replicas import (
     summarize_batches,
 )
 from steepest.engine.server_chunk import ServerChunk
-from steepest.models.protocol import Arrive, Model, all_here
+from steepest.models.protocol import Arrive, Model, all_here, arriving_with
 from steepest.optim.portable import Record
 from steepest.optim.spec import OptimizerSpec, Schedule, ScheduleState
 from steepest.protocol.push_tracking import clip_factor
@@ -73,7 +73,7 @@ class LocalReplicas(Replicas):
             )
             for chunk in chunks
         }
-        if (arriving := getattr(models[0], "optimizer_state", None)) is not None:
+        if (arriving := arriving_with(models[0])) is not None:
             self._load(disassemble(self.layout, arriving.state, arriving.plain))
         self._number = -1  # of the last share
         self._before: list[Record] = []  # the inner optimizer's state before that share

@@ -12,6 +12,7 @@ import torch
 from steepest.data.protocol import Source
 from steepest.errors import ModelError
 from steepest.models.scalars import as_number, describe
+from steepest.optim.arriving import ArrivingState
 from steepest.optim.spec import OptimizerSpec
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
 
@@ -150,35 +151,8 @@ def checked_weight(value: Any) -> float:
 class Model(Protocol):
     """One replica of a model, of any framework.
 
-    A model whose frozen parameters may be unfrozen between steps has a method `unfrozen()`, which
-    returns a frozenset of the names of those that now are, but are not trained in `layout` yet.
-
-    One with embedding tables has them as `tables`, a tuple of `Table`, with opaque chunks for their shards in its
-    layout (``ParameterLayout.plan(opaque_chunks=...)``), and a method `use_rows(source)`, after which
-    its modules pull rows from a `steepest.models.embedding.RowSource` and push gradients to it.
-
-    One whose optimizer has state before the first step has it as `optimizer_state`, a
-    `steepest.optim.arriving.ArrivingState`, which is set to None when servers have it.
-
-    One that weighs batches by their samples has a method `expect(share)`, called before each batch
-    that it computes or evaluates with a `Share`, or with None where the data choose their own
-    batches, of which only the batch itself can say how many samples it has.
-
-    One that follows its place in the data has a method `take_place(where, replica, replicas)`, called
-    before each batch that it computes with a `Where`, its number and that of all replicas, and where
-    it has no samples in a step. One that does more than to compute gradients has a method
-    `go_on(version)`, called when all weights of a version are here and no step is being computed, where
-    every worker contributes to each version, which is then the number of steps committed. One whose
-    updates have hyperparameters that no schedule says has them, after each gradient, as `hyper`: by
-    parameter group those that differ from `optimizer_spec`; or None. So it is with `clip_step`, the
-    greatest norm of that update's gradient.
-
-    One that may find, before `compute_gradients` returns, that gradients have changed of which it has said that they
-    are ready has an attribute `take_back`: None, but while it computes, where calls of `ready` can be undone,
-    a function that undoes all of them. After that it calls `ready` for every entry.
-
-    One that asks for clipping has a number `clip_norm`, the greatest norm of a gradient where the
-    strategy says none. What its user should know is a text `notice`, which the driver logs once.
+    What else a model may do has protocols of its own below, of which it has any: the engine asks, when it gets
+    the model, which ones it fulfils.
 
     A model is made by the user's `model_creator(worker_index, device_index)`; the library then
     binds it to flat vectors and calls it from one thread.
@@ -259,3 +233,121 @@ class Model(Protocol):
 
         Frozen parameters that it does not name get those in `weights`.
         """
+
+
+@runtime_checkable
+class Unfreezing(Protocol):
+    """An ability of a model: its frozen parameters may be unfrozen between steps."""
+
+    def unfrozen(self) -> frozenset[str]:
+        """Return the names of those that now are, but are not trained in `Model.layout` yet."""
+
+
+@runtime_checkable
+class OptimizerArrives(Protocol):
+    """An ability of a model: its optimizer has state before the first step."""
+
+    #: that state; set to None when servers, or the worker's own optimizer, have it
+    optimizer_state: ArrivingState | None
+
+
+def arriving_with(model: Model) -> ArrivingState | None:
+    """Return the state with which a model's optimizer arrives; None for none."""
+    return model.optimizer_state if isinstance(model, OptimizerArrives) else None
+
+
+@runtime_checkable
+class WeighsBatches(Protocol):
+    """An ability of a model: it weighs batches by their samples."""
+
+    def expect(self, share: Share | None) -> None:
+        """Take the numbers of samples of the next batch, computed or evaluated.
+
+        Called before each batch; with None where the data choose their own batches, of which only
+        the batch itself can say how many samples it has.
+        """
+
+
+@runtime_checkable
+class FollowsData(Protocol):
+    """An ability of a model: it follows its place in the data."""
+
+    def take_place(self, where: Where, replica: int, replicas: int) -> None:
+        """Take the place of the next batch that it computes, or of none where it has no samples in a step.
+
+        Args:
+            where: that place.
+            replica: the model's number among all replicas of the job.
+            replicas: their number.
+        """
+
+
+@runtime_checkable
+class FollowsCommits(Protocol):
+    """An ability of a model: it does more than to compute gradients."""
+
+    def go_on(self, version: int) -> None:
+        """Note that all weights of a version are here, while no step is computed.
+
+        Called where every worker contributes to each version, which is then the number of steps committed.
+        """
+
+
+@runtime_checkable
+class SaysHyper(Protocol):
+    """An ability of a model: the updates of its gradients have hyperparameters that no schedule says."""
+
+    @property
+    def hyper(self) -> list[dict[str, Any]] | None:
+        """Of the last gradient's update, by parameter group, those that differ from `Model.optimizer_spec`; or None."""
+
+
+@runtime_checkable
+class SaysClipping(Protocol):
+    """An ability of a model: each update of its gradients has a greatest norm of its own."""
+
+    @property
+    def clip_step(self) -> float | None:
+        """That of the last gradient's update; None for the strategy's."""
+
+
+@runtime_checkable
+class TakesBack(Protocol):
+    """An ability of a model: it may find late that gradients have changed of which it has said that they are ready.
+
+    It may take them back before `Model.compute_gradients` returns, and calls `ready` for every entry after that.
+    """
+
+    #: None, but while it computes, where calls of `ready` can be undone, a function that undoes all of them
+    take_back: Callable[[], None] | None
+
+
+@runtime_checkable
+class AsksForClipping(Protocol):
+    """An ability of a model: it knows the greatest norm of its gradients, where the strategy says none."""
+
+    clip_norm: float | None
+
+
+@runtime_checkable
+class HasNotice(Protocol):
+    """An ability of a model: there is something that its user should know, which the driver logs once."""
+
+    notice: str
+
+
+@runtime_checkable
+class Reseats(Protocol):
+    """An ability of a model: users' functions may replace its parameters, which it notices and undoes."""
+
+    def reseat(self) -> str | None:
+        """Put the parameters back into the flat vector; return the name of one that had been replaced, or None."""
+
+
+@runtime_checkable
+class Attended(Protocol):
+    """An ability of a model that is made for tests."""
+
+    @property
+    def attend(self) -> Callable[[Any, Any, Any], None]:
+        """A function that is called with router, peer and role of each server and worker that is hosted."""

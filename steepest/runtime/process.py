@@ -49,7 +49,7 @@ from steepest.messages.message import (
     server_peer,
     worker_peer,
 )
-from steepest.models.protocol import Model
+from steepest.models.protocol import Model, OptimizerArrives, arriving_with
 from steepest.models.step_size import StepSize
 from steepest.optim.arriving import ArrivingState
 from steepest.optim.spec import OptimizerSpec
@@ -297,7 +297,7 @@ class Process:
         assert self._replicas is not None
         replicas = self._replicas
         model = replicas.models[0]
-        arriving: ArrivingState | None = getattr(model, "optimizer_state", None)
+        arriving = arriving_with(model)
         if arriving is not None:
             arriving = replace(arriving, state=Tensors(arriving.state))
         return replicas.weights.numpy(), Tensors(model.state()), arriving
@@ -348,8 +348,8 @@ class Process:
             if initial is not None:
                 self._replicas.begin_with(initial[1])
         for model in self._models:
-            if getattr(model, "optimizer_state", None) is not None:
-                setattr(model, "optimizer_state", None)  # noqa: B010 - no part of the protocol
+            if isinstance(model, OptimizerArrives):
+                model.optimizer_state = None
         return self._transport.listen(self._place.host)
 
     def _host_servers(

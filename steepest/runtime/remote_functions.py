@@ -11,7 +11,7 @@ import torch
 from steepest.engine.lent_models import lent_to
 from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import ConfigurationError, describe_error
-from steepest.models.protocol import Model
+from steepest.models.protocol import Model, Unfreezing
 from steepest.optim.spec import ScheduleState
 from steepest.tensors.dtypes import LOOP_STATE, Tensors, furthest
 
@@ -72,8 +72,8 @@ def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.Object
 
 def unfrozen(replicas: Replicas) -> frozenset[str]:
     """Return the names of frozen parameters that users have unfrozen, see `Model`."""
-    asked = (getattr(model, "unfrozen", frozenset) for model in replicas.models)
-    return frozenset[str]().union(*(ask() for ask in asked))
+    asked = (model for model in replicas.models if isinstance(model, Unfreezing))
+    return frozenset[str]().union(*(model.unfrozen() for model in asked))
 
 
 def evaluate(

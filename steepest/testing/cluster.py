@@ -29,6 +29,7 @@ from steepest.errors import ConfigurationError, PeerLostError
 from steepest.extensions import EXTENSIONS
 from steepest.messages.driver import Failure, Result, WorkerLost
 from steepest.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
+from steepest.models.protocol import arriving_with
 from steepest.models.step_size import StepSize
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.strategy import Strategy
@@ -138,7 +139,7 @@ class InProcessCluster:
                     index,
                     weights,
                     shared=in_place or index in aggregators,
-                    arriving=getattr(built[0][0][0], "optimizer_state", None),
+                    arriving=arriving_with(built[0][0][0]),
                 )
             )
             if index in aggregators:

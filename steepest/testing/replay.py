@@ -36,7 +36,7 @@ from steepest.messages.message import (
     aggregator_peer,
     worker_peer,
 )
-from steepest.models.protocol import Model
+from steepest.models.protocol import Model, arriving_with
 from steepest.optim.arriving import ArrivingState
 from steepest.tensors.dtypes import Tensors, same_bits
 from steepest.tensors.half_precision import narrow_size, rounded
@@ -147,7 +147,7 @@ def _optimizer_state(job: Job, model: Model, carried: _Carried | None) -> Arrivi
     """Return the state of the servers' optimizer with which a part of a log begins, if any."""
     if carried is not None:
         return ArrivingState(dict(carried.state), tuple(carried.plain))
-    found: ArrivingState | None = getattr(model, "optimizer_state", None)
+    found = arriving_with(model)
     return found if not job.strategy.local else None
 
 
