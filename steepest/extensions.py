@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from steepest.aggregation.extension import Aggregation
 from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.embedding.extension import EmbeddingTables
 from steepest.engine.extension import Extension
@@ -23,4 +24,4 @@ class Compression(Extension):
         return GradientCompressor(layout, codec, packed)
 
 
-EXTENSIONS: tuple[Extension, ...] = (Compression(), LocalSgd(), EmbeddingTables())
+EXTENSIONS: tuple[Extension, ...] = (Compression(), LocalSgd(), Aggregation(), EmbeddingTables())

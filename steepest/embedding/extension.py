@@ -10,6 +10,7 @@ from steepest.engine.exchange import Exchange
 from steepest.engine.extension import Extension
 from steepest.engine.job import Job
 from steepest.engine.opaque_parts import OpaqueParts
+from steepest.engine.replicas import Replicas
 from steepest.engine.stores import Stores
 from steepest.errors import ConfigurationError
 from steepest.messages.fields import Schema
@@ -43,7 +44,9 @@ class EmbeddingTables(Extension):
         tables = tuple(getattr(model, "tables", ()))
         return ModelTables(tables) if tables else None
 
-    def exchange(self, job: Job, worker: int, exchange: Exchange, send: Send) -> Exchange:
+    def exchange(
+        self, job: Job, worker: int, replicas: Replicas, exchange: Exchange, send: Send
+    ) -> Exchange:
         """Return an exchange that pulls and pushes rows, too."""
         if job.tables is None:
             return exchange

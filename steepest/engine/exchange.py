@@ -123,6 +123,9 @@ class Exchange(Protocol):
     def end(self) -> int:
         """Return the push's sequence number, once the whole gradient has been sent."""
 
+    def use(self, vector: torch.Tensor) -> None:
+        """Write new weights to another flat vector from now on, which holds the present ones."""
+
     def reported(self) -> dict[str, Any]:
         """Return fields of the present gradient's `Report` beside those that the worker knows."""
 
@@ -210,6 +213,10 @@ class ExchangeAround:
     def end(self) -> int:
         """See `Exchange`."""
         return self.inner.end()
+
+    def use(self, vector: torch.Tensor) -> None:
+        """See `Exchange`."""
+        self.inner.use(vector)
 
     def reported(self) -> dict[str, Any]:
         """See `Exchange`."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from steepest.messages.message import Send
+from steepest.messages.message import Peer, Send
 from steepest.models.protocol import Model
 from steepest.tensors.codec import Codec
 from steepest.tensors.layout import ParameterLayout
@@ -48,12 +48,19 @@ class Extension:
         """Return what packs a worker's gradients in a codec, or None; arguments see `MakeCompressor`."""
         return None
 
-    def exchange(self, job: Job, worker: int, exchange: Exchange, send: Send) -> Exchange:
+    def route(self, job: Job, worker: int) -> Callable[[int], Peer] | None:
+        """Return a function of who takes what a worker pushes to a server, or None: that server does."""
+        return None
+
+    def exchange(
+        self, job: Job, worker: int, replicas: Replicas, exchange: Exchange, send: Send
+    ) -> Exchange:
         """Return another exchange around a worker's, or that itself.
 
         Args:
             job: of the worker.
             worker: its index.
+            replicas: its copies of the model.
             exchange: that of the dense chunks, perhaps with others around it.
             send: sends as the worker.
         """

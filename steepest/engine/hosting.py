@@ -201,15 +201,13 @@ def host_worker(
     peer = worker_peer(index)
     send = router.sender(peer)
     alone = job.num_workers == 1
-    # With a server in its process it stays with the vector that this server updates.
-    adopt = _refuse if job.servers_in_workers else replicas.adopt
     own = index if job.strategy.in_workers else None
     compressor = partial(_compressor, extensions)
     exchange: Exchange = PushPull(
-        index, job.topology, replicas.weights, send, adopt, own, compressor
+        index, job.topology, replicas.weights, send, own, compressor, _route(job, index, extensions)
     )
     for extension in extensions:
-        exchange = extension.exchange(job, index, exchange, send)
+        exchange = extension.exchange(job, index, replicas, exchange, send)
     replicas.use_exchange(exchange)
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
     # Where every worker contributes to each version, no weights come before it has computed its
@@ -235,6 +233,19 @@ def host_worker(
     return worker
 
 
+def _route(job: Job, worker: int, extensions: Sequence[Extension]) -> Callable[[int], Peer]:
+    """Return who takes what a worker pushes to a server; ConfigurationError: nobody knows the host's aggregator."""
+    for extension in extensions:
+        if (route := extension.route(job, worker)) is not None:
+            return route
+    if job.places.aggregator_of(worker) is not None:
+        raise ConfigurationError(
+            f"the host of worker {worker} has an aggregator, of which nothing is known here: give host_worker() the "
+            "extension steepest.aggregation.extension.Aggregation(), or the job hosts that do not gather"
+        )
+    return server_peer
+
+
 def _compressor(
     extensions: Sequence[Extension], layout: ParameterLayout, codec: Codec, packed: Sequence[bool]
 ) -> Compressor:
@@ -254,11 +265,6 @@ def host_role(router: Router, job: Job, peer: Peer, role: Role) -> None:
     router.admit(Admission(job.lines, job.limits))
     if job.description.attend is not None and peer.role in ("server", "worker"):
         job.description.attend(router, peer, role)
-
-
-def _refuse(weights: torch.Tensor) -> bool:
-    """Return False: no other process' vector is used."""
-    return False
 
 
 def host_client(router: Router, job: Job, index: int) -> Client:

@@ -14,12 +14,12 @@ from steepest.engine.in_words import chunks_in_words
 from steepest.engine.incoming_weights import ArrivingWeights, Key
 from steepest.engine.topology import Topology
 from steepest.errors import listed
-from steepest.messages.gradients import Push, Weights, WeightsShared
-from steepest.messages.message import Kind, Message, Peer, Send, aggregator_peer, server_peer
+from steepest.messages.gradients import Push, Weights
+from steepest.messages.message import Kind, Message, Peer, Send, server_peer
 from steepest.tensors.codec import Codec
 from steepest.tensors.dtypes import Tensors
 from steepest.tensors.layout import ParameterLayout
-from steepest.tensors.memory import Memory, as_tensor
+from steepest.tensors.memory import Memory
 
 #: What a compressor's state is called in that of an exchange.
 COMPRESSION = "compression"
@@ -55,19 +55,17 @@ class PushPull:
 
     Args:
         worker: its index.
-        topology: of the job. A chunk is pushed to all its holders, to those of other hosts through
-            this host's aggregator, if it has one.
+        topology: of the job. A chunk is pushed to all its holders.
         weights: the flat vector (uint8, of the layout's size) to which new weights are written.
         send: sends as the worker.
-        adopt: called with a flat vector of weights that all workers of this host share; returns
-            whether the models use it from now on.
         own: index of the server of the worker's own process, None if there is none; bytes between
             the two do not count as moved.
         compressor: makes what packs gradients, where the topology has a codec.
+        route: returns who takes what is pushed to a server, given its index; not for opaque chunks.
     """
 
     #: weights may come in the middle of a step
-    kinds = frozenset({Kind.WEIGHTS, Kind.WEIGHTS_SHARED})
+    kinds = frozenset({Kind.WEIGHTS})
 
     def __init__(
         self,
@@ -75,9 +73,9 @@ class PushPull:
         topology: Topology,
         weights: torch.Tensor,
         send: Send,
-        adopt: Callable[[torch.Tensor], bool] = lambda weights: False,
         own: int | None = None,
         compressor: MakeCompressor | None = None,
+        route: Callable[[int], Peer] = server_peer,
     ) -> None:
         self.companion = Companion()
         self.bytes_pushed = 0  # to other processes in this step
@@ -86,21 +84,9 @@ class PushPull:
         layout, holders, hosts = topology.layout, topology.holders, topology.hosts
         self._layout = layout
         self._send = send
-        self._adopt = adopt
         codec, pull_dtype = topology.wire_formats
-        # With a lossy codec each worker compresses its own gradient and keeps what is left out.
         everywhere = codec is not None and codec.everywhere
-        added_up = codec is None or not (codec.lossy or everywhere)
-        aggregator = hosts.aggregator_of(worker) if added_up else None
-        self._targets = [
-            [
-                aggregator_peer(aggregator)
-                if aggregator is not None and not hosts.beside(worker, server)
-                else server_peer(server)
-                for server in servers
-            ]
-            for servers in holders
-        ]
+        self._targets = [list(map(route, servers)) for servers in holders]
         packed = [  # the same for all of them, so that copies stay alike
             everywhere
             or any(
@@ -109,7 +95,7 @@ class PushPull:
             )
             for targets, servers in zip(self._targets, holders, strict=True)
         ]
-        for chunk in layout.opaque_chunks:  # no aggregator adds them up, no codec packs them
+        for chunk in layout.opaque_chunks:  # nobody adds them up on their way, no codec packs them
             packed[chunk] = False
             self._targets[chunk] = [server_peer(server) for server in holders[chunk]]
         # of the gradients, with what it has left out so far; None where they travel as they are
@@ -197,6 +183,10 @@ class PushPull:
         self._held.clear()
         return self.sequence
 
+    def use(self, vector: torch.Tensor) -> None:
+        """Write new weights to another flat vector from now on, which holds the present ones."""
+        self._weights.vector = vector
+
     def reported(self) -> dict[str, Any]:
         """Return nothing: the worker knows all of it."""
         return {}
@@ -235,19 +225,11 @@ class PushPull:
 
     def destination(self, message: Message, size: int) -> Memory | None:
         """Return memory for a payload: for weights, where the model uses them, unless they are old."""
-        # See `Role.destination`. None too for a shared vector that does not lie in memory of this host.
-        if message.kind is Kind.WEIGHTS_SHARED and size == self._layout.nbytes:
-            return None if message.payload is None else as_tensor(message.payload)
         return self._weights.destination(message, size)
 
     def receive(self, source: Peer, message: Message) -> Arrived:
         """Take a message with weights; return what has come of it."""
-        # ProtocolError: the message is neither WEIGHTS nor WEIGHTS_SHARED.
-        if message.kind is Kind.WEIGHTS_SHARED:
-            vector = WeightsShared.unpack(message).payload
-            if vector is not None and self._adopt(vector):
-                self._weights.vector = vector
-            return NOTHING_YET
+        # ProtocolError: the message is no WEIGHTS.
         weights = self._weights.receive(message)
         if weights is None:
             return NOTHING_YET

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from steepest.aggregation.extension import route_of
 from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.checkpoint import files
 from steepest.compression.gradient_compressor import GradientCompressor
@@ -34,6 +35,7 @@ from steepest.messages.message import (
     PushId,
     Send,
     aggregator_peer,
+    server_peer,
     worker_peer,
 )
 from steepest.models.protocol import Model, arriving_with
@@ -411,7 +413,12 @@ class _Senders:
             memory = self._job.description.layout.allocate()
             send = partial(self._arrive, worker_peer(worker))
             dense = PushPull(
-                worker, self._job.topology, memory, send, compressor=GradientCompressor
+                worker,
+                self._job.topology,
+                memory,
+                send,
+                compressor=GradientCompressor,
+                route=route_of(self._job, worker) or server_peer,
             )
             end = _End(dense, None, dense)
             if self._job.tables is not None:
