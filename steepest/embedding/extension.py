@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+from steepest.embedding.job_tables import dealing_of, delays_rows
+from steepest.embedding.row_messages import PullRows, Rows
 from steepest.engine.exchange import Exchange
 from steepest.engine.extension import Extension
 from steepest.engine.job import Job
@@ -16,7 +18,6 @@ from steepest.errors import ConfigurationError
 from steepest.messages.fields import Schema
 from steepest.messages.message import Send
 from steepest.messages.permissions import Line, lines
-from steepest.messages.rows import PullRows, Rows
 from steepest.messages.snapshots import ReadOn
 from steepest.models.protocol import Model
 from steepest.optim.spec import OptimizerSpec
@@ -48,17 +49,17 @@ class EmbeddingTables(Extension):
         self, job: Job, worker: int, replicas: Replicas, exchange: Exchange, send: Send
     ) -> Exchange:
         """Return an exchange that pulls and pushes rows, too."""
-        if job.tables is None:
+        if (dealing := dealing_of(job)) is None:
             return exchange
         from steepest.embedding.companion import RowCompanion
         from steepest.embedding.exchange import ExchangeWithRows
         from steepest.embedding.row_exchange import RowExchange
         from steepest.tables.compilation import compile_kernels
 
-        compile_kernels(job.tables.tables)  # before the process joins the job
-        rows = RowExchange(worker, job.tables, job.holders, send)
+        compile_kernels(dealing.tables)  # before the process joins the job
+        rows = RowExchange(worker, dealing, job.holders, send)
         shares = job.strategy.table_staleness
-        if shares is not None and job.delays_rows:  # one of the steps goes to the way back
+        if shares is not None and delays_rows(job):  # one of the steps goes to the way back
             rows.delayed.delays, shares = True, shares - 1
         return ExchangeWithRows(exchange, rows, RowCompanion(rows, shares, job.shares))
 

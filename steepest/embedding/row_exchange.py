@@ -13,13 +13,13 @@ import torch
 from steepest.embedding.delayed_rows import DelayedRows
 from steepest.embedding.row_collector import RowCollector
 from steepest.embedding.row_memory import ROW_MEMORY
+from steepest.embedding.row_messages import PullRows, Rows
 from steepest.engine.chunk_ready import ChunkReady
 from steepest.engine.exchange import WaitUntil
 from steepest.engine.incoming_weights import where_lent
 from steepest.engine.sample_places import Place
 from steepest.errors import ConfigurationError, ProtocolError, listed
 from steepest.messages.message import Message, Peer, Send, server_peer
-from steepest.messages.rows import PullRows, Rows
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import pack_keys
 from steepest.tables.hashing import Distinct

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from steepest.embedding.row_messages import PullRows
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.row_snapshots import RowSnapshots
 from steepest.embedding.table_chunk import TableChunk
@@ -16,7 +17,6 @@ from steepest.engine.incoming_weights import where_lent
 from steepest.engine.stores import Position
 from steepest.errors import ProtocolError
 from steepest.messages.message import Kind, Message, Peer, Send
-from steepest.messages.rows import PullRows
 from steepest.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
 from steepest.optim.spec import OptimizerSpec
 from steepest.tables.compilation import compile_kernels

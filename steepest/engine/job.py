@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -98,8 +97,8 @@ class Job:
             opaque.require(strategy, spec)
         elif self.description.layout.opaque_chunks:
             raise ConfigurationError(
-                "the model has opaque chunks, such as shards of embedding tables, and nothing is attached that "
-                "knows them: give build_models() an extension for them"
+                "the model has opaque chunks in its layout, and nothing is attached that knows what they "
+                "stand for: give build_models() an extension that does"
             )
         self._require_form(strategy.codec)
 
@@ -192,7 +191,6 @@ class Job:
             self.places,
             self.wire_formats,
             self.stores,
-            self.tables,
         )
 
     @cached_property
@@ -200,11 +198,6 @@ class Job:
         """What makes the stores of the layout's opaque chunks; None without such chunks."""
         opaque = self.description.opaque
         return None if opaque is None else opaque.stores(self.description.layout, self.seed)
-
-    @property
-    def tables(self) -> Any:
-        """How the stores' parts are dealt into chunks; None without."""
-        return None if self.stores is None else self.stores.dealing
 
     @property
     def lines(self) -> Mapping[Line, Schema]:
@@ -269,15 +262,10 @@ class Job:
     @property
     def workers_have_state(self) -> bool:
         """Whether workers may have state that no server holds, see `WorkerState`."""
-        return (
-            self.description.changing or self.compresses or self.strategy.local or self.delays_rows
-        )
-
-    @property
-    def delays_rows(self) -> bool:
-        """Whether workers push the gradients of rows a step late, see `DelayedRows`."""
         opaque = self.description.opaque
-        return opaque is not None and opaque.keeps_state(self.strategy)
+        if opaque is not None and opaque.keeps_state(self.strategy):
+            return True
+        return self.description.changing or self.compresses or self.strategy.local
 
     @property
     def global_batch(self) -> int:

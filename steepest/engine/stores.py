@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -46,10 +46,6 @@ class StoreService(Protocol):
 
 class Stores(Protocol):
     """Makes the stores of a job's opaque chunks, the same in all processes."""
-
-    @property
-    def dealing(self) -> Any:
-        """How the parts are dealt into chunks."""
 
     def prepare(self) -> None:
         """Do what takes long, such as compilation, before a process joins the job."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -103,6 +102,3 @@ class Topology:
     # as they are
     wire_formats: tuple[Codec | None, torch.dtype | None] = (None, None)
     stores: Stores | None = None  # makes servers' stores of opaque chunks; None without such chunks
-    tables: Any = (
-        None  # how what opaque chunks stand for is dealt into them; None without such chunks
-    )

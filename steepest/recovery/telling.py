@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 
+from steepest.embedding.job_tables import delays_rows
 from steepest.engine.job import Job
 from steepest.errors import listed
 from steepest.messages.message import Peer, worker_peer
@@ -118,7 +119,7 @@ def _decision(change: Change) -> str:
 def nothing_lost(job: Job, dead: Collection[Peer]) -> str:
     """Return in words that deaths have cost no update, with what they have cost all the same."""
     workers = [str(peer) for peer in sorted(dead) if peer.role == "worker"]
-    if not workers or not job.delays_rows:
+    if not workers or not delays_rows(job):
         return "no update and no sample is lost"
     return (
         "no update and no sample is lost, except the gradients of rows of at most one step, which "

@@ -14,6 +14,7 @@ import torch
 
 from steepest.checkpoint import files, rows
 from steepest.data.sampler import Remaining, epoch_ends
+from steepest.embedding.job_tables import dealing_of
 from steepest.engine.client import Snapshot, read_log
 from steepest.engine.commit_log import Commit, CommitLog, UnpushedRows
 from steepest.engine.replica_states import all_states, mean_states
@@ -306,7 +307,7 @@ class JobState:
         layout = cluster.job.description.layout
         try:
             self._owner(self.buffers()[0]).check(saved, data)
-            optimizer = rows.dealt(saved.optimizer, cluster.job.tables)
+            optimizer = rows.dealt(saved.optimizer, dealing_of(cluster.job))
             self._unfreeze(about)
             layout = cluster.job.description.layout
             state, replicas = OptimizerState.saved(optimizer, about, saved.replicas)
@@ -500,7 +501,7 @@ class JobState:
         )
 
     def _owner(self, buffers: Mapping[str, torch.Tensor]) -> files.JobSignature:
-        described, tables = self._cluster.job.description, self._cluster.job.tables
+        described, tables = self._cluster.job.description, dealing_of(self._cluster.job)
         spec = described.optimizer_spec
         own = spec.name, spec.state_flags(), described.samples, buffers
         about = () if tables is None else tables.description()

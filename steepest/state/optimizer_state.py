@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from steepest.compression.gradient_compressor import check_residuals
+from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.shard_records import disassemble
 from steepest.embedding.state_names import UNPUSHED
 from steepest.engine.client import Snapshot
@@ -61,7 +62,7 @@ class OptimizerState:
     ) -> OptimizerState:
         """Return the optimizer's state of a job."""
         own: dict[int, WorkerState] = {}
-        if job.tables is not None or job.compresses or job.config.local:
+        if job.stores is not None or job.compresses or job.config.local:
             own = dict(zip(numbers, call(worker_state, step), strict=True))
         return cls.of(job, held, own)
 
@@ -141,7 +142,7 @@ class OptimizerState:
             CheckpointError: there is state of an unknown or frozen parameter.
         """
         layout, workers = cluster.job.description.layout, range(cluster.job.num_workers)
-        if cluster.job.tables is not None:
+        if cluster.job.stores is not None:
             rows = self.rows_for(cluster.job)
             cluster.workers.call(remote_functions.load_exchanged, UNPUSHED, rows, Tensors())
         if not cluster.job.config.local:
@@ -173,13 +174,13 @@ class OptimizerState:
             CheckpointError: they are not of the job's tables.
         """
         found = self.rows
-        if not found or job.tables is None:
+        if not found or (dealing := dealing_of(job)) is None:
             return {}
         from steepest.embedding.delayed_rows import divided  # needs what only tables need
 
         pushers = job.num_workers if job.strategy.rule.together else 1
         states = [found[worker] for worker in sorted(found)]
-        return dict(enumerate(divided(job.tables, states, pushers)))
+        return dict(enumerate(divided(dealing, states, pushers)))
 
 
 def _exchanged(workers: Mapping[int, WorkerState], what: str) -> dict[int, Tensors]:

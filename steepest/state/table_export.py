@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from steepest.checkpoint.exported_table import ExportedTable
+from steepest.embedding.job_tables import dealing_of
 from steepest.engine.client import Snapshot
 from steepest.errors import ConfigurationError
 from steepest.optim.portable import Record
@@ -15,7 +16,7 @@ from steepest.runtime.cluster import Cluster
 
 def export_table(cluster: Cluster, name: str, since: ExportedTable | None) -> ExportedTable:
     """Return a table's rows at one version, see `DistributedSGD.export_table`."""
-    dealing = cluster.job.tables
+    dealing = dealing_of(cluster.job)
     tables = () if dealing is None else dealing.tables
     table = next((each for each in tables if each.name == name), None)
     if dealing is None or table is None:

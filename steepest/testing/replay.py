@@ -14,6 +14,7 @@ from steepest.aggregation.extension import route_of
 from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.checkpoint import files
 from steepest.compression.gradient_compressor import GradientCompressor
+from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.shard_records import disassemble
 from steepest.engine.commit_log import Commit, CommitLog, LoggedPush, UnpushedRows
 from steepest.engine.exchange import Exchange
@@ -212,12 +213,12 @@ class _Run:
 
     def _rows_of_versions(self) -> RowsOfVersions | None:
         """Return what answers workers' pulls of rows; None without tables."""
-        if self._job.tables is None:
+        if (dealing := dealing_of(self._job)) is None:
             return None
         from steepest.testing.replay_rows import RowsOfVersions
 
         delays = (self._job.strategy.table_staleness or 0) > 1
-        return RowsOfVersions(self._job.tables, self._server, self._log.commits, delays)
+        return RowsOfVersions(dealing, self._server, self._log.commits, delays)
 
     def repeat(self, commit: Commit) -> None:
         """Compute the gradients of a commit again, and apply them."""
@@ -421,7 +422,7 @@ class _Senders:
                 route=route_of(self._job, worker) or server_peer,
             )
             end = _End(dense, None, dense)
-            if self._job.tables is not None:
+            if dealing_of(self._job) is not None:
                 end = _with_rows(dense, worker, self._job, send, self._unpushed.pop(worker, {}))
             self._ends[worker] = incarnation, end
         return end
@@ -451,8 +452,9 @@ def _with_rows(
     from steepest.embedding.exchange import ExchangeWithRows
     from steepest.embedding.row_exchange import RowExchange
 
-    assert job.tables is not None
-    rows = RowExchange(worker, job.tables, job.holders, send)
+    dealing = dealing_of(job)
+    assert dealing is not None
+    rows = RowExchange(worker, dealing, job.holders, send)
     rows.push_later(unpushed)
     return _End(dense, rows, ExchangeWithRows(dense, rows, RowCompanion(rows, None, job.shares)))
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from steepest.embedding.row_exchange import RowExchange
+from steepest.embedding.row_messages import PullRows
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.table_chunk import TableChunk
 from steepest.engine.commit_log import Commit, LoggedPush
 from steepest.engine.server import Server
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Message, Peer
-from steepest.messages.rows import PullRows
 from steepest.tables.dealing import Dealing
 
 

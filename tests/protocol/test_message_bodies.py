@@ -6,9 +6,10 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from steepest.embedding import row_messages as rows
 from steepest.embedding.extension import LINES
 from steepest.errors import ProtocolError
-from steepest.messages import collective, driver, gradients, membership, rows, snapshots, users
+from steepest.messages import collective, driver, gradients, membership, snapshots, users
 from steepest.messages.message import Kind, Peer, PushId
 from steepest.messages.permissions import OPEN, TRAINING, Admission
 from steepest.messages.schema import Body

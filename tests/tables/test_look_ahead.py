@@ -17,6 +17,7 @@ from torch import nn
 import steepest
 from steepest.embedding.delayed_rows import divided
 from steepest.embedding.exchange import ExchangeWithRows
+from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.row_exchange import RowExchange
 from steepest.embedding.table_counts import table_counts
 from steepest.errors import CheckpointError, ConfigurationError
@@ -109,8 +110,9 @@ def test_a_worker_that_dies_takes_only_its_own_delayed_gradient_along(
 def test_what_is_not_pushed_is_known_at_the_versions_that_servers_may_have() -> None:
     """The present step's, the next one, and that before, which other workers' servers may be at."""
     job = falling(2)[0].job
-    assert job.tables is not None
-    rows = RowExchange(0, job.tables, job.holders, lambda *_: None)
+    dealing = dealing_of(job)
+    assert dealing is not None
+    rows = RowExchange(0, dealing, job.holders, lambda *_: None)
     rows.delayed.delays, rows.delayed.is_last = True, False
     key = np.zeros(1, np.int32), np.zeros(1, np.int64)
 
@@ -140,8 +142,8 @@ def test_what_is_not_pushed_is_known_at_the_versions_that_servers_may_have() -> 
 def test_gradients_of_rows_that_are_handed_on_are_checked() -> None:
     """As those of a damaged checkpoint are."""
     cluster, _ = falling(2)
-    assert cluster.job.tables is not None
-    tables = cluster.job.tables
+    tables = dealing_of(cluster.job)
+    assert tables is not None
     rows = RowGradients(
         np.zeros(2, np.int32), np.arange(2), np.full((2, 1), 3.0, "f4"), np.ones(2, np.int32)
     )
