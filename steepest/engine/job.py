@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -47,9 +48,8 @@ class Description:
     attend: Callable[[Router, Peer, Role], None] | None = None
     drop_last: bool = False  # of the data, see `SamplePlan`
     notice: str = ""  # what users should know of the data and the model, which the driver logs
-    opaque: OpaqueParts | None = (
-        None  # what the models have beside the flat vector; None for nothing
-    )
+    # what the models have beside the flat vector; None for nothing
+    opaque: OpaqueParts | None = None
     # of the data, see `steepest.data.fingerprint`, as worker 0 has it; empty where nobody asks for one
     fingerprint: dict[str, Any] = field(default_factory=dict, hash=False)
     # the greatest norm of a gradient, unless the strategy says another
