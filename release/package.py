@@ -32,8 +32,8 @@ PASSED_OVER = shutil.ignore_patterns(
 )
 #: what somebody needs who builds, tests, reads or changes the project without its repository
 IN_SOURCES = (
-    "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "Makefile",
-    "constraints.txt", ".ci/run", "steepest/__init__.py", "steepest/py.typed", "tests/conftest.py",
+    "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md",
+    "Makefile", "constraints.txt", ".ci/run", "steepest/__init__.py", "steepest/py.typed", "tests/conftest.py",
     "tests/project/test_docs.py", "benchmarks/tests/conftest.py", "docs/guide.md", "examples/core_digits.py",
     "release/package.py",
 )  # fmt: skip

@@ -170,7 +170,15 @@ def test_every_public_name_is_exported_and_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", *map(str, DOCS)]
+    "page",
+    [
+        "README.md",
+        "ARCHITECTURE.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        *map(str, DOCS),
+    ],
 )
 def test_what_a_page_refers_to_is_there(page: str) -> None:
     text = (ROOT / page).read_text()
