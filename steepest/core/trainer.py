@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from steepest.core.crew import Crew
 from steepest.core.processes import ProcessRuntime
-from steepest.core.runtime import Process, Runtime
-from steepest.core.worker_process import HOST, WorkerProcess, make_transport
+from steepest.core.runtime import Runtime
+from steepest.core.settings import Settings, strategy_for
+from steepest.core.worker_process import HOST, make_transport
 from steepest.data.sampler import Remaining, SamplePlan
 from steepest.engine.client import Client
 from steepest.engine.hosting import host_client, host_coordinator, host_server
@@ -22,7 +24,6 @@ from steepest.engine.replica_states import mean_states
 from steepest.engine.step_errors import raise_step_error
 from steepest.errors import (
     ConfigurationError,
-    DeadlineError,
     ModelRaisedError,
     PeerLostError,
     RemoteTraceback,
@@ -32,61 +33,16 @@ from steepest.messages.driver import Failure, Result
 from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.models.step_size import StepSize
 from steepest.optim.arriving import ArrivingState
-from steepest.strategies.allreduce import AllreduceStrategy
-from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.strategy import Strategy
 from steepest.tensors.dtypes import Tensors
 from steepest.transport.router import Router
-from steepest.validation import (
-    require_choice,
-    require_count,
-    require_model_creator,
-    require_positive,
-)
+from steepest.validation import require_count, require_model_creator
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-STRATEGIES: dict[str, Strategy] = {
-    "ps": ParameterServerStrategy(),
-    "async": ParameterServerStrategy(mode="async"),
-    "ssp": ParameterServerStrategy(mode="ssp"),
-    "allreduce": AllreduceStrategy(),
-}
-_NOTICE_SECONDS = 5.0  # from a closed connection to the end of its process
 _MOST_ATTEMPTS = 3  # to go on after deaths, with no step committed in between
 _CLOSE_SECONDS = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How a job of plain processes runs.
-
-    Attributes:
-        on_death: "replace" a worker's process that died by another one, "continue" with fewer
-            workers, or "raise" PeerLostError.
-        step_timeout: seconds within which a step is committed, or an answer comes.
-        start_timeout: seconds within which processes start, make their models and connect.
-        snapshot_every: steps between two copies of the state in the driver, where workers alone
-            hold parts of it: under allreduce, and of models with buffers.
-        threads: with which torch computes in each worker.
-
-    Raises:
-        ConfigurationError: a value is out of range.
-    """
-
-    on_death: str = "replace"
-    step_timeout: float = 300.0
-    start_timeout: float = 120.0
-    snapshot_every: int = 20
-    threads: int = 1
-
-    def __post_init__(self) -> None:
-        require_choice("on_death", self.on_death, ("replace", "continue", "raise"))
-        require_positive("step_timeout", self.step_timeout)
-        require_positive("start_timeout", self.start_timeout)
-        require_count("snapshot_every", self.snapshot_every)
-        require_count("threads", self.threads)
 
 
 @dataclass(frozen=True)
@@ -147,23 +103,29 @@ class Trainer:
         runtime: Runtime | None = None,
     ) -> None:
         require_model_creator(model_creator)
-        self._strategy = _strategy(strategy, require_count("num_workers", num_workers))
+        self._strategy = strategy_for(strategy, require_count("num_workers", num_workers))
         self._settings = settings or Settings()
         self._creator, self._seed = model_creator, seed
-        self._size = StepSize(num_workers)
+        self._num_workers = num_workers  # as it begins
         self._token = secrets.token_bytes(32)
         self.step = 0
-        self._members: dict[int, Process] = {}  # the living worker processes, by worker
-        self._lives = [0] * num_workers  # by worker, the processes before the present one
         self._attempts = 0  # to go on after deaths since the last step
         self._pending: _State | None = None  # to continue from, while the job is formed anew
+        self._survives = False  # whether deaths are handled by a caller
+        self._late: list[Result] = []  # of steps that were committed when a process had died
         self._closed = False
         self._router = Router()
         self._client: Client | None = None
         self._news: Future[None] = Future()  # done when the client has another outcome
         self._runtime = runtime or ProcessRuntime()
+        self._crew = Crew(
+            self._runtime,
+            (self._token, self._settings.threads),
+            self._settings.start_timeout,
+            lambda: f"after step {self.step}",
+        )
         try:
-            self._begin(num_workers)
+            self._begin()
         except BaseException:
             self.close()
             raise
@@ -184,7 +146,7 @@ class Trainer:
     @property
     def pids(self) -> list[int]:
         """The number of each worker's process, for the operating system."""
-        return [process.pid for _, process in sorted(self._members.items())]
+        return self._crew.pids
 
     def fit(
         self,
@@ -213,12 +175,13 @@ class Trainer:
             )
         count = require_count("epochs" if steps is None else "steps", steps or epochs)
         begin, results = self.step, list[Result]()
+        self._late.clear()
         epoch = self._plan.position(begin).epoch
 
         def goal() -> int:
             return self._plan.end_of(epoch + count - 1) if steps is None else begin + count
 
-        while self.step < goal():
+        while self.step < goal() or self._late:
             self._surviving(lambda: self._train(goal() - self.step, results, on_step))
         return results
 
@@ -242,34 +205,39 @@ class Trainer:
 
     # -- forming a job -------------------------------------------------------------------------
 
-    def _begin(self, num_workers: int) -> None:
+    def _begin(self) -> None:
         """Start the processes, have them make their models, and form the job of them."""
-        described = self._start(range(num_workers))
-        self._described = described[0]
-        for index, other in enumerate(described):
-            check_agreement(described[0], other, "worker 0", f"worker {index}")
-        _check(described[0])
-        self._job = self._job_of(num_workers)
+        self._described = self._make_models(range(self._num_workers))
+        if self._described.layout.opaque_chunks:
+            raise ConfigurationError(
+                "the model has embedding tables, whose rows plain processes do not exchange: use "
+                "DistributedSGD, or torch.nn.Embedding"
+            )
+        self._job = self._job_of(self._num_workers)
         if self._job.plan() is None:
             raise ConfigurationError(
                 "the training data are a stream: give arrays or a map-style dataset, whose samples "
                 "have numbers, so that each is visited once also after a death"
             )
-        weights, buffers, arriving = self._ask("send its weights", "initial", {0: (self._job,)})[0]
+        ((weights, buffers, arriving),) = self._crew.ask(
+            "send its weights", "initial", {0: [self._job]}
+        )
         self._arriving: ArrivingState | None = arriving
         flat = torch.frombuffer(bytearray(weights), dtype=torch.uint8)
         self._kept = _State(0, flat, buffers=buffers)
         self._form(self._kept)
 
-    def _start(self, workers: Iterable[int]) -> list[Description]:
-        """Start the processes of some workers; return what their models are like."""
-        for index in workers:
-            name = f"worker {index}" + (f", life {life}" if (life := self._lives[index]) else "")
-            arguments = self._token, self._settings.threads
-            self._members[index] = self._runtime.start(name, WorkerProcess, *arguments)
-        cut = self._strategy.cut
-        building = {index: (self._creator, index, self._seed, cut, self._size) for index in workers}
-        return self._ask("make its model", "build", building)
+    def _make_models(self, workers: Sequence[int]) -> Description:
+        """Start the processes of some workers; return what their models are like, which agree."""
+        self._crew.start(workers)
+        size = StepSize(self._num_workers)
+        rest = self._seed, self._strategy.cut, size
+        building = {worker: (self._creator, worker, *rest) for worker in workers}
+        described: list[Description] = self._crew.ask("make its model", "build", building)
+        first = getattr(self, "_described", described[0])
+        for worker, other in zip(workers, described, strict=True):
+            check_agreement(first, other, "the first worker", f"worker {worker}")
+        return first
 
     def _job_of(self, num_workers: int) -> Job:
         strategy = self._strategy
@@ -280,7 +248,7 @@ class Trainer:
     def _form(self, state: _State) -> None:
         """Give this process and the workers their roles, and continue from a state."""
         self._disconnect()
-        job = self._job = self._job_of(len(self._members))
+        job = self._job = self._job_of(len(self._crew))
         plan = job.plan(state.step, state.remaining)
         assert plan is not None
         self._plan: SamplePlan = plan
@@ -298,14 +266,13 @@ class Trainer:
         client.on_outcome = self._note
         here = transport.listen(HOST)
         self._router.start("steepest driver", self._runtime.start_thread)
-        lives, count = self._lives, job.num_workers
-        opening = {i: (job, i, lives[i], plan, state.buffers, fresh) for i in range(count)}
-        listening = self._ask("take its roles", "open", opening)
+        ask, workers = self._crew.ask, range(job.num_workers)
+        opening = {i: (job, i, self._crew.life(i), plan, state.buffers, fresh) for i in workers}
+        listening = ask("take its roles", "open", opening)
+        earlier = {i: listening[:i] if in_workers else [] for i in workers}
         seconds = self._settings.start_timeout
-        earlier = {i: listening[:i] if in_workers else [] for i in range(count)}
-        connecting = {i: ([here, *others], seconds) for i, others in earlier.items()}
-        self._ask("connect", "connect", connecting)
-        self._ask("join", "join", dict.fromkeys(range(count), ()))
+        ask("connect", "connect", {i: ([here, *to], seconds) for i, to in earlier.items()})
+        ask("join", "join", dict.fromkeys(workers, ()))
         parts = job.version_of(state.step), state.weights, state.records, state.coordinator
         self._asked(lambda: client.install(*parts), "take the weights")
         self.step = state.step
@@ -338,11 +305,13 @@ class Trainer:
             del results[-1]
         count = min(most, self._settings.snapshot_every) if self._keeps else most
         client = self._of_job
-        self._await(self._router.call(lambda: client.ask(count, True)), "take a request", ())
+        if count:
+            self._on_router(lambda: client.ask(count, True))
         try:
-            for _ in range(count):
-                result = self._next_result()
-                self.step, self._attempts = result.step, 0
+            while self._late or count:
+                result = self._late.pop(0) if self._late else self._next_result()
+                if result.step > self.step:
+                    self.step, self._attempts, count = result.step, 0, count - 1
                 results.append(result)
                 if on_step is not None:
                     on_step(result)
@@ -362,8 +331,8 @@ class Trainer:
             if outcomes.empty():
                 # the coordinator gives up a late step, and says for whom it waited
                 seconds = 2 * self._settings.step_timeout
-                who = [str(worker_peer(index)) for index in self._members]
-                self._await(news, f"commit step {self.step + 1}", who, seconds)
+                who = [str(worker_peer(worker)) for worker in self._crew.workers]
+                self._crew.wait(news, f"commit step {self.step + 1}", who, seconds)
         outcome = outcomes.get_nowait()
         if isinstance(outcome, PeerLostError):
             raise outcome
@@ -390,7 +359,8 @@ class Trainer:
         client = self._of_job
         position = self._asked(client.revoke, "stop")
         while not client.outcomes.empty():
-            client.outcomes.get_nowait()
+            if isinstance(outcome := client.outcomes.get_nowait(), Result):
+                self._late.append(outcome)
         self.step = self._job.step_of(position.version)
 
     # -- the state -----------------------------------------------------------------------------
@@ -408,26 +378,36 @@ class Trainer:
 
     def _buffers(self) -> Tensors | None:
         """Return the mean of the living workers' buffers; None if models have none, or no worker lives."""
-        if not self._described.changing or not self._members:
+        if not self._described.changing or not self._crew:
             return None
-        states = self._ask("send its buffers", "states", dict.fromkeys(self._members, ()))
+        asked = dict.fromkeys(self._crew.workers, ())
+        states = self._crew.ask("send its buffers", "states", asked)
         each = [state for part in states for state in part]
         return mean_states(each, [1.0] * len(each))
 
     # -- deaths --------------------------------------------------------------------------------
 
     def _surviving(self, function: Callable[[], T]) -> T:
-        """Return what a function returns; when a process dies, form the job anew and call it again."""
-        while True:
-            try:
-                return function()
-            except PeerLostError as error:
-                self._recover(error)
+        """Return what a function returns; when a process dies, form the job anew and call it again.
+
+        Within such a function, as in a callback of `fit`, the death is raised: the outer one goes on.
+        """
+        if self._survives:
+            return function()
+        self._survives = True
+        try:
+            while True:
+                try:
+                    return function()
+                except PeerLostError as error:
+                    self._recover(error)
+        finally:
+            self._survives = False
 
     def _recover(self, error: PeerLostError) -> None:
         """Form the job anew without the processes that have died; raise the error if that cannot be."""
         while True:
-            dead = self._take_dead()
+            dead = self._crew.take_dead()
             self._attempts += 1
             if dead:
                 error = PeerLostError("; ".join(dead.values()))
@@ -445,44 +425,28 @@ class Trainer:
                     self._pending = self._left()
                 steps = self.step, self._pending.step
                 log.warning("%s; %d steps were committed, going on from step %d", error, *steps)
-                self._fill(dead)
+                self._fill()
                 self._form(self._pending)
                 self._pending = None
                 return
             except PeerLostError as again:
                 error = again
 
-    def _take_dead(self) -> dict[int, str]:
-        """Forget the processes that are dead; return in words how they died, by worker."""
-        ends = {index: self._runtime.watch(process) for index, process in self._members.items()}
-        self._runtime.wait(ends.values(), _NOTICE_SECONDS)
-        dead = {}
-        for index, end in ends.items():
-            if end.done():
-                process = self._members.pop(index)
-                dead[index] = f"{process.name} (pid {process.pid}) died: {end.result()}"
-        return dead
-
     def _left(self) -> _State:
         """Return the state from which the living processes continue."""
-        if self._job.strategy.in_workers or (self._described.changing and not self._members):
+        if self._job.strategy.in_workers or (self._described.changing and not self._crew):
             return self._kept
         self._revoke()
         return self._read(self._buffers())
 
-    def _fill(self, dead: Iterable[int]) -> None:
+    def _fill(self) -> None:
         """Start successors of dead workers, or number the others anew."""
         if self._settings.on_death == "replace":
-            missing = [index for index in range(len(self._lives)) if index not in self._members]
-            for index in dead:
-                self._lives[index] += 1
-            for index, other in zip(missing, self._start(missing), strict=True):
-                check_agreement(self._described, other, "the job", f"worker {index}")
-        elif not self._members:
-            raise PeerLostError("no worker is left")
+            self._make_models(sorted({*range(self._job.num_workers)} - {*self._crew.workers}))
+        elif self._crew:
+            self._crew.number_anew()
         else:
-            numbered = [process for _, process in sorted(self._members.items())]
-            self._members = dict(enumerate(numbered))
+            raise PeerLostError("no worker is left")
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -491,82 +455,12 @@ class Trainer:
         if not self._news.done():
             self._news.set_result(None)
 
-    def _ask(self, what: str, method: str, arguments: dict[int, tuple[Any, ...]]) -> list[Any]:
-        """Call a method in workers' processes, with arguments for each; return the results in order."""
-        calls = {
-            worker: self._runtime.call(self._members[worker], method, *given)
-            for worker, given in arguments.items()
-        }
-        began, seconds = self._runtime.now(), self._settings.start_timeout
-        return [
-            self._await(call, what, [str(worker_peer(worker))], seconds, began)
-            for worker, call in calls.items()
-        ]
+    def _on_router(self, function: Callable[[], T]) -> T:
+        """Return what a function returns, called on the router's thread."""
+        future, seconds = self._router.call(function), self._settings.step_timeout
+        return self._crew.wait(future, "take a request", ["the driver's router"], seconds)
 
     def _asked(self, function: Callable[[], Future[T]], what: str) -> T:
-        """Return what a future of the client's holds, which a function returns on the router's thread."""
-        future = self._await(self._router.call(function), what, ())
-        return self._await(future, what, ["coordinator", "servers"])
-
-    def _await(
-        self,
-        future: Future[T],
-        what: str,
-        who: Sequence[str],
-        seconds: float | None = None,
-        began: float | None = None,
-    ) -> T:
-        """Return what a future holds.
-
-        Args:
-            future: of an answer, or of the client's.
-            what: `who` is to do, for the error.
-            who: names of the processes that are waited for.
-            seconds: of the wait; by default `Settings.step_timeout`.
-            began: when it began; by default now.
-
-        Raises:
-            PeerLostError: a process died.
-            DeadlineError: the future is not done in time.
-        """
-        limit = self._settings.step_timeout if seconds is None else seconds
-        deadline = (self._runtime.now() if began is None else began) + limit
-        ends = {self._runtime.watch(process): process for process in self._members.values()}
-        while not future.done():
-            for end in (end for end in ends if end.done()):
-                raise PeerLostError(f"{ends[end].name} (pid {ends[end].pid}) died: {end.result()}")
-            if (left := deadline - self._runtime.now()) <= 0:
-                names = ", ".join(who) or "the driver's router"
-                raise DeadlineError(
-                    f"{names} did not {what} within {limit:g} s, after step {self.step}"
-                )
-            self._runtime.wait([future, *ends], left)
-        return future.result()
-
-
-def _strategy(strategy: str | Strategy, num_workers: int) -> Strategy:
-    """Return a strategy by its name, or as it is; ConfigurationError if plain processes have none such."""
-    if isinstance(strategy, str):
-        require_choice("strategy", strategy, tuple(STRATEGIES))
-        return STRATEGIES[strategy]
-    if not isinstance(strategy, (AllreduceStrategy, ParameterServerStrategy)):
-        names = ", ".join(map(repr, STRATEGIES))
-        raise ConfigurationError(
-            f"strategy={strategy!r:.80}: give one of {names}, or an AllreduceStrategy(...) or "
-            "ParameterServerStrategy(...)"
-        )
-    strategy.check_workers(num_workers)
-    if strategy.transport not in ("wire", "tcp"):
-        raise ConfigurationError(
-            f'transport="{strategy.transport}": plain processes talk over TCP; give "tcp"'
-        )
-    return strategy
-
-
-def _check(described: Description) -> None:
-    """Raise ConfigurationError if models need what plain processes have not."""
-    if described.layout.opaque_chunks:
-        raise ConfigurationError(
-            "the model has embedding tables, whose rows plain processes do not exchange: use "
-            "DistributedSGD, or torch.nn.Embedding"
-        )
+        """Return what the coordinator and servers answer, whose future a function returns."""
+        future, seconds = self._on_router(function), self._settings.step_timeout
+        return self._crew.wait(future, what, ["coordinator", "servers"], seconds)

@@ -91,7 +91,8 @@ def test_the_successor_of_a_killed_worker_leads_to_the_same_weights(
         creator, num_workers=2, strategy=strategy, settings=Settings(snapshot_every=2)
     ) as job:
         before = job.pids
-        results = job.fit(epochs=EPOCHS)
+        seen: list[dict[str, torch.Tensor]] = []
+        results = job.fit(epochs=EPOCHS, on_step=lambda result: seen.append(job.state_dict()))
         found, after = job.state_dict(), job.pids
 
     assert len(list(tmp_path.iterdir())) == 2
@@ -215,7 +216,7 @@ def test_a_worker_that_hangs_while_it_starts_is_named() -> None:
         with pytest.raises(
             DeadlineError, match="worker 1 did not do this within 1 s, after step 0"
         ):
-            job._ask("do this", "join", {0: (), 1: ()})
+            job._crew.ask("do this", "join", {0: (), 1: ()})
 
 
 def test_nothing_is_left_when_a_trainer_is_closed() -> None:
