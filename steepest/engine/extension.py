@@ -1,4 +1,4 @@
-"""What attaches to a job's workers beside dense models, their push and their pull."""
+"""What attaches to a job beside dense models, their push and their pull."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Extension:
     """A way of training that the engine does not know; those who build a job's roles pass it to `hosting`.
 
-    It is asked as a worker's parts are made, and answers for the jobs that concern it; by default for
-    none. Used on the router's thread.
+    It is asked as models are described and a worker's parts are made, and answers for the jobs that concern
+    it; by default for none. Used on the router's thread.
     """
 
     def opaque(self, model: Model) -> OpaqueParts | None:

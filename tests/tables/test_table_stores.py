@@ -1,0 +1,54 @@
+"""Shards of embedding tables keep the contract of chunks on servers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from table_tools import table
+
+from steepest import ParameterServerStrategy
+from steepest.embedding.table_chunk import TableChunk
+from steepest.engine.job import Job
+from steepest.engine.model_building import build_models
+from steepest.errors import ConfigurationError
+from steepest.extensions import EXTENSIONS
+from steepest.tables.dealing import Dealing
+from steepest.tables.gradients import RowGradients
+from steepest.tables.initial import Uniform
+from steepest.tables.row_optimizers import Adagrad
+from steepest.tensors.layout import Chunk, ElementType
+from tests.chunk_store_contract import ChunkStoreContract
+from tests.table_tasks import table_task
+
+CHUNK = Chunk(3, ElementType.of(torch.float32), True, 64, 64, ())
+DIM = 4
+
+
+class TestShard(ChunkStoreContract):
+    dealing = Dealing(
+        (table(dim=DIM, optimizer=Adagrad(lr=0.5), initial=Uniform(-1.0, 1.0)),), 1, 7, 3
+    )
+
+    def make(self) -> TableChunk:
+        return TableChunk(CHUNK, self.dealing)
+
+    def gradient(self, value: float) -> torch.Tensor:
+        """The gradient of three rows."""
+        ids, ones = np.array([2, 5, 11]), np.ones(3, np.int32)
+        values = np.full((3, DIM), value, np.float32)
+        return torch.from_numpy(RowGradients(np.zeros(3, np.int32), ids, values, ones).pack())
+
+
+def test_a_job_of_a_model_with_tables_needs_what_knows_them() -> None:
+    for extensions in ((), EXTENSIONS):
+        strategy = ParameterServerStrategy()
+        creator = table_task().creator()
+        _, description = build_models(creator, 0, 1, 0, strategy.cut, extensions=extensions)
+        if extensions:
+            assert Job(description, strategy, 1, 1, 1, 0, 60.0).stores is not None
+        else:
+            with pytest.raises(
+                ConfigurationError, match="opaque chunks in its layout, and nothing"
+            ):
+                Job(description, strategy, 1, 1, 1, 0, 60.0)
