@@ -12,7 +12,7 @@ import torch
 
 from steepest.collectives.protocol import Collective
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
-from steepest.messages.collective import Abort, Connected, Data
+from steepest.messages.collective import MEMBERS, Abort, Connected, Data
 from steepest.messages.message import Kind, Message, Peer, member_peer
 from steepest.tensors.allocator import Recycler
 from steepest.tensors.memory import as_tensor
@@ -133,6 +133,7 @@ class MemberCollective(Collective):
         self._lost = ""
         self._deliver = router.sender(member_peer(rank))
         router.host(member_peer(rank), self)
+        router.admission.allow(MEMBERS)
 
     @contextlib.contextmanager
     def call(self, number: int) -> Iterator[None]:

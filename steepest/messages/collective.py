@@ -1,9 +1,12 @@
 """The messages between the members of a collective."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated
 
-from steepest.messages.fields import TEXT
+from steepest.messages.fields import TEXT, Schema
 from steepest.messages.message import Kind
+from steepest.messages.permissions import Line, lines
 from steepest.messages.schema import Body, Generation, Header, Payload, Sequence, body
 
 #: Number of a call of a user's function in which members take part; 0 during a step.
@@ -46,3 +49,9 @@ class Abort(Body):
     generation: Generation  # this and call: as in `Data`
     call: Call
     reason: Annotated[str, TEXT] = ""  # in words
+
+
+#: The messages of members, which a process accepts that hosts one.
+MEMBERS: Mapping[Line, Schema] = MappingProxyType(
+    lines({("member", "member"): (Data, Connected, Abort)})
+)

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from steepest.errors import ProtocolError
-from steepest.messages.collective import Abort, Connected, Data
 from steepest.messages.driver import (
     Ask,
     Counters,
@@ -23,7 +22,7 @@ from steepest.messages.driver import (
     Stopped,
     WorkerLost,
 )
-from steepest.messages.fields import HEAVIEST, MOST, ZERO, ZERO_OR_ONE, Limits, Schema, unfit
+from steepest.messages.fields import HEAVIEST, MOST, Limits, Schema, unfit
 from steepest.messages.gradients import (
     Commit,
     Discard,
@@ -47,11 +46,10 @@ from steepest.messages.membership import (
     WorkerJoined,
 )
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer
-from steepest.messages.schema import Body, limited
+from steepest.messages.schema import Body
 from steepest.messages.snapshots import (
     Install,
     Installed,
-    InstallPut,
     InstallRefused,
     Put,
     PutReceived,
@@ -62,7 +60,6 @@ from steepest.messages.snapshots import (
     SnapshotEnd,
     StateTensor,
 )
-from steepest.messages.users import PushCommitted, Pushed, PushRefused, UserLeft
 
 #: Roles of which a successor may connect while its predecessor's channel is still open.
 SUCCEEDED = ("worker", "member", "client")
@@ -72,7 +69,7 @@ Line = tuple[Kind, str, str]
 Sayings = Mapping[tuple[str, str], Sequence[type[Body]]]
 
 #: The messages that a training job and a parameter server by itself have in common.
-_COMMON: Sayings = {
+COMMON: Sayings = {
     ("coordinator", "server"): (Commit, Discard, Members, Snapshot),
     ("server", "worker"): (Weights,),
     ("server", "client"): (Weights, StateTensor, SnapshotEnd, PutReceived),
@@ -100,14 +97,6 @@ _TRAINING: Sayings = {
         LogPage,
         InstallRefused,
     ),
-    ("member", "member"): (Data, Connected, Abort),
-}
-_OPEN: Sayings = {
-    ("worker", "coordinator"): (Pushed, Read),
-    ("server", "coordinator"): (PushStaged, UserLeft, Logged, Failed),
-    ("server", "worker"): (SnapshotEnd,),
-    ("coordinator", "worker"): (PushCommitted, PushRefused),
-    ("coordinator", "server"): (InstallPut,),
 }
 
 
@@ -122,17 +111,7 @@ def lines(*sayings: Sayings) -> dict[Line, Schema]:
 
 
 #: The messages of a job that trains.
-TRAINING: Mapping[Line, Schema] = MappingProxyType(lines(_COMMON, _TRAINING))
-#: A user has one life, in no generation, and pushes a chunk once or not at all.
-_USERS_PUSH = limited(
-    Push.SCHEMA,
-    {"generation": ZERO, "incarnation": ZERO, "weight": ZERO_OR_ONE, "total": ZERO_OR_ONE},
-)
-#: The messages of a parameter server by itself. Its users have the role of workers, and know
-#: nothing of each other, or of clients.
-OPEN: Mapping[Line, Schema] = MappingProxyType(
-    {**lines(_COMMON, _OPEN), (Kind.PUSH, "worker", "server"): _USERS_PUSH}
-)
+TRAINING: Mapping[Line, Schema] = MappingProxyType(lines(COMMON, _TRAINING))
 
 
 class Admission:
@@ -149,6 +128,10 @@ class Admission:
         self.succeeded = frozenset(succeeded)
         self._limits = limits
         self._table = dict(table)
+
+    def allow(self, table: Mapping[Line, Schema]) -> None:
+        """Accept further messages."""
+        self._table.update(table)
 
     def exists(self, peer: Peer) -> bool:
         """Return whether this job can have a peer.

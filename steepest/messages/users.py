@@ -1,12 +1,17 @@
-"""The messages between the users of a parameter server and its coordinator, about pushes."""
+"""The messages between the users of a parameter server and its coordinator, and all that may be sent there."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Row
+from types import MappingProxyType
 from typing import Annotated, Any
 
-from steepest.messages.fields import CULPRITS, FLAG, TEXT, WORKER
-from steepest.messages.gradients import Pulled
+from steepest.messages.fields import CULPRITS, FLAG, TEXT, WORKER, ZERO, ZERO_OR_ONE, Schema
+from steepest.messages.gradients import Logged, Pulled, Push, PushStaged
+from steepest.messages.membership import Failed
 from steepest.messages.message import Kind
-from steepest.messages.schema import Body, Sequence, Version, body
+from steepest.messages.permissions import COMMON, Line, Sayings, lines
+from steepest.messages.schema import Body, Sequence, Version, body, limited
+from steepest.messages.snapshots import InstallPut, Read, SnapshotEnd
 
 
 @body(Kind.PUSHED)
@@ -58,3 +63,22 @@ class UserLeft(Body):
     """
 
     worker: Annotated[int, WORKER]
+
+
+_OPEN: Sayings = {
+    ("worker", "coordinator"): (Pushed, Read),
+    ("server", "coordinator"): (PushStaged, UserLeft, Logged, Failed),
+    ("server", "worker"): (SnapshotEnd,),
+    ("coordinator", "worker"): (PushCommitted, PushRefused),
+    ("coordinator", "server"): (InstallPut,),
+}
+#: A user has one life, in no generation, and pushes a chunk once or not at all.
+_USERS_PUSH = limited(
+    Push.SCHEMA,
+    {"generation": ZERO, "incarnation": ZERO, "weight": ZERO_OR_ONE, "total": ZERO_OR_ONE},
+)
+#: The messages of a parameter server by itself. Its users have the role of workers, and know
+#: nothing of each other, or of clients.
+OPEN: Mapping[Line, Schema] = MappingProxyType(
+    {**lines(COMMON, _OPEN), (Kind.PUSH, "worker", "server"): _USERS_PUSH}
+)

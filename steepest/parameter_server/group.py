@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from steepest.messages.fields import Limits
 from steepest.messages.message import Peer, worker_peer
-from steepest.messages.permissions import OPEN, Admission
+from steepest.messages.permissions import Admission
+from steepest.messages.users import OPEN
 from steepest.parameter_server.arrays import Arrays
 from steepest.parameter_server.pusher import Pusher
 from steepest.transport.router import Router

@@ -10,9 +10,11 @@ from steepest.embedding import row_messages as rows
 from steepest.embedding.extension import LINES
 from steepest.errors import ProtocolError
 from steepest.messages import collective, driver, gradients, membership, snapshots, users
+from steepest.messages.collective import MEMBERS
 from steepest.messages.message import Kind, Peer, PushId
-from steepest.messages.permissions import OPEN, TRAINING, Admission
+from steepest.messages.permissions import TRAINING, Admission
 from steepest.messages.schema import Body
+from steepest.messages.users import OPEN
 from tests.fuzzing import carried
 
 PUSHES = (PushId(0, 0, 7), PushId(2, 1, 9))
@@ -103,12 +105,12 @@ SAID: list[Body] = [
 
 def test_each_kind_has_a_body() -> None:
     assert {said.KIND for said in SAID} == set(Kind)
-    assert {line[0] for line in (*TRAINING, *OPEN, *LINES)} == set(Kind)
+    assert {line[0] for line in (*TRAINING, *OPEN, *MEMBERS, *LINES)} == set(Kind)
 
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: type(said).__name__)
 def test_what_is_said_is_what_is_read(said: Body) -> None:
-    for table in (TRAINING, OPEN, LINES):
+    for table in (TRAINING, OPEN, MEMBERS, LINES):
         for kind, source, target in table:
             if kind is not said.KIND or (table is OPEN and kind is Kind.PUSH):
                 continue

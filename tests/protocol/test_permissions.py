@@ -16,6 +16,7 @@ from steepest.embedding.extension import LINES
 from steepest.engine.server import Server
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError, ProtocolError
+from steepest.messages.collective import MEMBERS
 from steepest.messages.driver import Result
 from steepest.messages.message import (
     COORDINATOR,
@@ -26,7 +27,8 @@ from steepest.messages.message import (
     server_peer,
     worker_peer,
 )
-from steepest.messages.permissions import OPEN, TRAINING, Admission
+from steepest.messages.permissions import TRAINING, Admission
+from steepest.messages.users import OPEN
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.strategy import Strategy
@@ -51,7 +53,7 @@ def servers_take(table: Any) -> set[tuple[Kind, str]]:
 
 
 def test_only_the_coordinator_decides_what_servers_do() -> None:
-    for table in (TRAINING, OPEN, LINES):
+    for table in (TRAINING, OPEN, MEMBERS, LINES):
         for kind in DECISIONS:
             assert {source for k, source in servers_take(table) if k is kind} <= {"coordinator"}
 
@@ -76,7 +78,7 @@ def test_a_parameter_servers_users_can_neither_end_steps_nor_begin_generations()
     }
 
 
-@pytest.mark.parametrize("table", [TRAINING, OPEN, LINES])
+@pytest.mark.parametrize("table", [TRAINING, OPEN, MEMBERS, LINES])
 def test_what_is_not_in_the_table_is_refused(table: Any) -> None:
     admission = Admission(table)
     for kind, source, target in itertools.product(Kind, ROLES, ROLES):
