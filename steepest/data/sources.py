@@ -16,6 +16,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from steepest.data.batch_size import batch_size_of
 from steepest.data.protocol import Blocks, Indices, Source
 from steepest.data.streams import StreamSource, divided_stream
 from steepest.errors import ConfigurationError
@@ -251,21 +252,6 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
     if not hasattr(data, "__len__"):
         raise ConfigurationError(f"the dataset {type(data).__name__} has no length: add __len__")
     return DatasetSource(data), batch_size
-
-
-def batch_size_of(data: Any, given: int | None) -> int | None:
-    """Return the batch size that was given, else that of a DataLoader; None where there is neither.
-
-    Raises:
-        ConfigurationError: both are there, and they differ.
-    """
-    own = data.batch_size if isinstance(data, DataLoader) else None
-    if own is not None and given is not None and given != own:
-        raise ConfigurationError(
-            f"batch_size={given!r} beside a DataLoader with batch_size={own}: give the DataLoader "
-            "the one that is meant, and leave the other out"
-        )
-    return own if given is None else given
 
 
 def _are_columns(data: Sequence[Any]) -> bool:

@@ -44,7 +44,8 @@ class Exchange(Protocol):
     any thread may call. First `begin_life`. Then, in any order:
 
     - in each step `begin`, and `ready` for each trainable chunk as the backward pass completes it, in the middle of
-      the model's code; then `end`, and `reported`, whose values go into the REPORT. After an error there is no `end`.
+      the model's code; then `reported`, unless the gradient is pushed once more, and `end`, whose values go into the
+      REPORT. After an error there is no `end`.
       Where a dense model may find that it has to compute anew, `hold_back` after `begin`; then `take_back` may be
       called before `end`, and `ready` for each chunk again.
     - `destination` before a payload is read and `receive` when it is here, for all messages of which the worker is

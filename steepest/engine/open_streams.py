@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from steepest.data.streams import StreamPlace
+from steepest.data.stream_place import StreamPlace
 from steepest.engine.sample_places import Place
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from steepest.data.batch_size import batch_size_of
 from steepest.data.sampler import SamplePlan, even_share, step_seed
-from steepest.data.sources import batch_size_of
 from steepest.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.engine.companion import Companion
 from steepest.engine.exchange import Exchange
@@ -43,7 +43,7 @@ from steepest.tensors.layout import Entry, ParameterLayout
 from steepest.tensors.shared_memory import allocate, forget_writes, make_writable
 
 if TYPE_CHECKING:
-    from steepest.data.streams import StreamPlace
+    from steepest.data.stream_place import StreamPlace
 
 #: The results of batches, and the seconds for loading and for computing them.
 Batches = tuple[list[Computed], float, float]

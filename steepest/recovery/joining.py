@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Set
 from functools import partial
 from typing import Any
 
-from steepest.data.streams import StreamPlace
+from steepest.data.stream_place import StreamPlace
 from steepest.engine.replica_states import all_states, mean_states
 from steepest.engine.replicas import Replicas
 from steepest.errors import DeadlineError, PeerLostError

@@ -20,7 +20,7 @@ from steepest.collectives.members import MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
 from steepest.data.fingerprint import fingerprint
 from steepest.data.sampler import SamplePlan
-from steepest.data.streams import StreamPlace
+from steepest.data.stream_place import StreamPlace
 from steepest.embedding.table_counts import table_counts
 from steepest.engine.chunk_transfer import ChunkState, RetainedChunks
 from steepest.engine.hosting import (

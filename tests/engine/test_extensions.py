@@ -1,0 +1,134 @@
+"""What attaches to a worker of dense models: when its exchange is called, and what is said where it lacks one."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from steepest import AllreduceStrategy, LocalStrategy, ParameterServerStrategy, TorchModel
+from steepest.config.compression import TopK
+from steepest.engine.exchange import Exchange, ExchangeAround
+from steepest.engine.extension import Extension
+from steepest.engine.job import Job
+from steepest.engine.replicas import Replicas
+from steepest.engine.topology import HostMap
+from steepest.errors import ConfigurationError
+from steepest.extensions import EXTENSIONS
+from steepest.messages.message import Send
+from steepest.strategies.strategy import Strategy
+from steepest.testing import InProcessCluster, linear_model_creator
+from tests.reference import same_bits
+
+#: One step in calls of an exchange: chunks while the model computes, then what the report says of them.
+STEP = r"begin( ready)+ reported end"
+
+
+class Noting(ExchangeAround):
+    """Notes which of its methods are called, and on which threads."""
+
+    def __init__(self, inner: Exchange, calls: list[str], threads: set[int]) -> None:
+        super().__init__(inner)
+        for name in ("begin_life", "begin", "ready", "reported", "end", "committed", "left_out"):
+            setattr(self, name, self._noting(name, getattr(inner, name), calls, threads))
+
+    def _noting(
+        self, name: str, function: Callable[..., Any], calls: list[str], threads: set[int]
+    ) -> Callable[..., Any]:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            threads.add(threading.get_ident())
+            return function(*arguments, **options)
+
+        return noted
+
+
+class Notes(Extension):
+    """Stands around each worker's exchange."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, list[str]] = {}
+        self.threads: set[int] = set()
+
+    def exchange(
+        self, job: Job, worker: int, replicas: Replicas, exchange: Exchange, send: Send
+    ) -> Exchange:
+        calls = self.calls.setdefault(worker, [])
+        return Noting(exchange, calls, self.threads)
+
+
+def attached(monkeypatch: pytest.MonkeyPatch, *extensions: Extension) -> None:
+    monkeypatch.setattr("steepest.testing.cluster.EXTENSIONS", extensions)
+
+
+def without_finite_gradients(worker: int, device: int) -> TorchModel:
+    return TorchModel(
+        torch.nn.Linear(2, 1),
+        loss=torch.nn.functional.mse_loss,
+        data=(torch.full((8, 2), math.nan), torch.zeros(8, 1)),
+        batch_size=4,
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+    )
+
+
+def cluster(strategy: Strategy, **settings: Any) -> InProcessCluster:
+    return InProcessCluster(linear_model_creator(), num_workers=2, strategy=strategy, **settings)
+
+
+@pytest.mark.parametrize("strategy", [ParameterServerStrategy(), AllreduceStrategy()])
+def test_an_exchange_around_another_is_called_as_promised(
+    monkeypatch: pytest.MonkeyPatch, strategy: Strategy
+) -> None:
+    plain = cluster(strategy)
+    plain.step(3)
+    notes = Notes()
+    attached(monkeypatch, *EXTENSIONS, notes)
+    noted = cluster(strategy)
+    noted.step(3)
+    assert same_bits(plain.weights(), noted.weights())
+    assert notes.threads == {threading.get_ident()}
+    assert sorted(notes.calls) == [0, 1]
+    for calls in notes.calls.values():
+        steps = " ".join(call for call in calls if call not in ("committed", "left_out"))
+        assert re.fullmatch(f"begin_life( {STEP}){{3}}", steps), steps
+        assert "committed" in calls
+        assert "left_out" not in calls
+        assert calls.index("committed") > calls.index("end")
+
+
+def test_an_update_that_is_left_out_is_said_to_its_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes = Notes()
+    attached(monkeypatch, *EXTENSIONS, notes)
+    job = InProcessCluster(
+        without_finite_gradients,
+        num_workers=2,
+        strategy=ParameterServerStrategy(nonfinite="skip"),
+    )
+    job.step(1)
+    job.wait(job.workers[0].at_version(0, 1, lambda replicas: None), "weights")
+    assert "left_out" in notes.calls[0]
+    assert "committed" not in notes.calls[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hosts", "said"),
+    [
+        (LocalStrategy(), None, "workers with an optimizer of their own"),
+        (ParameterServerStrategy(compression=TopK(0.5)), None, "travel as Largest"),
+        (ParameterServerStrategy(), HostMap((0, 0), (0,), gathers=True), "has an aggregator"),
+    ],
+    ids=["local", "compression", "aggregator"],
+)
+def test_a_worker_says_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, strategy: Strategy, hosts: HostMap | None, said: str
+) -> None:
+    attached(monkeypatch)
+    with pytest.raises(ConfigurationError, match=said):
+        cluster(strategy, hosts=hosts)
