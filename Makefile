@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-core test-core-alone test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
   bench-check test-full \
-  mutants coverage check bench soak package clean
+  mutants coverage check bench soak package sbom clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -127,8 +127,12 @@ bench: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python -m benchmarks.soak --minutes 10
 
+# for a release that is published, REPOSITORY=https://host/owner/name REF=v0.1.0
 package: $(STAMP)
-	$(BIN)/python -m release.package
+	$(BIN)/python -m release.package $(if $(REPOSITORY),--repository "$(REPOSITORY)") $(if $(REF),--ref "$(REF)")
+
+sbom: $(STAMP)
+	$(BIN)/python -m release.bill_of_materials
 
 clean:
 	rm -rf $(VENV) $(VENV)-loggers $(VENV)-jax $(VENV)-tensorflow $(VENV)-shared $(VENV)-spark build dist *.egg-info \
