@@ -7,7 +7,8 @@ The same script in each: a DataLoader whose data set reads a batch at once, zero
 has that loader in a `TorchModel`. ``loop`` is `steepest.prepare` and `steepest.epochs` around the script's own loop.
 ``ddp kept`` is DistributedDataParallel as in ``benchmarks.overhead``, without a loader, with the C library told to keep
 freed memory, as steepest's workers do. Workloads, threads and turns are those of that benchmark: ratios are of the same
-round.
+round. Beside the time there is the processor time of a contender's processes but the driver, which says more where
+others use the machine.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import argparse
+import contextlib
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.overhead import measure, progress, ratios, ray_started
+from benchmarks.overhead import Times, alternate, progress, ratios, ray_started, turn
 from benchmarks.rivals import KEPT, Local, Steepest, Trainer
 
 STRATEGIES = ("ps", "allreduce")
@@ -124,17 +127,44 @@ def main(arguments: list[str] | None = None) -> None:
                 Loop(f"loop {strategy}", workload, strategy),
             ]
         with ray_started(contenders):
-            times = measure(contenders, chosen.rounds, chosen.steps or workload.steps)
-        progress(
-            f"\n{name}: milliseconds for a step, and ratios of the same round (median, least, greatest)"
-        )
-        for contender, seconds in times.items():
-            line = f"{contender:16s} {1000 * sorted(seconds)[len(seconds) // 2]:8.2f}"
-            for other in (f"ddp{KEPT}", contender.replace("loop", "fit")):
-                if other in times and other != contender:
-                    found = ratios(seconds, times[other])
-                    line += f"   {other}: " + " ".join(f"{v:.3f}" for v in found.values())
-            progress(line)
+            found = measure(contenders, chosen.rounds, chosen.steps or workload.steps)
+        for what, times in zip(("time", "processor time"), found, strict=True):
+            progress(
+                f"\n{name}: milliseconds of {what} for a step, and ratios of the same round (median, least, greatest)"
+            )
+            for contender, seconds in times.items():
+                line = f"{contender:16s} {1000 * sorted(seconds)[len(seconds) // 2]:8.2f}"
+                for other in (f"ddp{KEPT}", contender.replace("loop", "fit")):
+                    if other in times and other != contender:
+                        shares = ratios(seconds, times[other])
+                        line += f"   {other}: " + " ".join(f"{v:.3f}" for v in shares.values())
+                progress(line)
+
+
+def measure(contenders: list[Trainer], rounds: int, steps: int) -> tuple[Times, Times]:
+    """Let contenders take turns; return for each round the seconds of a step, and those of processors."""
+    with contextlib.ExitStack() as stack:
+        turns = {}
+        for contender in contenders:
+            stack.enter_context(contender)
+            turn(contender, max(20, steps // 5))
+            turns[contender.name] = functools.partial(_turn, contender, steps)
+        found = alternate(turns, rounds)
+    both = ({name: [each[i] for each in of] for name, of in found.items()} for i in (0, 1))
+    return next(both), next(both)
+
+
+def _turn(contender: Trainer, steps: int) -> tuple[float, float]:
+    """Return the seconds of a step, and the seconds that processors spend on it."""
+    pids = contender.pids()
+    before = sum(map(processor_seconds, pids))
+    return turn(contender, steps), (sum(map(processor_seconds, pids)) - before) / steps
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor time that a process of this machine has taken so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,10 @@ class Trainer(Contender):
         super().__init__(name)
         self.workload, self.workers = workload, workers
 
+    def pids(self) -> list[int]:
+        """The processes that train, each once; none where they are not known."""
+        return []
+
 
 # --- free, free+sgd (or +adam) and ddp: two spawned processes that take orders from pipes ---
 
@@ -175,6 +179,9 @@ class Local(Trainer):
             self._processes.append(process)
             theirs.close()
         self._answers()
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
 
     def run(self, steps: int) -> float:
         with contextlib.suppress(ConnectionError):  # a process that died is reported below
@@ -324,6 +331,9 @@ class Steepest(Trainer):
             return workload.model()
 
         self._sgd = DistributedSGD(creator, num_workers=self.workers, strategy=self._strategy)
+
+    def pids(self) -> list[int]:
+        return list({process.pid for process in self._sgd.processes()})
 
     def run(self, steps: int) -> float:
         begin = time.perf_counter()

@@ -111,7 +111,10 @@ class Overlap:
             return
         self._left.add(index)
         try:
-            with torch.no_grad():
+            if torch.is_grad_enabled():  # in a pass with create_graph=True
+                with torch.no_grad():
+                    leave(index, parameter, gradient)
+            else:
                 leave(index, parameter, gradient)
         except BaseException as error:  # noqa: BLE001 - `left` raises it, not the user's backward pass
             self._is_wrong, self._error = True, error
@@ -170,8 +173,10 @@ def _is_same(seen: tuple[torch.Tensor, torch.Tensor | None, int]) -> bool:
 
 
 def _same_bits(gradient: torch.Tensor | None, view: torch.Tensor) -> bool:
-    """Return whether a gradient has the bits of what has left; NaN equals NaN."""
+    """Return whether a gradient has the values of what has left; NaN equals NaN."""
     assert gradient is not None
+    if torch.equal(gradient, view):
+        return True
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(view.element_size(), torch.int64)
     values = gradient.detach().reshape(-1)
     return torch.equal(values.view(whole), view.view(-1).view(whole))

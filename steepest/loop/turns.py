@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import _thread
 import contextvars
+import functools
 import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from steepest.tensors.allocator import keeps_here, start_thread
 from steepest.transport.router import runs_in_turn
 
 
@@ -31,7 +33,8 @@ class _Thrown:
 class Turns:
     """Runs a function on a thread of its own; exactly one of the two threads runs at any time.
 
-    The function begins at the first `resume`, in the context (`contextvars`) in which this was made.
+    The function begins at the first `resume`, in the context (`contextvars`) in which this was made. Its memory comes
+    from where the driving thread's comes: other arenas give gradients back to the kernel in each step.
 
     Args:
         function: called once, on its own thread; it gives the turn back by `ask`.
@@ -46,10 +49,7 @@ class Turns:
         self._function = function
         self._given: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=(self._run,), name=name, daemon=True
-        )
+        self._body, self._name = functools.partial(contextvars.copy_context().run, self._run), name
         self._begun = False
         self._ident: int | None = None  # of the function's thread, once that runs
 
@@ -63,7 +63,10 @@ class Turns:
             return self.ended
         if not self._begun:
             self._begun = True
-            self._thread.start()
+            if keeps_here():
+                start_thread(self._body, self._name)
+            else:
+                threading.Thread(target=self._body, name=self._name, daemon=True).start()
         me = _thread.get_ident()
         runs_in_turn[me] = lambda: self._ident
         try:

@@ -26,6 +26,7 @@ _CANDIDATES = 64
 _PROBE_BYTES = 1 << 20
 _WORTH_KEEPING = 1 << 20  # bytes from which memory is used again
 _KEPT = 2  # blocks of one size
+_here = threading.local()
 _ALIGNMENT = 64  # as torch has it: where memory begins may decide how sums over it are rounded
 
 
@@ -129,7 +130,13 @@ def start_thread(body: Callable[[], None], name: str) -> threading.Thread:
 def _candidate(body: Callable[[], None], has_main: Future[bool], chosen: Future[bool]) -> None:
     has_main.set_result(on_main_arena())
     if chosen.result():
+        _here.keeps = True
         body()
+
+
+def keeps_here() -> bool:
+    """Return whether the calling thread was started by `start_thread`; others that do its work are to be, too."""
+    return getattr(_here, "keeps", False)
 
 
 def on_main_arena() -> bool:
