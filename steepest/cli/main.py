@@ -1,4 +1,4 @@
-"""The `steepest` command: `steepest demo`, `steepest doctor`, `steepest launch`, `steepest run`, `steepest --version`.
+"""The `steepest` command, with the subcommands `completion`, `demo`, `doctor`, `launch` and `run`.
 
 `python -m steepest` is the same command.
 """
@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from steepest import __version__
-from steepest.cli import launch, run
+from steepest.cli import completion, launch, run
 from steepest.config.run import cluster_address
 from steepest.errors import SteepestError
 
@@ -23,11 +24,26 @@ _ENOUGH = 0.95  # accuracy, of the demo
 _SECONDS = 15.0  # that the doctor takes
 _LAST_SECONDS = 12.0  # after which it tries no further strategy: processes take time to end
 _TRIED = ("allreduce", "local", "simple", "ps", "async", "ssp")  # servers start once, for the last
+_FIRST = """\
+first steps:
+  steepest doctor                       does it work here? what Ray and torch find, in 15 seconds
+  steepest demo                         train handwritten digits under every strategy
+  steepest run train.py --workers 2     run a script of yours that calls steepest.prepare()
+  steepest launch slurm --help          the same on a cluster: kubernetes, sagemaker, slurm, spark
+  steepest completion bash              print a script for tab completion
+
+`steepest COMMAND --help` has the options of a command. README.md has a script to begin with.
+"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand of the command line, and return the exit status: 0 if it succeeded."""
-    parser = argparse.ArgumentParser(prog="steepest", description="Distributed SGD on Ray.")
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="steepest",
+        description="Distributed SGD on Ray.",
+        epilog=_FIRST,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"steepest {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train handwritten digits under every strategy")
@@ -36,8 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser(
         "doctor", help="what Ray, torch and devices there are; one step in each strategy"
     )
+    completion.add_parser(commands)
     launch.add_parser(commands)
     run.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand of the command line, and return the exit status: 0 if it succeeded."""
+    parser = make_parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     end = given.index("--") if given[:1] == ["run"] and "--" in given else len(given)
     chosen = parser.parse_args(given[:end])
@@ -47,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             rows = run_demo(chosen.epochs, progress=not chosen.no_progress)
             return 0 if all(row.accuracy >= _ENOUGH for row in rows) else 1
+        if chosen.command == "completion":
+            print(completion.script(parser), end="")
+            return 0
         if chosen.command == "launch":
             return launch.run(chosen)
         if chosen.command == "run":
@@ -172,11 +198,21 @@ class _Checkup:
             self._say("something is wrong, see above")
         elif tried:
             self._say("what was tried works: all is well")
+            self._say(_next_step())
         else:
             self._say(
                 "nothing was tried, so nothing is known: run it again when this machine is less busy"
             )
         return 0 if well else 1
+
+
+def _next_step() -> str:
+    """Return what a newcomer does after the doctor."""
+    missing = "" if find_spec("sklearn") else "pip install 'steepest[demo]' and "
+    return (
+        f"next: {missing}steepest demo; then a script of your own by "
+        "steepest run train.py --workers 2 (steepest run --help)"
+    )
 
 
 class _Clock:

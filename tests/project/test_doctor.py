@@ -14,14 +14,18 @@ from steepest.cli import main
 
 NO_TIME = "no time for {}: 15 s are all it takes"
 WELL = "what was tried works: all is well"
+NEXT = (
+    "next: steepest demo; then a script of your own by "
+    "steepest run train.py --workers 2 (steepest run --help)"
+)
 NOTHING = "nothing was tried, so nothing is known: run it again when this machine is less busy"
 
 
 @pytest.mark.parametrize(
     ("untried", "failed", "status", "said"),
     [
-        ([], False, 0, [WELL]),
-        (["async", "ssp"], False, 0, [NO_TIME.format("async, ssp"), WELL]),
+        ([], False, 0, [WELL, NEXT]),
+        (["async", "ssp"], False, 0, [NO_TIME.format("async, ssp"), WELL, NEXT]),
         (list(main._TRIED), False, 1, [NO_TIME.format(", ".join(main._TRIED)), NOTHING]),
         (["ssp"], True, 1, [NO_TIME.format("ssp"), "something is wrong, see above"]),
     ],
@@ -36,6 +40,7 @@ def test_what_it_says_when_its_time_is_over(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     statuses: list[int] = []
+    monkeypatch.setattr(main, "find_spec", lambda name: name)  # the extra `demo` is installed
     monkeypatch.setattr(os, "_exit", statuses.append)
     checkup = main._Checkup()
     checkup._untried, checkup._failed = untried, failed
@@ -43,6 +48,11 @@ def test_what_it_says_when_its_time_is_over(
     assert statuses == [status]
     lines = capsys.readouterr().out.splitlines()
     assert [re.sub(r"^ *[0-9.]+ s  ", "", line) for line in lines] == said
+
+
+def test_what_to_do_next_names_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "find_spec", lambda name: None)
+    assert main._next_step().startswith("next: pip install 'steepest[demo]' and steepest demo;")
 
 
 def test_the_command_is_a_module_and_has_a_version(

@@ -1,0 +1,59 @@
+"""What TAB completes, as bash itself says."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from steepest.cli import main
+from steepest.cli.completion import script
+
+BASH = shutil.which("bash")
+
+
+def completed(line: str) -> set[str]:
+    """The words that bash offers at the end of a line."""
+    words = line.split(" ")
+    asked = (
+        f"{script(main.make_parser())}\n"
+        f"COMP_WORDS=({' '.join(repr(word) for word in words)}); COMP_CWORD={len(words) - 1}\n"
+        '_steepest; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "--norc", "-u", "-c", asked], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    return set(done.stdout.split())
+
+
+@pytest.mark.skipif(BASH is None, reason="bash is not installed")
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("steepest d", {"demo", "doctor"}),
+        ("steepest doctor --", {"--help"}),
+        ("steepest run train.py --strategy a", {"allreduce", "async"}),
+        ("steepest run --ch", {"--checkpoints"}),
+        ("steepest launch slurm --no-such", set()),
+        ("steepest launch s", {"sagemaker", "slurm", "spark"}),
+        ("steepest completion ", {"bash", "-h", "--help"}),
+    ],
+)
+def test_bash_offers(line: str, offered: set[str]) -> None:
+    assert completed(line) == offered
+
+
+def test_the_command_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["completion", "bash"]) == 0
+    assert capsys.readouterr().out == script(main.make_parser())
+
+
+def test_help_says_what_a_newcomer_does_next(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    order = [text.index(f"\n  steepest {name}") for name in ("doctor", "demo", "run", "completion")]
+    assert order == sorted(order)
