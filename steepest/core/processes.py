@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -10,7 +11,6 @@ import os
 import pickle
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -126,9 +126,9 @@ class _Child:
             answers.close()
         self.pid = self._process.pid or 0
         # children of the child may hold pipes open, which does not keep this one from its end
-        self._sentinel = self._process.sentinel
-        if sys.platform == "linux":
-            self._sentinel = os.pidfd_open(self.pid)
+        self._sentinel, self._owns = self._process.sentinel, False
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or an old one
+            self._sentinel, self._owns = os.pidfd_open(self.pid), True
 
     def call(self, request: bytes) -> Future[Any]:
         """Send a request; return the future of its answer."""
@@ -193,7 +193,7 @@ class _Child:
             if code < 0:
                 self._cause = f"killed by {signal.Signals(-code).name}"
             calls, self._calls = self._calls, {}
-        if sys.platform == "linux":
+        if self._owns:
             os.close(self._sentinel)
         self.requests.put(None)
         for call in calls.values():

@@ -64,6 +64,12 @@ def normalized(worker: int, device: int) -> TorchModel:
     return TorchModel(net, loss=F.cross_entropy, data=data(), batch_size=BATCH, optimizer=optimizer)
 
 
+def streaming(worker: int, device: int) -> TorchModel:
+    """Return a classifier of batches without numbers."""
+    batches = (row for row in zip(*data(), strict=True))
+    return TorchModel(network(), loss=F.cross_entropy, data=batches, optimizer=optimizer)
+
+
 def poisoned(worker: int, device: int) -> TorchModel:
     """Return a model whose loss raises for one sample."""
 

@@ -44,13 +44,18 @@ def members(session: int) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("sent", "start_method"),
+    [
+        (signal.SIGINT, "spawn"),
+        (signal.SIGINT, "forkserver"),
+        (signal.SIGTERM, "forkserver"),
+        (signal.SIGKILL, "forkserver"),
+    ],
+)
 def test_no_process_is_left_of_a_program_that_is_ended(
     sent: signal.Signals, start_method: str
 ) -> None:
-    if start_method == "spawn" and sent != signal.SIGINT:
-        pytest.skip("as with the other method, and slower")
     with started("-m", "tests.core.program", start_method) as program:
         assert program.stdout is not None
         workers = set(map(int, program.stdout.readline().split()))

@@ -24,6 +24,7 @@ from steepest.errors import (
     ShutdownError,
 )
 from steepest.messages.driver import Result
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.strategy import Strategy
 from tests.core import models
 
@@ -239,6 +240,8 @@ def _no_signature() -> None: ...
         (lambda: Settings(on_death="ignore"), "on_death='ignore'"),
         (lambda: Settings(step_timeout=0), "step_timeout"),
         (lambda: trainer(lambda worker, device: None), "cannot be pickled"),
+        (lambda: trainer(models.streaming), "the training data are a stream"),
+        (lambda: trainer(strategy=AllreduceStrategy(transport="unix")), 'transport="unix"'),
     ],
 )
 def test_bad_arguments_are_refused(make: Callable[[], Any], words: str) -> None:
