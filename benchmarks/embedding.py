@@ -45,7 +45,7 @@ import torch
 from benchmarks.embedding_rivals import RATE, Bags, Fbgemm, OneBag, Trained, Tutorial, make
 from benchmarks.overhead import machine, positive, progress, ratios
 from benchmarks.parameter_server_rivals import ray_started
-from steepest.models.embedding import EmbeddingCollection, connect
+from steepest.embedding.modules import EmbeddingCollection, connect
 from steepest.tables.compilation import compile_kernels
 from steepest.tables.index import Index
 from steepest.tables.initial import Uniform

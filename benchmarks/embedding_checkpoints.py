@@ -45,7 +45,7 @@ from steepest import (
     StepResult,
     TorchModel,
 )
-from steepest.models.embedding import Embedding
+from steepest.embedding.modules import Embedding
 from steepest.runtime.places import processor_use
 from steepest.tables.initial import Uniform
 from steepest.tables.row_optimizers import Adagrad

@@ -8,9 +8,9 @@ from collections import defaultdict
 from typing import Any
 
 from steepest.compression.gradient_compressor import GradientCompressor
+from steepest.embedding.torch_model import TorchModel
 from steepest.engine.push_pull import PushPull
 from steepest.engine.server_chunk import ServerChunk
-from steepest.models.torch import TorchModel
 from steepest.transport.frames import FrameReader
 from steepest.transport.sockets import WireTransport
 from steepest.transport.stream import WireChannel

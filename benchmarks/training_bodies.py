@@ -17,6 +17,7 @@ from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
 from steepest.aggregation.hosting import host_aggregator
+from steepest.embedding.torch_model import TorchModel
 from steepest.engine.client import Client
 from steepest.engine.hosting import (
     build_replicas,
@@ -40,7 +41,6 @@ from steepest.messages.message import (
     worker_peer,
 )
 from steepest.models.protocol import Model
-from steepest.models.torch import TorchModel
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.strategy import Strategy

@@ -28,6 +28,11 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.data.sources import IndexedStream as IndexedStream
     from steepest.driver.prometheus import Prometheus as Prometheus
     from steepest.driver.trainer import DistributedSGD as DistributedSGD
+    from steepest.embedding.modules import Embedding as Embedding
+    from steepest.embedding.modules import EmbeddingBag as EmbeddingBag
+    from steepest.embedding.modules import EmbeddingCollection as EmbeddingCollection
+    from steepest.embedding.modules import connect as connect
+    from steepest.embedding.torch_model import TorchModel as TorchModel
     from steepest.engine.commit_log import Commit as Commit
     from steepest.engine.commit_log import CommitLog as CommitLog
     from steepest.engine.commit_log import LoggedPush as LoggedPush
@@ -42,13 +47,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.loop.calls import weight as weight
     from steepest.loop.run import RunResult as RunResult
     from steepest.loop.run import run as run
-    from steepest.models.embedding import Embedding as Embedding
-    from steepest.models.embedding import EmbeddingBag as EmbeddingBag
-    from steepest.models.embedding import EmbeddingCollection as EmbeddingCollection
-    from steepest.models.embedding import connect as connect
     from steepest.models.protocol import Computed as Computed
     from steepest.models.protocol import Model as Model
-    from steepest.models.torch import TorchModel as TorchModel
     from steepest.models.torch import accuracy as accuracy
     from steepest.observe.evaluations import EarlyStopping as EarlyStopping
     from steepest.observe.evaluations import ReduceOnPlateau as ReduceOnPlateau
@@ -91,9 +91,9 @@ _MODULES = {
     "DistributedSGD": "driver.trainer",
     "EarlyStopping": "observe.evaluations",
     "EvaluationResult": "observe.results",
-    "Embedding": "models.embedding",
-    "EmbeddingBag": "models.embedding",
-    "EmbeddingCollection": "models.embedding",
+    "Embedding": "embedding.modules",
+    "EmbeddingBag": "embedding.modules",
+    "EmbeddingCollection": "embedding.modules",
     "Event": "observe.results",
     "ExportedTable": "checkpoint.exported_table",
     "FailureConfig": "config.run",
@@ -128,11 +128,11 @@ _MODULES = {
     "TensorBoard": "observe.loggers",
     "TensorFlowModel": "adapters.tensorflow",
     "TopK": "config.compression",
-    "TorchModel": "models.torch",
+    "TorchModel": "embedding.torch_model",
     "Trackio": "observe.loggers",
     "WandB": "observe.loggers",
     "accuracy": "models.torch",
-    "connect": "models.embedding",
+    "connect": "embedding.modules",
     "ring_allreduce": "collectives.ring",
     "RunResult": "loop.run",
     "clip_grad_norm_": "loop.calls",

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from steepest.data.sampler import SamplePlan, even_share
-from steepest.models.torch import TorchModel
+from steepest.embedding.torch_model import TorchModel
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from tests.reference import samples
 from tests.simulation.run import pause

@@ -25,6 +25,7 @@ MODULES = (
     "ray.actor",
     "steepest.runtime.process",
     "steepest.models.torch",
+    "steepest.embedding.torch_model",
     "steepest.testing",
     "pytest",
 )

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
+from steepest.embedding.torch_model import TorchModel
 from steepest.models.protocol import Computed, Model
-from steepest.models.torch import TorchModel, accuracy
+from steepest.models.torch import accuracy
 from steepest.tensors.layout import ChunkSpec
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from steepest.data.sampler import SamplePlan
+from steepest.embedding.torch_model import TorchModel
 from steepest.engine.job import ModelCreator
-from steepest.models.torch import TorchModel
 
 Weights = dict[str, torch.Tensor]
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from steepest.checkpoint.files import Checkpoint
 from steepest.data.sampler import SamplePlan
+from steepest.embedding.modules import Embedding, EmbeddingBag, tables_of
 from steepest.engine.commit_log import CommitLog
 from steepest.engine.optimizer_slices import assemble
-from steepest.models.embedding import Embedding, EmbeddingBag, tables_of
 from steepest.tables.initial import Zeros
 from steepest.tables.local import LocalRows
 from steepest.tables.row_optimizers import SGD, Adagrad, Adam, RowOptimizer

@@ -10,9 +10,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from steepest.data.protocol import Source
+from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError, ModelError
 from steepest.models.step_size import step_size
-from steepest.models.torch import Metric, TorchModel
+from steepest.models.torch import Metric
 from steepest.optim.detached_schedule import DetachedSchedule
 
 #: Arguments that are not followed, the values that need not be, and what to do.

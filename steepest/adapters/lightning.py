@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError, ModelError
 from steepest.models.protocol import Computed
 from steepest.models.scalars import describe
-from steepest.models.torch import TorchModel
 from steepest.optim.detached_schedule import DetachedSchedule
 from steepest.validation import require_count
 

@@ -13,11 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from steepest.data.sampler import SamplePlan
 from steepest.driver.trainer import DistributedSGD
+from steepest.embedding.torch_model import TorchModel
 from steepest.engine.generators import seed_everything
 from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
 from steepest.models.protocol import Model
-from steepest.models.torch import TorchModel, accuracy
+from steepest.models.torch import accuracy
 from steepest.strategies.named import STRATEGY_NAMES, as_strategy
 from steepest.strategies.strategy import Strategy
 

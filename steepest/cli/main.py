@@ -143,7 +143,7 @@ class _Checkup:
 
         from steepest.config.run import FailureConfig, RunConfig
         from steepest.driver.trainer import DistributedSGD
-        from steepest.models.torch import TorchModel
+        from steepest.embedding.torch_model import TorchModel
 
         def model_creator(worker_index: int, device_index: int) -> TorchModel:
             return TorchModel(

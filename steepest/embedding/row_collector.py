@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from steepest.embedding.modules import RowSource
 from steepest.embedding.row_memory import ROW_MEMORY
 from steepest.engine.chunk_ready import ChunkReady
 from steepest.engine.sample_places import Place
-from steepest.models.embedding import RowSource
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added
 from steepest.tables.hashing import Distinct

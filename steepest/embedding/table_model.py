@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from steepest.models.embedding import RowSource
+from steepest.embedding.modules import RowSource
 from steepest.tables.table import Table
 
 

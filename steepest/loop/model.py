@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import DataLoader
 
+from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError, ModelError
 from steepest.loop.kept import pack, unpack
 from steepest.loop.lockstep import Steps
@@ -19,7 +20,6 @@ from steepest.loop.writes import LoopWrites
 from steepest.models.names import plain
 from steepest.models.protocol import Arrive, Computed, Ready, Where, all_here
 from steepest.models.step_size import step_size
-from steepest.models.torch import TorchModel
 from steepest.optim.projected import Projected, Projection
 from steepest.optim.several import as_one
 from steepest.tensors.dtypes import LOOP_STATE

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -36,7 +36,6 @@ from steepest.models.losses import (
 from steepest.models.names import plain, plainly
 from steepest.models.prefetch import Gates
 from steepest.models.protocol import Arrive, Computed, Ready, Share, all_here, checked_metrics
-from steepest.models.rows import ScaledRows, anchor, count_shards, tables_in
 from steepest.models.sums import SUMMED, summed_by
 from steepest.models.write_check import WriteCheck, holders_of
 from steepest.optim.arriving import arriving_state
@@ -46,9 +45,6 @@ from steepest.optim.torch_without_compiler import without_compiler
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
 
 log = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from steepest.models.embedding import RowSource
 
 LossFunction = Callable[..., Loss | tuple[Loss, float]]
 Metric = Callable[[Any, Any], "float | torch.Tensor"]
@@ -70,7 +66,9 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class TorchModel:
-    """One replica: a torch module with its loss, data, batch size and optimizer.
+    """One replica: a dense torch module with its loss, data, batch size and optimizer.
+
+    `steepest.TorchModel` is this class for modules with embedding tables, too.
 
     Either give `loss`, called as ``loss(module(*inputs), target)`` on batches ``(*inputs,
     target)``; or a module whose output has an attribute `loss`, as those of Hugging Face's
@@ -78,8 +76,7 @@ class TorchModel:
     ``loss(batch)`` and, if wanted, ``metrics(batch)`` for batches of any form.
 
     Args:
-        module: the network; its parameters are moved into the library's flat vectors. One with
-            embedding tables and no parameter to train gets a parameter "anchor", which stays 0.
+        module: the network; its parameters are moved into the library's flat vectors.
         loss: returns the mean loss of a batch (for sums see `reduction`), or several by name, whose
             sum is minimised and which are metrics too; or (either of them, weight) where a batch
             weighs something other than its number of samples (tokens, say). None where the
@@ -102,15 +99,12 @@ class TorchModel:
         loss_scale: for float16, in which small gradients vanish: the loss is multiplied by it
             before the backward pass, and gradients are divided by it as they are copied. Let the
             strategy leave overflows out (``nonfinite="skip"``).
-        table_shards: parts into which the rows of the module's embedding tables are dealt, of which
-            servers hold equally many; at least the number of servers that the job may ever have.
         reduction: what the loss does with the samples of a batch: "mean", or "sum" where it adds
             them up. Then an update's gradient is the sum over all samples of the step (in
             asynchronous modes of the push, under `local` of the worker's batch). The losses of
             results and evaluations are means all the same.
 
     Attributes:
-        tables: of the module's embedding modules, see `steepest.models.embedding`.
         optimizer_state: with which the optimizer arrived, until servers have it; None for none.
 
     Raises:
@@ -136,6 +130,8 @@ class TorchModel:
     _gates: Gates | None = None
     _weight = 0.0  # of the present batch
     _looked_for_sums = False
+    #: of the layout, see `steepest.tensors.layout`; a subclass' model may have some
+    opaque_chunks = 0
 
     def __init__(  # noqa: PLR0913 - keywords of a user, most of them optional
         self,
@@ -152,15 +148,11 @@ class TorchModel:
         learning_rate: Callable[[int], float] | None = None,
         autocast: torch.dtype | None = None,
         loss_scale: float = 1.0,
-        table_shards: int = 8,
         reduction: str = "mean",
     ) -> None:
         check_module(module)
         check_functions(loss, optimizer, metrics, lr_scheduler, learning_rate)
         check_precision(autocast, loss_scale)
-        self.tables = tables_in(module)
-        anchor(module, self.tables)
-        self._table_shards = count_shards(self.tables, table_shards)
         self._autocast = autocast
         self._loss_scale = float(loss_scale)
         self.module = module
@@ -194,8 +186,8 @@ class TorchModel:
         self._untrained = wants - updated  # the optimizer leaves them out on purpose
         if not self._trainable:
             raise ModelError(
-                "nothing to train (every parameter is frozen or unknown to the optimizer)"
-                + (": build the optimizer over module.parameters()" if self.tables else "")
+                "nothing to train: every parameter is frozen, or unknown to the optimizer, which is "
+                "built over module.parameters()"
             )
 
     def _read_optimizer(self) -> tuple[torch.optim.Optimizer, OptimizerSpec]:
@@ -217,7 +209,7 @@ class TorchModel:
             split_tensors=self.optimizer_spec.elementwise and not cut.whole,
             together=self.optimizer_spec.together,
             chunk_bytes=cut.chunk_bytes,
-            opaque_chunks=self._table_shards,
+            opaque_chunks=self.opaque_chunks,
         )
 
     # -- for subclasses ------------------------------------------------------------------------
@@ -320,12 +312,6 @@ class TorchModel:
                     self._gradients[entry.name] = self.layout.entry_view(gradients, index)
                     self._follow(index, parameter)
         self._writes.watch(self.layout, self._parameters, self._holders, weights)
-
-    def use_rows(self, source: RowSource) -> None:
-        """Have the module's embedding modules use the rows of a source from now on."""
-        from steepest.models.embedding import connect
-
-        connect(self.module, ScaledRows(source, self._loss_scale, self._device.type))
 
     def move(self, weights: torch.Tensor) -> None:
         """Make trained parameters views of another vector.
@@ -502,15 +488,6 @@ class TorchModel:
     def expect(self, share: Share | None) -> None:
         """Take the numbers of samples of the next batch; see `steepest.models.protocol.Model`."""
         self._share = share
-
-    @torch.no_grad()
-    def look_ahead(self, batch: Any) -> None:
-        """Run a forward pass for its look-ups of rows alone; the source of rows ends it."""
-        try:
-            with self._mixed():
-                self.loss(self._to_device(batch))
-        finally:
-            self._output = None
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Computed:

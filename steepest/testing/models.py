@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from steepest.embedding.torch_model import TorchModel
 from steepest.engine.job import ModelCreator
-from steepest.models.torch import TorchModel
 
 
 def linear_model_creator(

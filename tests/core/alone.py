@@ -26,7 +26,7 @@ PACKAGES = {
     "steepest.data": ["fingerprint", "ray_dataset", "spark"],
     "steepest.engine": [],
     "steepest.messages": ["collective", "rows", "users"],
-    "steepest.models": ["embedding", "rows"],
+    "steepest.models": [],
     "steepest.optim": ["projected"],
     "steepest.protocol": ["open_group"],
     "steepest.strategies": ["local", "named", "simple"],

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from steepest.errors import ConfigurationError, NonFiniteError
-from steepest.models.embedding import (
+from steepest.embedding.modules import (
     Embedding,
     EmbeddingBag,
     EmbeddingCollection,
     connect,
     tables_of,
 )
+from steepest.errors import ConfigurationError, NonFiniteError
 from steepest.tables.admission import CounterFilter
 from steepest.tables.eviction import GlobalStepEvict
 from steepest.tables.local import LocalRows

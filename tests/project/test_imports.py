@@ -96,7 +96,7 @@ def test_names_and_modules_are_there_when_they_are_asked_for() -> None:
         "from steepest import collectives, TorchModel\n"
         "assert steepest.errors.SteepestError and steepest.collectives is collectives\n"
         "assert steepest.TorchModel is TorchModel and steepest.TorchModel.__module__ == "
-        "'steepest.models.torch'\nassert set(steepest.__all__) < set(dir(steepest))"
+        "'steepest.embedding.torch_model'\nassert set(steepest.__all__) < set(dir(steepest))"
     )
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import steepest
+from steepest.embedding.modules import EmbeddingBag
 from steepest.embedding.table_chunk import TableChunk
-from steepest.models.embedding import EmbeddingBag
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.tables.initial import Constant
 from steepest.tables.row_optimizers import SGD

@@ -18,12 +18,12 @@ import steepest
 from steepest.embedding.delayed_rows import divided
 from steepest.embedding.exchange import ExchangeWithRows
 from steepest.embedding.job_tables import dealing_of
+from steepest.embedding.modules import EmbeddingBag
 from steepest.embedding.row_exchange import RowExchange
 from steepest.embedding.table_counts import table_counts
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.driver import Failure
 from steepest.messages.message import Kind
-from steepest.models.embedding import EmbeddingBag
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.tables.gradients import RowGradients

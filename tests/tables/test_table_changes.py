@@ -20,7 +20,7 @@ from steepest import (
     StepResult,
 )
 from steepest.checkpoint import files
-from steepest.models.embedding import Embedding
+from steepest.embedding.modules import Embedding
 from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import SGD
 from steepest.testing.replay import replay_state

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from steepest.embedding.modules import Embedding, EmbeddingBag, EmbeddingCollection
+from steepest.embedding.torch_model import TorchModel
 from steepest.engine.job import ModelCreator
-from steepest.models.embedding import Embedding, EmbeddingBag, EmbeddingCollection
-from steepest.models.torch import TorchModel
 from steepest.tables.row_optimizers import Adagrad
 from steepest.testing import InProcessCluster
 from tests.modes import mode, trained

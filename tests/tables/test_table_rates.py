@@ -13,8 +13,8 @@ from torch import nn
 
 from steepest import DistributedSGD, FailureConfig, ParameterServerStrategy, TorchModel
 from steepest.data.sampler import SamplePlan
+from steepest.embedding.modules import Embedding
 from steepest.errors import CheckpointError, ConfigurationError, ModelRaisedError
-from steepest.models.embedding import Embedding
 from steepest.strategies.local import LocalStrategy
 from steepest.tables.initial import Constant, Zeros
 from steepest.tables.row_optimizers import FTRL, SGD, Adagrad, RowOptimizer

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from steepest.embedding.modules import EmbeddingBag, connect
 from steepest.errors import ConfigurationError
-from steepest.models.embedding import EmbeddingBag, connect
 from steepest.tables.compilation import compile_kernels
 from steepest.tables.hashing import shard_of
 from steepest.tables.initial import Constant, Initial, Normal, TruncatedNormal, Uniform, Zeros

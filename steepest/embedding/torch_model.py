@@ -1,0 +1,150 @@
+"""TorchModel for modules that may have embedding tables, whose rows lie on servers; imports no kernels."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from steepest.models import torch as dense
+from steepest.models.torch import LossFunction, Metric
+from steepest.validation import require_count
+
+if TYPE_CHECKING:
+    from steepest.embedding.modules import RowSource
+    from steepest.tables.hashing import Distinct
+    from steepest.tables.kernels import Floats, Int32s, Int64s
+    from steepest.tables.table import Table
+
+
+class TorchModel(dense.TorchModel):
+    """One replica: a torch module with its loss, data, batch size and optimizer.
+
+    The module may have `steepest.Embedding`, `EmbeddingBag` and `EmbeddingCollection` in it. All
+    else is as `steepest.models.torch.TorchModel` has it, for dense modules alone: arguments that
+    are not named here, subclasses with ``loss(batch)``, attributes and errors.
+
+    Args:
+        module: the network. One with embedding tables and no parameter to train gets a parameter
+            "anchor", which stays 0.
+        table_shards: parts into which the rows of the module's embedding tables are dealt, of which
+            servers hold equally many; at least the number of servers that the job may ever have.
+
+    Attributes:
+        tables: of the module's embedding modules, each once, see `steepest.embedding.modules`.
+
+    Raises:
+        ConfigurationError: `table_shards` is no positive integer, or two tables of one name differ.
+
+    Example:
+        >>> import torch, torch.nn.functional as F
+        >>> x, y = torch.randn(8, 3), torch.randint(0, 2, (8,))
+        >>> sgd = lambda module: torch.optim.SGD(module.parameters(), lr=0.1)
+        >>> model = TorchModel(torch.nn.Linear(3, 2), loss=F.cross_entropy, data=(x, y),
+        ...                    batch_size=4, optimizer=sgd)
+        >>> [entry.name for entry in model.layout.entries]
+        ['bias', 'weight']
+    """
+
+    def __init__(  # noqa: PLR0913 - keywords of a user, most of them optional
+        self,
+        module: torch.nn.Module,
+        *,
+        data: Any,
+        optimizer: Callable[
+            [torch.nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+        ],
+        loss: LossFunction | None = None,
+        batch_size: int | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        learning_rate: Callable[[int], float] | None = None,
+        autocast: torch.dtype | None = None,
+        loss_scale: float = 1.0,
+        table_shards: int = 8,
+        reduction: str = "mean",
+    ) -> None:
+        self.tables: tuple[Table, ...] = ()
+        if isinstance(module, torch.nn.Module):
+            self.tables = _tables_in(module)
+            _anchor(module, self.tables)
+        self.opaque_chunks = _count_shards(self.tables, table_shards)
+        super().__init__(
+            module, data=data, optimizer=optimizer, loss=loss, batch_size=batch_size, metrics=metrics,
+            lr_scheduler=lr_scheduler, learning_rate=learning_rate, autocast=autocast,
+            loss_scale=loss_scale, reduction=reduction,
+        )  # fmt: skip
+
+    def use_rows(self, source: RowSource) -> None:
+        """Have the module's embedding modules use the rows of a source from now on."""
+        from steepest.embedding.modules import connect
+
+        connect(self.module, _ScaledRows(source, self._loss_scale, self._device.type))
+
+    @torch.no_grad()
+    def look_ahead(self, batch: Any) -> None:
+        """Run a forward pass for its look-ups of rows alone; the source of rows ends it."""
+        try:
+            with self._mixed():
+                self.loss(self._to_device(batch))
+        finally:
+            self._output = None
+
+
+def _tables_in(module: torch.nn.Module) -> tuple[Table, ...]:
+    """Return the tables of a module's submodules, each once, or none; ConfigurationError: two of one name differ."""
+    embedding = sys.modules.get("steepest.embedding.modules")
+    return () if embedding is None else embedding.tables_of(module)
+
+
+def _anchor(module: torch.nn.Module, tables: tuple[Table, ...]) -> None:
+    """Give a module that has tables, and nothing else to train, a parameter that stays 0."""
+    # Versions of weights are counted as parameters travel, so a job needs one that is trained.
+    if tables and not any(parameter.requires_grad for parameter in module.parameters()):
+        module.register_parameter("anchor", torch.nn.Parameter(torch.zeros(())))
+
+
+def _count_shards(tables: tuple[Table, ...], each: Any) -> int:
+    """Return the shards of all groups of a model's tables."""
+    # ConfigurationError: `each` group's are no positive integer.
+    require_count("table_shards", each)
+    if not tables:
+        return 0
+    from steepest.tables.table import groups
+
+    return int(each) * len(groups(tables))
+
+
+class _ScaledRows:
+    """Rows whose gradients are those of a loss times `scale`; under autocast of `device` none are pulled."""
+
+    # See `RowSource`.
+
+    def __init__(self, source: RowSource, scale: float, device: str) -> None:
+        self._source = source
+        self._scale = scale
+        self._device = device
+
+    def place(self, table: Table) -> tuple[int, int]:
+        """Return the number of a table's group, and the table's number in it."""
+        return self._source.place(table)
+
+    def distinct(self, group: int, tables: Int32s, ids: Int64s) -> Distinct:
+        """Return the distinct ones of the (table, id) of a batch."""
+        return self._source.distinct(group, tables, ids)
+
+    def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> Floats:
+        """Return the values of rows; a server of this process may update weights meanwhile."""
+        with torch.autocast(self._device, enabled=False):
+            return self._source.pull(group, tables, ids, training)
+
+    def push(
+        self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
+    ) -> None:
+        """Pass on gradients, divided by the scale."""
+        if self._scale != 1.0:
+            gradients = gradients / gradients.dtype.type(self._scale)
+        self._source.push(group, tables, ids, gradients, sightings)
