@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-core test-core-alone test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
   bench-check test-full \
-  mutants coverage check bench soak package sbom clean
+  mutants coverage check bench soak package sbom site clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -38,6 +38,7 @@ EXTRAS-shared := lightning,transformers,sagemaker,storage-tests
 EXTRAS-spark := spark
 EXTRAS-jax := jax
 EXTRAS-tensorflow := tensorflow
+EXTRAS-docs := docs
 SHARED := $(VENV)-shared/bin/python
 # FULL=1 has these targets run the tests that are marked `full`, too
 FULL :=
@@ -134,6 +135,9 @@ package: $(STAMP)
 sbom: $(STAMP)
 	$(BIN)/python -m release.bill_of_materials
 
+site: $(VENV)-docs/.installed
+	$(VENV)-docs/bin/python -m release.site
+
 clean:
-	rm -rf $(VENV) $(VENV)-loggers $(VENV)-jax $(VENV)-tensorflow $(VENV)-shared $(VENV)-spark build dist *.egg-info \
+	rm -rf $(VENV) $(VENV)-loggers $(VENV)-jax $(VENV)-tensorflow $(VENV)-shared $(VENV)-spark $(VENV)-docs build dist *.egg-info \
 	  .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -363,7 +363,7 @@ class EmbeddingCollection(TableModule):
 
         Returns:
             (B, dim) of each feature. Without a mode of a tensor its shape and the table's dimension,
-            else a jagged tensor (B, *, dim).
+            else a jagged tensor `(B, *, dim)`.
 
         Raises:
             ConfigurationError: a feature is not known, or its ids are not so.
