@@ -63,13 +63,14 @@ class ChunkStore(ABC):
         weights: its bytes, flat uint8; empty for an opaque chunk.
 
     Attributes:
+        is_opaque: whether the chunk is.
         staged: the pushes that are neither committed nor dropped, by their names.
         raised: the exception that code of a user's raised in the last `apply`; None if none did.
     """
 
     def __init__(self, chunk: Chunk, weights: torch.Tensor) -> None:
         self.raised: BaseException | None = None
-        self.chunk = chunk
+        self.chunk, self.is_opaque = chunk, chunk.is_opaque
         self.weights = weights
         self.staged: dict[PushId, StagedPush] = {}
         # All staging memory, by id; a connection that breaks within a payload drops its buffer.

@@ -79,7 +79,7 @@ class OutgoingWeights:
         """Send a reader a chunk at a generation and version, if it gets that from this server."""
         # Opaque chunks are not sent. sequence: the request's, or 0; reload: all chunks are sent, frozen too;
         # skipped: the reader's last push was left out.
-        if held.chunk.is_opaque:
+        if held.is_opaque:
             return  # workers ask for what they need
         holders = self._holders[held.chunk.index]
         own = self._in_workers and reader.role == "worker" and reader.index in holders
@@ -124,20 +124,20 @@ class OutgoingWeights:
         for held in wanted if order.what in ("weights", "state") else ():
             self.send(reader, held, at, order.sequence)
         for held in wanted if order.what == "state" else ():
-            for about, value in () if held.chunk.is_opaque else held.state():
+            for about, value in () if held.is_opaque else held.state():
                 fields = state_fields(about, value.clone())
                 part = StateTensor(order.sequence, held.chunk.index, **fields)
                 self._send(reader, part.pack())
         generation, version = at
         end = SnapshotEnd(generation, order.sequence, version, order.state)
         all_state = order.what not in ("weights", "standing")
-        return [held for held in wanted if held.chunk.is_opaque and all_state], end
+        return [held for held in wanted if held.is_opaque and all_state], end
 
     # -- memory --------------------------------------------------------------------------------
 
     def make_way(self, held: ChunkStore) -> torch.Tensor | None:
         """Return memory of a chunk's size that nobody reads, for its new weights; None to write them in place."""
-        if held.chunk.is_opaque:
+        if held.is_opaque:
             return None
         if self._own_pending is not None:
             self._own_pending(held.weights)
@@ -153,7 +153,7 @@ class OutgoingWeights:
 
     def _free_unneeded(self) -> None:
         """Move the chunks out of vectors that were not needed of late, and free those vectors."""
-        dense = [held for held in self._chunks.values() if not held.chunk.is_opaque]
+        dense = [held for held in self._chunks.values() if not held.is_opaque]
         for held in dense:
             chunk = held.chunk
             buffer = self._buffers.moved(held.weights, chunk.start, chunk.stop)

@@ -122,9 +122,7 @@ class PutStates:
     def _try(self, put: _Put) -> None:
         """Check that a step can be taken from a put, where that is tried, and from opaque chunks' state always."""
         # ProtocolError: it cannot.
-        tried = [
-            index for index, held in self._chunks.items() if self._checked or held.chunk.is_opaque
-        ]
+        tried = [index for index, held in self._chunks.items() if self._checked or held.is_opaque]
         parts: dict[int, list[tuple[dict[str, Any], torch.Tensor]]] = {at: [] for at in tried}
         for at, about, value in put.state:
             if at in parts:

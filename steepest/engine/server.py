@@ -20,7 +20,6 @@ from steepest.engine.put_states import PutStates
 from steepest.engine.raised_update import RaisedUpdate
 from steepest.engine.server_chunk import ServerChunk
 from steepest.engine.staging_progress import StagingProgress
-from steepest.engine.stores import NoService, StoreService
 from steepest.engine.topology import Topology
 from steepest.errors import ProtocolError
 from steepest.messages.gradients import (
@@ -103,7 +102,7 @@ class Server:
         self._since = time.monotonic()  # when it took its present position
         self._index = index
         self._send = send
-        layout, holders = topology.layout, topology.holders
+        layout, holders, stores = topology.layout, topology.holders, topology.stores
         self._copies = any(len(servers) > 1 for servers in holders)
         # whether workers may have all weights of a version that this server has yet to make
         self._is_passed = self._copies or bool(layout.opaque_chunks)
@@ -125,7 +124,7 @@ class Server:
         # First layers first, which lie in the last chunks: the next forward pass begins with them.
         # Opaque ones last, for which no worker waits before it has asked for something of them.
         last_first = self._trainable[::-1]
-        self._in_order = sorted(last_first, key=lambda held: held.chunk.is_opaque)
+        self._in_order = sorted(last_first, key=lambda held: held.is_opaque)
         # sends queued bytes without waiting; does nothing unless it is set
         self.flush: Callable[[], None] = lambda: None
         self._spec = spec
@@ -135,11 +134,8 @@ class Server:
         self._done = ClosedPushes()
         self._progress = StagingProgress(len(self._trainable), self.answers_for, mode.checked)
         self._early = EarlyPushes(len(self._trainable))
-        self._service: StoreService = (
-            NoService()
-            if topology.stores is None
-            else topology.stores.serve(index, self.chunks, send)
-        )
+        # of opaque chunks; None without such chunks
+        self._service = None if stores is None else stores.serve(index, self.chunks, send)
         self._weights = OutgoingWeights(
             index,
             topology,
@@ -197,7 +193,7 @@ class Server:
             else message.kind is Kind.PUT and size == held.chunk.nbytes
         )
         if held is None or not takes:
-            if message.kind in self._service.kinds:
+            if self._service is not None and message.kind in self._service.kinds:
                 return self._service.destination(message, size)
             raise ProtocolError(
                 f"{message.kind.name} of {size} bytes for chunk {message.chunk}, server "
@@ -225,7 +221,7 @@ class Server:
                 self._puts.receive(source, message)
             case kind if (decision := _DECISIONS.get(kind)) is not None:
                 self.carry_out(decision.unpack(message))
-            case kind if kind in self._service.kinds:
+            case kind if self._service is not None and kind in self._service.kinds:
                 self._service.handle(source, message, self._position)
             case _:
                 raise ProtocolError(f"a server does not take {message.kind.name}")
@@ -236,7 +232,7 @@ class Server:
             self._send_torn(order.reader, order.sequence, self.torn)
             return
         opaque, end = self._weights.answer(order, self._position)
-        if opaque:
+        if opaque and self._service is not None:
             self._service.read(order, opaque, end)
         else:
             self._send(order.reader, end.pack())
@@ -274,7 +270,8 @@ class Server:
         # had arrived whole.
         if peer.role == "client":  # others neither put nor read
             self._puts.lost(peer)
-        self._service.lost(peer)
+        if self._service is not None:
+            self._service.lost(peer)
         if self._open_to_all and peer.role == "worker":
             for push in self._progress.pushes:
                 if push.worker == peer.index:
@@ -284,7 +281,8 @@ class Server:
 
     def tick(self, now: float) -> None:
         """Tell the stores' service the time."""
-        self._service.tick(now)
+        if self._service is not None:
+            self._service.tick(now)
 
     def doing(self) -> str:
         """Return which pushes are not here yet, in words, see `Role.doing`."""
@@ -323,9 +321,9 @@ class Server:
         pushes = self._pushes_of(source, pushed)
         if self._refuses(pushes, pushed, held):
             return
-        self._drop_taken_back(pushes, held)
         payload = pushed.payload
         codec = held.codec_of(payload, self._codec)
+        self._drop_taken_back(pushes, held)
         if payload is not None and not self._together and pushed.chunk not in self.answers_for:
             # Its worker overwrites it as soon as another server has sent the weights.
             payload = held.own(payload)
@@ -441,7 +439,7 @@ class Server:
             elif older != push and self._progress.is_partial(older):
                 self._forget(older)
             self._progress.newest[push.worker] = push
-            if self._together:
+            if self._together and chunk.staged:
                 self._take_back(push.worker, chunk)
 
     def _take_back(self, worker: int, held: ChunkStore) -> None:
@@ -499,7 +497,7 @@ class Server:
         workers = ((self._hosts.reader_of(worker), request) for worker, request in commit.readers)
         readers = list(dict.fromkeys(workers))
         for held in self._in_order:
-            if held.chunk.is_opaque:
+            if held.is_opaque:
                 self.flush()  # the weights, with which workers go on meanwhile
             if not commit.skip and self.torn is None:
                 self._apply(held, commit, hyper)
@@ -518,7 +516,8 @@ class Server:
         if self._copies:
             self._confirm()
         self._weights.end_commit()
-        self._service.reached(self._position)
+        if self._service is not None:
+            self._service.reached(self._position)
         self._stage_early()
 
     def _is_left_out(self, reader: Peer) -> bool:
@@ -621,7 +620,8 @@ class Server:
             for reader in dict.fromkeys(readers):
                 for held in self.chunks.values():
                     self._weights.send(reader, held, self._position, reload=True)
-        self._service.reached(self._position)
+        if self._service is not None:
+            self._service.reached(self._position)
         self._stage_early()
 
     def _install_between_generations(self, order: InstallPut) -> None:

@@ -67,28 +67,3 @@ class Stores(Protocol):
             stores: that it holds, by index of the chunk, dense ones among them.
             send: sends as the server.
         """
-
-
-class NoService:
-    """The service of a server without opaque chunks."""
-
-    kinds: Collection[Kind] = ()
-
-    def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Return None."""
-        return None
-
-    def handle(self, source: Peer, message: Message, at: Position) -> None:
-        """Do nothing."""
-
-    def reached(self, at: Position) -> None:
-        """Do nothing."""
-
-    def read(self, order: Snapshot, stores: Sequence[ChunkStore], end: SnapshotEnd) -> None:
-        """Do nothing."""
-
-    def lost(self, peer: Peer) -> None:
-        """Do nothing."""
-
-    def tick(self, now: float) -> None:
-        """Do nothing."""
