@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import steepest
 from release.package import wrong_in_metadata, wrong_in_sources, wrong_in_wheel
 from release.project_address import RELATIVE, absolute_links, project_urls, write_address
 from tests.page_examples import ROOT
@@ -44,6 +45,11 @@ def test_a_release_names_its_address_and_its_readme_has_no_relative_link(tmp_pat
 def test_an_address_that_is_none_is_refused(tmp_path: Path, address: str) -> None:
     with pytest.raises(ValueError, match="give https://host/owner/name"):
         write_address(tmp_path, address, "v1")
+
+
+def test_the_package_and_its_metadata_have_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == steepest.__version__
 
 
 def test_urls_are_toml() -> None:
