@@ -14,7 +14,7 @@ from steepest.engine.topology import HostMap
 from steepest.models.protocol import Arrive, Computed, Ready, all_here
 from steepest.models.torch import TorchModel
 from tests.group_in_one_thread import late, twice
-from tests.modes import MODES, TOGETHER, check, make, trained
+from tests.modes import MODES, TOGETHER, check, counters, make, trained
 from tests.reference import Task, same_bits, sgd
 
 PLAIN = Task(optimizer=sgd(momentum=0.9))
@@ -26,10 +26,11 @@ PLACES = {
 
 
 class Doubtful(TorchModel):
-    """Reports other gradients first, some of them NaN, and takes them back."""
+    """Reports other gradients first, some of them NaN, and takes them back, perhaps twice."""
 
     chance = random.Random(0)
     taken_back = 0
+    spoilt = 0.0  # the probability that the last gradient is NaN
     take_back: Callable[[], None] | None = None
 
     def compute_gradients(
@@ -38,13 +39,19 @@ class Doubtful(TorchModel):
         """Compute them in the end."""
         arrive(None)  # what the last gradient lies in is free then
         entries = [i for i, entry in enumerate(self.layout.entries) if entry.trainable]
-        if self.take_back is not None and self.chance.random() < 0.6:
+        for _ in range(self.chance.choice([0, 0, 1, 2])):
+            assert self.take_back is not None
             wrong = self.chance.choice([1.0, -7.0, math.nan])
             for index in self.chance.sample(entries, self.chance.randint(1, len(entries))):
                 self._gradients[self.layout.entries[index].name].fill_(wrong)
                 ready(index, 3.0, True)
             type(self).taken_back += 1
             self.take_back()
+        if self.chance.random() < self.spoilt:
+            for index in entries:
+                self._gradients[self.layout.entries[index].name].fill_(math.nan)
+                ready(index, 2.0, True)
+            return Computed(1.0, 2.0, 2, {})
         return super().compute_gradients(batch, ready, metrics, arrive)
 
 
@@ -70,6 +77,8 @@ def compared(name: str, seed: int, workers: int = 3, **options: Any) -> None:
     Doubtful.chance, Doubtful.taken_back = random.Random(seed), 0
     doubtful = make(name, DOUBTFUL, workers, shuffle=seed, **options)
     doubtful.network.filter = twice
+    if seed % 2:
+        doubtful.network.lends = ()  # what was taken back arrives as it was
     trained(doubtful, 9)
     assert Doubtful.taken_back > 3
     plain = make(name, PLAIN, workers, shuffle=seed, **options)
@@ -94,6 +103,24 @@ def test_sums_of_a_host_are_voided_with_what_was_taken_back(places: str, seed: i
     workers, servers = PLACES[places]
     hosts = HostMap(workers, servers, gathers=True)
     compared("sync", seed, len(workers), servers=len(servers), hosts=hosts)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("places", PLACES)
+def test_a_sum_that_is_nan_after_all_is_left_out(places: str, seed: int) -> None:
+    """Its parts come one by one then, instead of a sum that was finite."""
+    workers, servers = PLACES[places]
+    hosts = HostMap(workers, servers, gathers=True)
+    Doubtful.chance, Doubtful.spoilt = random.Random(seed), 0.3
+    options: Any = {"servers": len(servers), "hosts": hosts, "settings": {"nonfinite": "skip"}}
+    try:
+        cluster = make("sync", DOUBTFUL, len(workers), shuffle=seed, **options)
+        cluster.network.lends = ()  # what was taken back arrives as it was
+        trained(cluster, 9)
+    finally:
+        Doubtful.spoilt = 0.0
+    assert 0 < counters(cluster)["skipped"] < 9
 
 
 @pytest.mark.few(2)
