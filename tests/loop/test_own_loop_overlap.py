@@ -285,3 +285,44 @@ def test_what_may_write_unseen_is_noted_on_the_thread_that_reads_it(name: str) -
         assert not other.happened
         tensor.data = torch.ones(3)
     assert tensor.data.sum() == 3
+
+
+class Weighing:
+    """Stands for a session."""
+
+    def __init__(self) -> None:
+        self.weight, self.unseen = 1.0, unseen.Unseen()
+
+
+@pytest.mark.parametrize("guess", range(1, 7))
+def test_a_write_that_torch_does_not_count_is_seen_without_comparing_values(
+    guess: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values are compared after some guesses only, where there are many."""
+    monkeypatch.setattr(overlap, "_SMALL", 0)
+    parameter, view = nn.Parameter(torch.zeros(8)), torch.zeros(8)
+    found, session = Leaving(view), Weighing()
+    watching = Overlap(found.leave)
+    parameter.register_post_accumulate_grad_hook(watching.hook(0))
+    for number in range(-2, guess + 1):  # two steps to learn from, and the first of all
+        with watching.watched(session, may_leave=True), unseen.noted(session.unseen):
+            parameter.grad = None
+            (parameter.sum() * number).backward()
+            if number == guess:
+                assert parameter.grad is not None
+                parameter.grad.data[3] = 7.0
+        left = watching.left(1.0, lambda index: view)
+    assert found.count == guess
+    assert left is None
+
+
+class Leaving:
+    """Lets gradients leave to a vector."""
+
+    def __init__(self, view: torch.Tensor) -> None:
+        self.view, self.count = view, 0
+
+    def leave(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Copy it."""
+        self.count += 1
+        self.view.copy_(gradient)
