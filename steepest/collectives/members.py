@@ -12,7 +12,7 @@ import torch
 
 from steepest.collectives.protocol import Collective
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
-from steepest.messages.collective import MEMBERS, Abort, Connected, Data
+from steepest.messages.collective import MEMBERS, Abort, Connected, Data, Part
 from steepest.messages.message import Kind, Message, Peer, member_peer
 from steepest.tensors.allocator import Recycler
 from steepest.tensors.memory import as_tensor
@@ -21,6 +21,7 @@ from steepest.transport.channel import Channel
 from steepest.transport.router import Router
 
 _MOST_ROUNDS = 1024
+_TAKEN = (Kind.DATA, Kind.CONNECTED, Kind.ABORT, Kind.PART)
 _LENT = 0  # in `Data.lent`: its payload is lent
 _ABORT_SECONDS = 1.0  # in which a member that waits answers one that connects to tell it of an end
 
@@ -131,6 +132,7 @@ class MemberCollective(Collective):
         self._lending_buffers: dict[int, torch.Tensor] = {}
         self._results = Recycler()
         self._lost = ""
+        self.take_part: Callable[[Part], None] | None = None  # is given what `tell` sends here
         self._deliver = router.sender(member_peer(rank))
         router.host(member_peer(rank), self)
         router.admission.allow(MEMBERS)
@@ -257,6 +259,15 @@ class MemberCollective(Collective):
             self._router.pump()
         return not self._router.in_use(memory)
 
+    def tell(self, to: int, part: Part) -> None:
+        """Send a part of a gathering, whatever generation or call is in progress.
+
+        PeerLostError, DeadlineError: the member cannot be reached now.
+        """
+        self._reach(to)
+        self._put(to, part.pack())
+        self._router.pump()
+
     def until(self, condition: Callable[[], bool], what: str, other: int) -> None:
         """Turn the router until a condition holds that another member, named for the error, brings about."""
         # DeadlineError: it takes too long; PeerLostError: a member is dead, the collective was aborted, or a new
@@ -299,6 +310,8 @@ class MemberCollective(Collective):
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Return the memory of an arriving payload: the tensor that awaits it, or new memory."""
         assert message.source is not None
+        if message.kind is Kind.PART:
+            return torch.empty(size, dtype=torch.uint8)
         if message.chunk == _LENT and message.payload is not None:
             return as_tensor(message.payload)
         key = message.generation, message.version
@@ -318,13 +331,17 @@ class MemberCollective(Collective):
     def handle(self, source: Peer, message: Message) -> None:
         """Act on one message: keep its payload, or end what it aborts."""
         # ProtocolError: it comes from no member, or from one that is too far ahead.
-        if source.role != "member" or message.kind not in (Kind.DATA, Kind.CONNECTED, Kind.ABORT):
+        if source.role != "member" or message.kind not in _TAKEN:
             raise ProtocolError(f"{message.kind.name} from {source} at a member")
         if not 0 <= source.index < self.size:
             raise ProtocolError(f"{source} is none of {self.size} members")
         for kept in self._unsent.pop(source.index, ()):
             self._deliver(source, kept)
         if message.kind is Kind.CONNECTED:
+            return
+        if message.kind is Kind.PART:
+            if self.take_part is not None:
+                self.take_part(Part.unpack(message))
             return
         key = message.generation, message.version
         if self._over(key):

@@ -6,12 +6,15 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from steepest.data.batch_size import batch_size_of
+from steepest.data.protocol import Indices
 from steepest.data.sampler import SamplePlan, even_share, step_seed
 from steepest.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.engine.companion import Companion
@@ -27,6 +30,7 @@ from steepest.models.protocol import (
     Computed,
     FollowsCommits,
     FollowsData,
+    Gathers,
     Model,
     SaysClipping,
     SaysHyper,
@@ -198,6 +202,20 @@ class Replicas:
         """Set `exchange`, and tell its companion of the batches from now on."""
         self.exchange, self._companion = exchange, exchange.companion
         self._companion.attach(self.models, self.load, self.places)
+
+    def meet(self, member: Any, wait: Callable[[Callable[[], bool]], None]) -> None:
+        """Tell models that gather values of all workers how they reach these, see `Gathers`."""
+        for replica, model in enumerate(self.models):
+            if isinstance(model, Gathers):
+                model.meet(member, wait, partial(self._last_share, replica))
+
+    def _last_share(self, replica: int, step: int) -> Indices | None:
+        """Return the samples of a replica's last micro-batch of a step; None where they are not known."""
+        number = step * self._places.shares + self.worker
+        if self._places.plan is None or step < self._places.plan.start_step:
+            return None
+        found = list(islice(self._places.indices((number, replica, 0)), self._places.micros))
+        return next((indices for indices in reversed(found) if len(indices)), None)
 
     def take_over(self, other: Replicas) -> None:
         """Continue where earlier replicas of the same models were in the data."""

@@ -56,6 +56,10 @@ class WaitingCalls:
         self._calls = [call for call in self._calls if call not in ready]
         return ready
 
+    def has_ready(self, generation: int, version: int) -> bool:
+        """Return whether one of them waits no longer than for the end of the present step."""
+        return any(c.generation <= generation and c.version <= version for c in self._calls)
+
     def fail(self, error: Exception, least_version: int = 0) -> None:
         """Remove the calls that wait for this version or a later one, and set their error."""
         failed = [call for call in self._calls if call.version >= least_version]

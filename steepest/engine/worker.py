@@ -42,6 +42,10 @@ class _AbandonedError(Exception):
     """A step was given up in its middle; this is raised through the model's code."""
 
 
+class _PausedError(Exception):
+    """A step stops in its middle for calls that wait for its end, and is begun again afterwards."""
+
+
 @dataclass(frozen=True)
 class _Computed:
     """A pushed gradient of a share, computed from `version`. Its chunks lie where the replicas' next gradient will."""
@@ -92,7 +96,7 @@ class Worker:
         self._members = members
         self._incarnation = incarnation
         self._between = between
-        self._stepping = self._stopped = False
+        self._stepping = self._stopped = self._paused = False
         # Of the step that is being computed: its weights until all are here, the messages that came
         # meanwhile, whether a generation began meanwhile, and seconds of waiting for weights.
         self._arriving: Key | None = None
@@ -268,7 +272,14 @@ class Worker:
         self._run_calls()
 
     def _go_on(self) -> None:
-        """Take a step if one is granted and its weights are here, or on their way."""
+        """Take a step if one is granted and its weights are here, or on their way; again where it has paused."""
+        while True:
+            self._paused = False
+            self._go_once()
+            if not self._paused or self._deferred:
+                return
+
+    def _go_once(self) -> None:
         if self._stopped:
             return
         if self._floor <= self.version and self._complete[0] <= self.generation:
@@ -435,7 +446,14 @@ class Worker:
         if entry is None:
             self._arriving = None
 
-    def _wait_until(self, has_come: Callable[[], bool], why: str) -> None:
+    def wait_within(self, has_come: Callable[[], bool]) -> None:
+        """Receive messages in the middle of a model's step, or of a function between two, until something has come.
+
+        Where a call waits for the end of that, an exception goes through the model, and the step is taken again later.
+        """
+        self._wait_until(has_come, "what other workers gather was not sent", pauses=True)
+
+    def _wait_until(self, has_come: Callable[[], bool], why: str, pauses: bool = False) -> None:
         """Receive messages in a forward pass until what it needs has come, see `WaitUntil`."""
         # _AbandonedError: a new generation, or a server is lost. Between two steps, in a user's function, a lost server
         # is PeerLostError.
@@ -444,6 +462,9 @@ class Worker:
             if self._superseded or self._failure is not None:
                 reason = f"{why}: the job's processes change"
                 raise PeerLostError(reason) if self._calling else _AbandonedError(reason)
+            if pauses and self._calls.has_ready(self.generation, self.version):
+                reason = f"{why}: a call waits"
+                raise PeerLostError(reason) if self._calling else _PausedError(reason)
             with self._own_work(), apart_from_models():
                 self._between.receive()
         generators.go_on()
@@ -451,7 +472,7 @@ class Worker:
 
     def _compute(self, share: int, version: int) -> None:
         """Compute and push the gradient of a share, then send REPORT, or FAILED with the error."""
-        self._pushed = (self.generation, version)
+        before, self._pushed = self._pushed, (self.generation, version)
         is_last = version + 1 >= self._limit
         self._exchange.begin(self.generation, version, self._incarnation, is_last=is_last)
         if self._replicas.may_take_back:
@@ -469,6 +490,9 @@ class Worker:
             if self._defect is None:
                 self._replicas.forget_writes()
                 self._computed = None
+                if isinstance(error, _PausedError):
+                    self._pushed, self._paused = before, True
+                    return
                 if not isinstance(error, _AbandonedError):
                     self._replicas.skip_batches()
                 self._fail(version, error)

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError
-from steepest.loop.loaders import TrainingLoader
+from steepest.loop.gathering import alone
+from steepest.loop.loaders import EvaluationLoader, TrainingLoader
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.model import LoopModel
 from steepest.loop.session import Kept, Prepared, Session, current
@@ -30,8 +31,9 @@ def prepare(*objects: Any, project: Callable[[str, torch.Tensor], object] | None
 
     The optimizer's `step` returns when the update that all workers' gradients make is committed, and the new weights
     are here. Schedulers that are stepped after each of its steps count the steps of the job. The first loader yields
-    this worker's share of the samples of each step, each sample once per epoch whatever becomes of the workers; others,
-    such as one for evaluations in the loop, stay as they are, so that all workers decide alike.
+    this worker's share of the samples of each step, each sample once per epoch whatever becomes of the workers. Others
+    are for evaluations in the loop: each pass over one gives each worker its share of the samples, and `gather` returns
+    what all find. One that is not given here stays as it is: each worker reads all of it.
 
     Args:
         objects: torch modules, torch optimizers over their parameters, a DataLoader of the training data; schedulers
@@ -42,7 +44,7 @@ def prepare(*objects: Any, project: Callable[[str, torch.Tensor], object] | None
             those of the module, or "0.weight" and "1.weight" of several. Without `steepest.run` it is not called.
 
     Returns:
-        The same in the same order, a single one by itself: the first loader is another, whatever else is what it was.
+        The same in the same order, a single one by itself: loaders are others, whatever else is what it was.
 
     Raises:
         ConfigurationError: no module, or no optimizer; an optimizer over other parameters, a loader with a sampler of
@@ -77,7 +79,9 @@ def prepare(*objects: Any, project: Callable[[str, torch.Tensor], object] | None
     module = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
     lockstep = _lockstep(session, optimizers, loaders)
     model = LoopModel(session, module, optimizers, None if lockstep else loaders[0], project)
-    made: dict[int, Any] = {}  # a further loader stays as it is: each worker reads all of it
+    # where workers do not wait for each other, each reads all of a further loader
+    further = loaders[1:] if session.together else []
+    made: dict[int, Any] = {id(each): EvaluationLoader(each, session) for each in further}
     if loaders:
         size = loaders[0].batch_size or 1
         samples = len(cast(Any, loaders[0].dataset))
@@ -195,17 +199,27 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
 
 
 def gather(value: Any) -> Any:
-    """Return the values of all workers; with one worker, or outside of `steepest.run`, what it is given.
+    """Return the values of all workers, joined: the same on each of them.
+
+    Tensors are joined along their first dimension, in the order of the samples where each worker gives a row for each
+    sample that it has had in this batch, or in this pass, of a loader for evaluations; otherwise by the workers' ranks.
+    Workers may give any number of rows, none too. All call it equally often in the same order; it waits for the last
+    one. No gradient goes through it. With one worker, and outside of `steepest.run`, it returns what it is given, with
+    numbers as tensors of one row.
+
+    Args:
+        value: tensors, arrays, numbers, lists of numbers or texts; dicts, lists and tuples of these.
 
     Raises:
-        ConfigurationError: there are several workers, for which it is not supported yet.
+        ConfigurationError: something else, or not of one form on all workers; it is called before `epochs`, or
+            workers do not wait for each other (``strategy="async"``).
+
+    Example:
+        >>> gather({"right": 7, "scores": torch.zeros(3, 2)})["right"]
+        tensor([7])
     """
-    if size() == 1:
-        return value
-    raise ConfigurationError(
-        "steepest.gather() among several workers is not supported yet: report() gives the driver means over them; to "
-        "decide something in the loop, evaluate all of the data on each worker"
-    )
+    session = current()
+    return alone(value) if session is None else session.gather(value)
 
 
 def rank() -> int:

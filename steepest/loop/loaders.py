@@ -1,12 +1,16 @@
-"""The loader that `prepare` gives back for that of the training data."""
+"""The loaders that `prepare` gives back for those of the training data and of evaluations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader
+import numpy as np
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from steepest.data.sampler import even_share
+from steepest.data.sources import DatasetSource
+from steepest.errors import ConfigurationError
 from steepest.loop.session import Session
 
 
@@ -42,3 +46,88 @@ class TrainingLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
+
+
+class EvaluationLoader:
+    """A loader for evaluations in the loop: each pass over it deals its samples out among the workers, each to one.
+
+    The n-th batches of all workers are the n-th of one loader with as many times the batch size; all workers have as
+    many batches, none of which is empty: what is left behind the last whole ones is a batch of its own if it has a
+    sample for each worker, and lengthens the last one otherwise. Whatever else is asked of it is that of the loader
+    that was given to `prepare`.
+
+    Args:
+        loader: that one.
+        session: of the worker.
+
+    Raises:
+        ConfigurationError: it has data without a length, or a sampler of its own that does not say its samples.
+    """
+
+    def __init__(self, loader: DataLoader[Any], session: Session) -> None:
+        self.loader = loader
+        self._session = session
+        self._indices = _indices_of(loader)
+        self._source = DatasetSource(loader.dataset, loader)
+
+    def _batches(self, size: int) -> list[tuple[int, int]]:
+        """Return the ranges of the batches of all workers together."""
+        count, whole = len(self._indices), (self.loader.batch_size or 1) * size
+        if count < size:
+            raise ConfigurationError(
+                f"a loader of {count} samples for evaluations by {size} workers: leave it out of steepest.prepare(), "
+                "so that each worker reads all of it"
+            )
+        left = count % whole
+        begins = list(range(0, count - left, whole))
+        if self.loader.drop_last:
+            return [(begin, begin + whole) for begin in begins]
+        if left >= size:
+            begins.append(count - left)
+        return list(zip(begins, [*begins[1:], count], strict=True))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this worker's batches of a pass."""
+        session, size = self._session, self._session.size
+        order: list[list[int]] = [[] for _ in range(size)]
+        ranges = self._batches(size)
+        shares = [
+            [even_share(end - begin, rank, size) for rank in range(size)] for begin, end in ranges
+        ]
+        mine = [
+            self._indices[begin + share[session.rank][0] : begin + share[session.rank][1]]
+            for (begin, _), share in zip(ranges, shares, strict=True)
+        ]
+        session.order = order
+        for (begin, _), share, batch in zip(ranges, shares, self._source.open(mine), strict=True):
+            for rank, (first, last) in enumerate(share):
+                order[rank].extend(range(begin + first, begin + last))
+            yield session.on_device(batch)
+
+    def __len__(self) -> int:
+        """Return the number of batches of each worker."""
+        return len(self._batches(self._session.size))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def _indices_of(loader: DataLoader[Any]) -> Any:
+    """Return the numbers of the samples of a loader for evaluations."""
+    out = "or leave it out of steepest.prepare(), so that each worker reads all of it"
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        raise ConfigurationError(
+            "steepest.prepare() was given a further loader over data without a length: give one over a map-style "
+            f"dataset, {out}"
+        )
+    sampler: Any = loader.sampler
+    named = getattr(sampler, "indices", None)  # of a SubsetRandomSampler
+    whole = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement
+    )
+    if loader.batch_size is None or not (whole or isinstance(named, Sequence)):
+        raise ConfigurationError(
+            f"steepest.prepare() was given a further loader with a sampler of its own ({type(sampler).__name__}): "
+            f"leave sampler= and batch_sampler= out, {out}"
+        )
+    return np.asarray(named) if not whole else np.arange(len(loader.dataset))

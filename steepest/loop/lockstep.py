@@ -50,6 +50,17 @@ class Lockstep:
                 "steepest.prepare() was given a loader over data without a length: give one over a map-style dataset"
             )
 
+    @property
+    def number(self) -> int:
+        """The number of the present batch, or round."""
+        return self._epoch if self._source is None else self._step
+
+    def batch_before(self, rank: int, size: int) -> Any:
+        """Return a worker's batch before the next one; again, it takes no place."""
+        self._step -= 1
+        self.has_more(size)
+        return self.next_batch(rank, size)
+
     def state(self) -> dict[str, Any]:
         """Return the place, as plain values."""
         plan = self._plan

@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from steepest.collectives.members import MemberCollective
+from steepest.data.protocol import Indices
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError, ModelError
 from steepest.loop.kept import pack, unpack
@@ -63,6 +66,7 @@ class LoopModel(TorchModel):
         self._writes = LoopWrites()
         self._overlap = Overlap(self._leave)
         self._where = Where(0, 0, (0, 1))
+        self._share_of: Callable[[int], Indices | None] | None = None
         if self.tables:
             raise ConfigurationError(
                 "embedding tables (steepest.Embedding) in a loop of your own are not supported yet: train them with "
@@ -77,6 +81,31 @@ class LoopModel(TorchModel):
     def on_device(self, batch: Any) -> Any:
         """Return a batch on the device of the model."""
         return self._to_device(batch)
+
+    def any_batch(self) -> Any:
+        """Return a batch of the first samples of the training data."""
+        first = np.arange(min(self.batch_size, self.data.size or 1))
+        return self._to_device(next(iter(self.data.open([first], prefetch=False))))
+
+    def batch_before(self, step: int) -> Any:
+        """Return the worker's last batch before a step of the job; another one if it had none, or is not known."""
+        session = self.session
+        if session.prepared is not None and (lockstep := session.prepared.lockstep) is not None:
+            return self._to_device(lockstep.batch_before(session.rank, session.size))
+        share = None if self._share_of is None else self._share_of(step - 1)
+        if share is None or not len(share):
+            return self.any_batch()
+        return self._to_device(next(iter(self.data.open([share], prefetch=False))))
+
+    def meet(
+        self,
+        member: MemberCollective,
+        wait: Callable[[Callable[[], bool]], None],
+        share_of: Callable[[int], Indices | None],
+    ) -> None:
+        """Gather values of all workers over a collective from now on, see `steepest.models.protocol.Gathers`."""
+        self._share_of = share_of
+        self.session.gatherings.meet(member, wait)
 
     def is_trained(self, name: str) -> bool:
         """Return whether a parameter is trained."""
@@ -95,9 +124,21 @@ class LoopModel(TorchModel):
     def take_place(self, where: Where, replica: int, replicas: int) -> None:
         """Note the place of the next batch, and which of the workers this is."""
         self.session.rank, self.session.size = replica, replicas
-        if where.empty:
-            self.session.pass_by(where)
         self._where = where
+        if where.empty and self.session.sees_all_steps:
+            self._stand_by(where)
+        elif where.empty:
+            self.session.pass_by(where)
+
+    def _stand_by(self, where: Where) -> None:
+        """Let the loop go on through a step in which the worker has no samples: it sees others, which do not count."""
+        session, buffers = self.session, super().state()
+        if session.is_undone(where):
+            session.begin_anew(session.state())
+            super().load_state(buffers)
+        with self._writes.refused():
+            session.compute(Batch(self.any_batch(), where, 0))
+        super().load_state(buffers)
 
     def _hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         return self._overlap.hook(index)
@@ -199,7 +240,7 @@ class LoopModel(TorchModel):
             )
         staying = (
             *("session", "layout", "optimizer_spec", "data", "batch_size"),
-            *("_where", "_device", "_vector", "_gradients", "_overlap", "_hooks"),
+            *("_where", "_share_of", "_device", "_vector", "_gradients", "_overlap", "_hooks"),
         )
         vars(self).update({**vars(other), **{name: vars(self)[name] for name in staying}})
         self.optimizer_state = None
@@ -213,10 +254,10 @@ class LoopModel(TorchModel):
         if self._vector is not None:
             self.move(self._vector)
 
-    def advance(self, epoch: int) -> Progress:
+    def advance(self, epoch: int, number: int = 0) -> Progress:
         """Let the user's function go on between two steps, see `Session.advance`."""
         with self._writes.refused():
-            return self.session.advance(epoch)
+            return self.session.advance(epoch, number)
 
     def look_ahead(self, batch: Any) -> None:
         """Look at nothing: only the loop knows what it does with a batch."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ import torch
 from steepest.checkpoint.files import Checkpoints
 from steepest.config.run import FailureConfig, RunConfig
 from steepest.driver.trainer import DistributedSGD
-from steepest.errors import ConfigurationError
+from steepest.errors import ConfigurationError, PeerLostError
 from steepest.loop.model import LoopCreator, LoopModel
 from steepest.loop.reports import Reports
 from steepest.loop.session import Progress, current
@@ -26,6 +28,7 @@ from steepest.strategies.strategy import Strategy
 #: Steps that are granted to loops that count their epochs themselves: they end before.
 _STEPS = 1 << 40
 _IN_LOCKSTEP = -1
+_ATTEMPTS = 64  # at a call of all functions, in which processes may die
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,9 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         run_config=run_config or RunConfig(failure=FailureConfig(patience=math.inf)),
         checkpoints=checkpoints,
     ) as sgd:
+        numbers = itertools.count()
         begun = 0  # epochs that `fit` was asked for; those of a checkpoint are the first of them
-        while (wanted := _advance(sgd, reports)) is not None:
+        while (wanted := _advance(sgd, reports, next(numbers))) is not None:
             if wanted == _IN_LOCKSTEP:
                 shown = "lines" if progress is True else progress
                 sgd.fit(steps=_STEPS, callbacks=[_StopsAtTheEnd(), *callbacks], progress=shown)
@@ -127,10 +131,10 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         return RunResult(reports.last(), reports.rows(), sgd.history, sgd.state_dict())
 
 
-def _advance(sgd: DistributedSGD, reports: Reports) -> int | None:
+def _advance(sgd: DistributedSGD, reports: Reports, number: int) -> int | None:
     """Let all functions go on up to where they need batches, of so many epochs in all; None if all have ended."""
     epoch = sgd.epoch or 0
-    found: list[Progress] = sgd.foreach_model(_Advance(epoch))
+    found = _surviving(sgd, _Advance(epoch, number))
     for progress in found:
         reports.add(progress.reports)
     going_on = [progress for progress in found if not progress.ended]
@@ -142,12 +146,21 @@ def _advance(sgd: DistributedSGD, reports: Reports) -> int | None:
     return max(max(wanted, default=0), epoch + 1)
 
 
+def _surviving(sgd: DistributedSGD, advance: _Advance) -> list[Progress]:
+    """Run a function on all models; again where a worker dies whose values others gather."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(PeerLostError):
+            return sgd.foreach_model(advance)
+    return sgd.foreach_model(advance)
+
+
 @dataclass(frozen=True)
 class _Advance:
     """The function that is run on each worker's model between two calls of `fit`."""
 
     epoch: int
+    number: int  # of such calls before that were answered
 
     def __call__(self, model: LoopModel) -> Progress:
         """Let the user's function go on."""
-        return model.advance(self.epoch)
+        return model.advance(self.epoch, self.number)

@@ -14,7 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from steepest.engine.generators import HeldGenerators
 from steepest.errors import ConfigurationError
+from steepest.loop.gathering import (
+    Gatherings,
+    Place,
+    Region,
+    Wanted,
+    alone,
+    joined,
+    packed,
+)
+from steepest.loop.kept import pack, unpack
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.turns import Ended, Turns
 from steepest.loop.unseen import Unseen, noted
@@ -34,6 +45,7 @@ class Ask(enum.Enum):
     BEGIN = "the job, after prepare()"
     BATCH = "the next batch"
     COMMIT = "the commit of a step"
+    PARTS = "what other workers gather"
 
 
 @dataclass(frozen=True)
@@ -82,11 +94,12 @@ class Kept:
                     "and load_state_dict(): give an object with both, or plain values"
                 )
 
-    def state(self) -> dict[str, Any]:
-        """Return the states of all objects, and the values."""
+    def state(self, objects: bool = True) -> dict[str, Any]:
+        """Return the states of all objects, and the values; without `objects` the values alone."""
         return {
             name: value.state_dict() if hasattr(value, "state_dict") else value
             for name, value in vars(self).items()
+            if objects or not hasattr(value, "state_dict")
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -177,6 +190,11 @@ class Session:
         self._report_count = 0
         self._reports: list[Reported] = []
         self._ticks: list[_Ticks] = []
+        self.gatherings = Gatherings()
+        self.gathers_among_batches = (
+            False  # whether the loop has gathered elsewhere than at an epoch's end
+        )
+        self._handed: tuple[int, list[Reported]] = (-1, [])  # reports of the last call of `advance`
         self._reset()
 
     def _reset(self) -> None:
@@ -203,7 +221,17 @@ class Session:
         self._own_weight: float | None = None  # of the present batch, as the user says it
         self._since_report = 0  # samples
         self._kept: Kept | None = None
+        self._ticked: list[int | None] = []  # of the state that was taken, see `_Ticks.at`
         self._passed = 0  # steps of the job of which the loop has seen the end
+        self._wanted: Wanted | None = None  # what the loop waits for that gathers
+        self._held: HeldGenerators | None = None  # as they were when it began to wait in vain
+        self._region, self._number, self._gathered = Region.BEFORE, 0, 0
+        # the state from which another worker takes part in what is gathered here, see `_mark`
+        self._boundary: torch.Tensor | dict[str, Any] | None = None
+        # of a worker that joins while others gather: it sees one batch more, whose steps and reports do not count
+        self._standing_in = ""
+        self._stand_in_given = False
+        self.order: list[list[int]] = []  # by rank, the samples of the present evaluation so far
 
     # -- for the worker's thread ---------------------------------------------------------------
 
@@ -216,6 +244,12 @@ class Session:
     def has_ended(self) -> bool:
         """Whether the function has returned."""
         return self._turns.ended is not None
+
+    @property
+    def sees_all_steps(self) -> bool:
+        """Whether the loop goes through a step in which the worker has no samples, with others that do not count."""
+        # one that has not begun has to come to the end of that epoch
+        return self.together and (self.gathers_among_batches or self._asked is Ask.BEGIN)
 
     def begin(self) -> Any:
         """Run the function up to `prepare`; return the model that was made there.
@@ -239,9 +273,13 @@ class Session:
         batch is that of the step that the loop awaits, its gradients serve again.
         """
         taken = None if self._taken is None else self._taken.where
+        again = self._region is Region.BEFORE and taken == batch.where and not self.in_lockstep
         if self._asked is Ask.COMMIT and taken == batch.where:
             return True
-        self._pending, self.hyper = batch, None
+        if not (self._asked is Ask.PARTS and again):
+            self._pending, self.hyper = batch, None
+        if not self.in_lockstep:
+            self.gatherings.drop_before(batch.where.step)
         self._go_on()
         self._raise_error()
         return self._asked is Ask.COMMIT
@@ -254,6 +292,8 @@ class Session:
     def is_undone(self, where: Where) -> bool:
         """Return whether the loop has to begin anew: the step that it awaits was dealt out in another way."""
         taken = None if self._taken is None else self._taken.where
+        if self._wanted is not None and self._wanted.who != (self.rank, self.size):
+            return True
         return taken is not None and taken != where and not where.follows(taken)
 
     def pass_by(self, where: Where) -> None:
@@ -267,24 +307,33 @@ class Session:
         What the function raises meanwhile is raised by the next `compute` or `advance`.
         """
         awaited = self._taken is not None and self._taken.where.step < steps
-        if (self._asked is Ask.COMMIT and awaited) or (self._asked is Ask.BATCH and self._is_over):
-            self._go_on()
+        over = self._asked is Ask.BATCH and self._is_over
+        if (self._asked is Ask.COMMIT and awaited) or over or self._asked is Ask.PARTS:
+            self._go_on(waits=False)
 
     def fail(self, error: BaseException) -> None:
         """Have the next `compute` or `advance` raise an error."""
         self._error = self._error or error
 
-    def advance(self, epoch: int) -> Progress:
+    def advance(self, epoch: int, number: int = 0) -> Progress:
         """Between two steps, let the function go on up to where it needs the next batch, or to its end.
 
         Args:
             epoch: of the job's next step.
+            number: of such calls before of which the answers have arrived.
         """
+        if self._handed[0] == number:
+            self._reports = self._handed[1] + self._reports
+            self._handed = (-1, [])
         self._next_epoch = max(self._next_epoch, epoch)
         while self._asked is not None and not (self._asked is Ask.BATCH and not self._is_over):
+            if self._wanted is not None and self.gatherings.who not in (None, self._wanted.who):
+                self.rank, self.size = self.gatherings.who or (self.rank, self.size)
+                self.begin_anew(self.state())
             self._go_on()
         self._raise_error()
         reports, self._reports = self._reports, []
+        self._handed = number, reports
         locked = self.prepared is not None and self.prepared.lockstep is not None
         return Progress(self.has_ended, self._epochs, locked, reports)
 
@@ -292,13 +341,33 @@ class Session:
         """Return what the loop has to go on with elsewhere, see `load`."""
         if self._arriving is not None:
             return self._arriving
+        inside = self._region is Region.BEFORE and not self.in_lockstep
+        boundary = self._boundary
+        if self._asked is not Ask.PARTS or inside or boundary is None:
+            return self._state()
+        if isinstance(boundary, torch.Tensor):
+            return unpack(boundary)
         kept = {} if self._kept is None else self._kept.state()
+        return {**boundary, "kept": kept | boundary["kept"]}
+
+    def _state(self, at: str = "", objects: bool = True) -> dict[str, Any]:
+        """Return the present state.
+
+        Args:
+            at: "after" a step, or at the "end" of an epoch, where others gather.
+            objects: whether to ask the objects that are kept for their state.
+        """
+        kept = {} if self._kept is None else self._kept.state(objects)
         return {
             "step": self._steps,
             "batches": self.batches,
             "reports": self._report_count,
             "since": self._since_report,
             "kept": kept,
+            "at": at,
+            "epoch": self._epoch,
+            "ticked": [ticks.at if ticks.by_step else None for ticks in self._ticks],
+            "gathers": self.gathers_among_batches,
             "lockstep": None
             if self.prepared is None or self.prepared.lockstep is None
             else self.prepared.lockstep.state(),
@@ -311,6 +380,7 @@ class Session:
         Args:
             state: as `state` returned it in this or another worker.
         """
+        self.gathers_among_batches |= state["gathers"]
         if self._asked is not Ask.BEGIN:
             if state["step"] == self._steps:
                 return
@@ -331,7 +401,10 @@ class Session:
         if self._taken is None:
             return self._passed
         taken = self._taken.where.step
-        return taken if self._asked is Ask.COMMIT else max(self.at_step + 1, self._passed)
+        before = self._asked is Ask.PARTS and self._region is Region.BEFORE and not self.in_lockstep
+        if self._asked is Ask.COMMIT or before:
+            return taken
+        return max(self.at_step + 1, self._passed)
 
     def _scheduled(self) -> dict[str, Any]:
         """Return the states of schedulers, and what they have set."""
@@ -347,14 +420,44 @@ class Session:
         """End the function where it stands."""
         self._turns.end(SetBack())
 
-    def _go_on(self) -> None:
-        """Give the turn to the function, until it asks for something or has ended."""
-        asked = self._turns.resume()
-        if isinstance(asked, Ended):
-            self._asked = self._pending = None
-            self._error = self._error or asked.error
-        else:
-            self._asked = asked
+    def _go_on(self, waits: bool = True) -> None:
+        """Give the turn to the function, until it asks for something or has ended.
+
+        Args:
+            waits: for other workers, where it gathers; otherwise it stays there unless all parts are here.
+        """
+        while True:
+            given = None
+            if self._wanted is not None:
+                given = self._parts(self._wanted, waits)
+                if given is None:
+                    return
+                self._wanted = None
+            asked = self._turns.resume(given)
+            if isinstance(asked, Wanted):
+                self._asked, self._wanted = Ask.PARTS, asked
+                self.gatherings.put(asked)
+                continue
+            if isinstance(asked, Ended):
+                self._asked = self._pending = None
+                self._error = self._error or asked.error
+            else:
+                self._asked = asked
+            return
+
+    def _parts(self, wanted: Wanted, waits: bool) -> list[torch.Tensor] | None:
+        """Return the parts of all workers that gather; None where some are missing."""
+        if waits and self.gatherings.found(wanted) is None:
+            try:
+                self.gatherings.wait(wanted)
+            except BaseException:
+                self._held = self._held or HeldGenerators()
+                raise
+        found = self.gatherings.found(wanted)
+        if found is not None and self._held is not None:
+            self._held.go_on()
+            self._held = None
+        return found
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -402,12 +505,13 @@ class Session:
         if lockstep is not None:
             yield from self._locked_epochs(lockstep, count)
             return
-        if self._arriving is not None:
+        if self._arriving is not None and self._arriving["at"]:
+            self._stand_in(self._arriving)
+        elif self._arriving is not None:
             self._take(self._arriving)
         arrived = self._passed > 0 or pending is None
         before = (self._passed if arrived or pending is None else pending.where.step) - 1
-        for ticks in self._ticks:
-            ticks.begin(before)
+        self._begin_ticks(before)
         while self._epoch < count:
             yield self._epoch
             self._epoch += 1
@@ -416,11 +520,16 @@ class Session:
         if self._arriving is not None:
             if (where := self._arriving["lockstep"]) is not None:
                 lockstep.load(where)
-            if not lockstep.skip:
+            if self._arriving["at"] == "end":
+                self._stand_in(self._arriving)
+            elif not lockstep.skip:
                 self._take(self._arriving)
-        self._epoch = lockstep.first_epoch(self.size)
+        if not self._standing_in:
+            self._epoch = lockstep.first_epoch(self.size)
         while self._epoch < count:
             lockstep.begin(self._epoch, self.size)
+            self._enter(Region.BEFORE, lockstep.number)
+            self._boundary = None
             self.batches += 1
             self._own_weight = None
             yield self._epoch
@@ -438,8 +547,73 @@ class Session:
             for scheduler, own in zip(prepared.schedulers, state["schedulers"], strict=True):
                 scheduler.load_state_dict(own)
             prepared.set_groups(state["groups"])
+        self._ticked = state["ticked"]
         if self._kept is not None:
             self._kept.load(state["kept"])
+
+    def _begin_ticks(self, step: int) -> None:
+        """Have schedulers count after a step of the job; those of the worker whose state was taken may be behind."""
+        found = self._ticked if self.together and self._ticked else [None] * len(self._ticks)
+        for ticks, at in zip(self._ticks, found, strict=True):
+            ticks.begin(step, 0 if at is None else step - at)
+
+    def _stand_in(self, state: Mapping[str, Any]) -> None:
+        """Go to the end of a step, or of an epoch, where other workers gather; `state` is taken there."""
+        self._standing_in, self._stand_in_given = state["at"], False
+        self._epoch, self._passed = state["epoch"], state["step"]
+
+    def _end_stand_in(self) -> None:
+        """Take the state of the others that gather, now that all is done that they have done before."""
+        at, self._standing_in = self._standing_in, ""
+        assert self._arriving is not None
+        self._take(self._arriving)
+        self._begin_ticks(self._passed - 1 - (at == "after"))
+        self.losses, self.clip = [], None
+
+    def _enter(self, region: Region, number: int) -> None:
+        """Note in which part of the loop gatherings are from now on."""
+        if (region, number) != (self._region, self._number):
+            self._region, self._number, self._gathered = region, number, 0
+
+    def _mark(self, at: str) -> None:
+        """Keep the state from which a worker that joins takes part in what is gathered from now on."""
+        self._boundary = None
+        if self.size > 1 and self.together:
+            # objects may be large: their state is kept from before only where the loop is known to gather
+            whole = at == "end" or self.gathers_among_batches
+            step = max(self.at_step + 1, self._passed)
+            state = {**self._state(at, whole), "step": step}
+            self._boundary = pack(state, self.batches) if whole else state
+
+    def on_device(self, batch: Any) -> Any:
+        """Return a batch on the device of the model."""
+        return batch if self.prepared is None else self.prepared.model.on_device(batch)
+
+    def gather(self, value: Any) -> Any:
+        """Return the values of all workers, see `steepest.gather`."""
+        if self._epochs is None:
+            raise ConfigurationError(
+                "steepest.gather() before steepest.epochs(): call it in the loop, or after it, so that a worker that "
+                "joins later knows which values are meant"
+            )
+        if not self.together:
+            raise ConfigurationError(
+                "steepest.gather() where workers do not wait for each other: report() gives the driver means over "
+                'them; or give strategy="ps" or "allreduce"'
+            )
+        if self.size == 1 or self._standing_in:
+            return alone(value)
+        locked = None if self.prepared is None else self.prepared.lockstep
+        self.gathers_among_batches |= self._region is not Region.END
+        place = Place(self._number, self._region, self._gathered)
+        self._gathered += 1
+        before = self._region is Region.BEFORE
+        none = before and (self._taken is not None and not self._taken.samples)
+        if locked is not None:
+            none = before and locked.samples == 0
+        own = packed(value, counts=not none)
+        parts = self._turns.ask(Wanted(place, own, (self.rank, self.size)))
+        return joined(value, parts, self.order)
 
     def register(self, objects: Mapping[str, Any]) -> Kept:
         """Take what is kept with the job's state."""
@@ -473,16 +647,22 @@ class Session:
                 "around the loop, so that a worker that joins later knows where the job is"
             )
         lockstep = None if self.prepared is None else self.prepared.lockstep
+        if self._standing_in and not self._stand_in_given:
+            self._stand_in_given = True
+            assert self.prepared is not None
+            return self.prepared.model.batch_before(self._passed)
+        if self._standing_in:
+            self._end_stand_in()
         if lockstep is not None:
             return self._next_locked(lockstep)
         while self._pending is None:
             if self._is_over:
-                raise StopIteration
+                self._end_epoch()
             self._turns.ask(Ask.BATCH)
         pending = self._pending
         epoch = pending.where.epoch or 0
         if epoch > self._epoch:
-            raise StopIteration
+            self._end_epoch()
         if epoch < self._epoch:
             raise ConfigurationError(
                 f"the loop over the loader was left in epoch {epoch} before its end, and begun anew: go through all "
@@ -490,19 +670,31 @@ class Session:
             )
         self._pending, self._taken, self._stepped = None, pending, False
         self._see(pending.where)
+        self._enter(Region.BEFORE, pending.where.step)
         self.batches += 1
         self.samples += pending.samples
         self.weight += pending.samples
         self._since_report += pending.samples
         return pending.data
 
+    def _end_epoch(self) -> None:
+        """Raise StopIteration: the epoch has no further batch."""
+        locked = None if self.prepared is None else self.prepared.lockstep
+        number = locked.number if locked is not None else max(self.at_step + 1, self._passed)
+        if (self._region, self._number) != (Region.END, number):
+            self._enter(Region.END, number)
+            self._mark("end")
+        raise StopIteration
+
     def _next_locked(self, lockstep: Lockstep) -> Any:
         """Return the next batch of a loop whose steps are not one for each batch."""
         if not lockstep.has_more(self.size):
-            raise StopIteration
+            self._end_epoch()
         while self._pending is None and not lockstep.skip:
             self._turns.ask(Ask.BATCH)
         batch = lockstep.next_batch(self.rank, self.size)
+        self._boundary = None
+        self._enter(Region.BEFORE, lockstep.number)
         self.batches += 1
         self._own_weight = None
         self._since_report += lockstep.samples or 0
@@ -536,6 +728,11 @@ class Session:
         assert self.prepared is not None
         prepared = self.prepared
         optimizer, lockstep = prepared.optimizers[index], prepared.lockstep
+        if self._standing_in:
+            if self._standing_in != "end":
+                self._end_stand_in()
+                self._enter(Region.AFTER, self._passed)
+            return
         if lockstep is not None and lockstep.skip:
             self._skip_step(lockstep)
             return
@@ -568,9 +765,17 @@ class Session:
         vars(optimizer)["_opt_called"] = True
         self._stepped = True
         self._turns.ask(Ask.COMMIT)
+        self._after_step(lockstep)
+
+    def _after_step(self, lockstep: Lockstep | None) -> None:
+        """Note that a step is committed, and the loop goes on behind it."""
         self.weight, self.samples, self.losses, self.clip = 0.0, 0, [], None
         if lockstep is not None:
             lockstep.taken += 1
+            self.gatherings.drop_before(lockstep.number)
+        else:
+            self._enter(Region.AFTER, self.at_step + 1)
+        self._mark("" if lockstep is not None else "after")
 
     def _weight_of(self, lockstep: Lockstep) -> float:
         """Return what the present batch weighs in a step."""
@@ -610,11 +815,13 @@ class Session:
     def at_step(self) -> int:
         """The number of the job's last step of which the loop has taken all batches; -1 before the first."""
         if self._taken is None:
-            return -1
+            return self._passed - 1
         return self._taken.where.step - self._taken.where.has_more
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Take values of the user's, for the driver."""
+        if self._standing_in:
+            return
         found = checked_metrics({name: _number(value) for name, value in values.items()})
         self._reports.append(Reported(self._report_count, self._since_report, found))
         self._report_count += 1
@@ -637,14 +844,17 @@ class _Ticks:
         self._session = session
         own = type(scheduler)
         self._step: Callable[..., None] = partial(own.step, scheduler)
-        self._at, self._batches = -1, 0  # at its last step: the job's, and the worker's batches
+        self.at, self._batches = -1, 0  # at its last step: the job's, and the worker's batches
+        self.by_step = False  # whether that was after a step of the optimizer
         # an attribute of the scheduler's own would be part of its state_dict()
         ticking = {"step": lambda _, *arguments, **named: self.tick(*arguments, **named)}
         scheduler.__class__ = type(own.__name__, (own,), ticking)
 
-    def begin(self, step: int) -> None:
-        """Begin to count after a step of the job."""
-        self._at, self._batches = step, self._session.batches
+    def begin(self, step: int, behind: int = 0) -> None:
+        """Begin to count after a step of the job, of which the scheduler is so many steps behind."""
+        for _ in range(behind):
+            self._step()
+        self.at, self._batches = step, self._session.batches
 
     def tick(self, *arguments: Any, **named: Any) -> None:
         """Step the scheduler as often as the job has stepped, if it is stepped by step."""
@@ -654,8 +864,8 @@ class _Ticks:
             self._step(*arguments, **named)
             return
         by_step = batches - self._batches == 1 and not arguments and not named
-        times = max(now - self._at, 0) if by_step else 1
-        self._at, self._batches = now, batches
+        times = max(now - self.at, 0) if by_step else 1
+        self.at, self._batches, self.by_step = now, batches, by_step
         for _ in range(times):
             self._step(*arguments, **named)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated
 
-from steepest.messages.fields import TEXT, Schema
+from steepest.messages.fields import COUNT, TEXT, Schema
 from steepest.messages.message import Kind
 from steepest.messages.permissions import Line, lines
 from steepest.messages.schema import Body, Generation, Header, Payload, Sequence, body
@@ -51,7 +51,23 @@ class Abort(Body):
     reason: Annotated[str, TEXT] = ""  # in words
 
 
+@body(Kind.PART)
+class Part(Body):
+    """One worker's values of a gathering in a user's own loop.
+
+    A member sends it to all others when its loop gathers, and once more, with those of other workers that it knows,
+    when the members change. A copy of one that is there changes nothing. Without a payload, the sender asks for all
+    parts that the receiver knows.
+    """
+
+    number: Annotated[int, Header("version")]  # of the step, or of the batch, at which the loop is
+    sequence: Sequence  # the count of gatherings there before
+    region: Annotated[int, COUNT]  # before or after the step, or at the end of an epoch
+    owner: Annotated[int, COUNT]  # the rank of the worker
+    payload: Payload = None  # see `steepest.loop.kept.pack`
+
+
 #: The messages of members, which a process accepts that hosts one.
 MEMBERS: Mapping[Line, Schema] = MappingProxyType(
-    lines({("member", "member"): (Data, Connected, Abort)})
+    lines({("member", "member"): (Data, Connected, Abort, Part)})
 )

@@ -112,6 +112,7 @@ class Kind(enum.IntEnum):
     DATA = 48
     CONNECTED = 49
     ABORT = 50
+    PART = 54
     # steepest.embedding.row_messages, but for READ_ON, which is of steepest.messages.snapshots
     PULL_ROWS = 51
     ROWS = 52

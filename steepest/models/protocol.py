@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from steepest.data.protocol import Source
+from steepest.data.protocol import Indices, Source
 from steepest.errors import ModelError
 from steepest.models.scalars import as_number, describe
 from steepest.optim.arriving import ArrivingState
@@ -320,6 +320,26 @@ class TakesBack(Protocol):
 
     #: None, but while it computes, where calls of `ready` can be undone, a function that undoes all of them
     take_back: Callable[[], None] | None
+
+
+@runtime_checkable
+class Gathers(Protocol):
+    """An ability of a model: it gathers values of all workers in the middle of its work."""
+
+    def meet(
+        self,
+        member: Any,
+        wait: Callable[[Callable[[], bool]], None],
+        share_of: Callable[[int], Indices | None],
+    ) -> None:
+        """Take how the other workers are reached; called when these are known, or have changed.
+
+        Args:
+            member: a `steepest.collectives.members.MemberCollective`.
+            wait: returns when what it is given returns True, and lets messages come meanwhile.
+            share_of: returns the samples of the replica's last batch of a step of the job; None where it had none, or
+                they are not known.
+        """
 
 
 @runtime_checkable

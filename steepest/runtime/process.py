@@ -425,8 +425,10 @@ class Process:
     def join(self, job: Job, workers: Sequence[Address]) -> None:
         """Tell the coordinator that this process' worker is ready; install collectives among workers."""
         assert self._worker is not None
+        assert self._replicas is not None
         self._member = self._member_of(job, workers, self._worker, self._transport)
         operations.install(self._member)
+        self._replicas.meet(self._member, self._worker.wait_within)
         self._worker.join()
 
     def _member_of(

@@ -100,6 +100,7 @@ SAID: list[Body] = [
     collective.Data(1, 3, 2, 0),
     collective.Connected(),
     collective.Abort(1, 2, "a member died"),
+    collective.Part(4, 1, 2, 0),
 ]
 
 

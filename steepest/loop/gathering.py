@@ -1,0 +1,263 @@
+"""What all workers' loops have gathered: each one's part is sent to all others, and kept for those that join later."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from steepest.collectives.members import MemberCollective
+from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
+from steepest.loop.kept import pack, unpack
+from steepest.messages.collective import Part
+from steepest.tensors.memory import as_tensor
+
+_AGAIN_SECONDS = 1.0  # between two attempts to reach a worker
+_PLAIN = (bool, int, float, str)
+
+
+class Region(enum.IntEnum):
+    """A part of a user's loop, by which it is known where another worker's loop stands."""
+
+    BEFORE = 0  # between taking a batch and its step
+    AFTER = 1  # after its step
+    END = 2  # after an epoch's last batch
+
+
+class Place(NamedTuple):
+    """Where a loop gathers."""
+
+    number: (
+        int  # of the job's step, or, where steps are not one for each batch, of the batch or round
+    )
+    region: Region
+    nth: int  # how often it has gathered there before
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a loop asks for that gathers: the parts of all workers.
+
+    Attributes:
+        place: of the gathering.
+        own: this worker's part.
+        who: the worker's number, and that of all workers.
+    """
+
+    place: Place
+    own: torch.Tensor
+    who: tuple[int, int]
+
+
+class Gatherings:
+    """The parts of gatherings that are in progress, or that a worker may miss that joins later."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Place, dict[int, torch.Tensor]] = {}
+        self._member: MemberCollective | None = None
+        self._wait: Callable[[Callable[[], bool]], None] | None = None
+        self._late: list[tuple[int, Part]] = []  # for workers that could not be reached
+        self._again = 0.0
+        self._here: set[int] = (
+            set()
+        )  # workers that have asked, since these were known or have changed
+
+    def meet(self, member: MemberCollective, wait: Callable[[Callable[[], bool]], None]) -> None:
+        """Send to other workers from now on over a collective, and tell them what is known here."""
+        if self._member is not None and self._member.size != member.size:
+            self._parts.clear()  # whose loops are begun anew
+        self._member, self._wait, self._late = member, wait, []
+        member.take_part = self._take
+        self._here = set()
+        for other in range(member.size):
+            if other != member.rank:
+                self._ask(other)
+
+    @property
+    def who(self) -> tuple[int, int] | None:
+        """The worker's present number, and that of all workers; None before it knows the others."""
+        return None if self._member is None else (self._member.rank, self._member.size)
+
+    def put(self, wanted: Wanted) -> None:
+        """Send the worker's own part to all others, unless a predecessor of the worker has done so."""
+        parts, rank = self._parts.setdefault(wanted.place, {}), wanted.who[0]
+        if rank not in parts:
+            parts[rank] = wanted.own
+            self._tell(wanted.place, rank, wanted.own)
+
+    def found(self, wanted: Wanted) -> list[torch.Tensor] | None:
+        """Return all parts by rank; None where some have not come."""
+        self._send_late()
+        parts = self._parts.get(wanted.place, {})
+        if len(parts) < wanted.who[1]:
+            return None
+        return [part for _, part in sorted(parts.items())]
+
+    def wait(self, wanted: Wanted) -> None:
+        """Return when all parts are here; what ends the wait is raised."""
+        assert self._wait is not None
+        self._wait(lambda: self.found(wanted) is not None)
+
+    def drop_before(self, number: int) -> None:
+        """Drop what was gathered in earlier steps: all workers are past these."""
+        for place in [place for place in self._parts if place.number < number]:
+            del self._parts[place]
+
+    def _take(self, part: Part) -> None:
+        place = Place(part.number, Region(part.region), part.sequence)
+        if part.payload is None:
+            if part.owner not in self._here:
+                self._here.add(part.owner)
+                self._ask(part.owner)  # which has perhaps not heard of this worker before
+            self._answer(part.owner)
+        else:
+            self._parts.setdefault(place, {}).setdefault(part.owner, as_tensor(part.payload))
+
+    def _ask(self, other: int) -> None:
+        """Ask another worker for all parts that it knows; it asks in return, and is sent parts from then on."""
+        assert self._member is not None
+        self._send(other, Part(0, 0, 0, self._member.rank))
+
+    def _answer(self, other: int) -> None:
+        """Send another worker all parts that are known here."""
+        for place, parts in self._parts.items():
+            for owner, payload in parts.items():
+                part = Part(place.number, place.nth, int(place.region), owner, payload)
+                self._send(other, part)
+
+    def _tell(self, place: Place, owner: int, payload: torch.Tensor) -> None:
+        assert self._member is not None
+        part = Part(place.number, place.nth, int(place.region), owner, payload)
+        for other in sorted(self._here):
+            self._send(other, part)
+
+    def _send(self, other: int, part: Part) -> None:
+        assert self._member is not None
+        try:
+            self._member.tell(other, part)
+        except (PeerLostError, DeadlineError, ProtocolError):
+            self._late.append((other, part))
+            self._again = time.monotonic() + _AGAIN_SECONDS
+
+    def _send_late(self) -> None:
+        if self._late and time.monotonic() >= self._again:
+            late, self._late = self._late, []
+            for other, part in late:
+                self._send(other, part)
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def is_column(value: Any) -> bool:
+    """Return whether a value is a list of numbers or texts, one for each sample."""
+    return type(value) is list and all(isinstance(each, _PLAIN) for each in value)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Return the tensors, numbers and columns in a value, in order.
+
+    Raises:
+        ConfigurationError: something else is in it.
+
+    Example:
+        >>> leaves_of({"a": (1, [2, 3]), "b": [torch.ones(2)]})
+        [1, [2, 3], tensor([1., 1.])]
+    """
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic, *_PLAIN)) or is_column(value):
+        return [value]
+    if isinstance(value, Mapping):
+        return [leaf for each in value.values() for leaf in leaves_of(each)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for each in value for leaf in leaves_of(each)]
+    raise ConfigurationError(
+        f"steepest.gather() was given a {type(value).__name__}: give tensors, arrays, numbers, lists of numbers or "
+        "texts, and dicts, lists and tuples of these"
+    )
+
+
+def rebuilt(value: Any, leaves: list[Any]) -> Any:
+    """Return a value with other leaves, which are taken from a list."""
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic, *_PLAIN)) or is_column(value):
+        return leaves.pop(0)
+    if isinstance(value, Mapping):
+        return {key: rebuilt(each, leaves) for key, each in value.items()}
+    parts = [rebuilt(each, leaves) for each in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def packed(value: Any, counts: bool = True) -> torch.Tensor:
+    """Return the leaves of a value as bytes for `joined`; without rows, if the value does not count."""
+    rows = [as_rows(leaf) for leaf in leaves_of(value)]
+    return pack({"leaves": rows if counts else [leaf[:0] for leaf in rows]})
+
+
+def as_rows(leaf: Any) -> Any:
+    """Return what is joined of a leaf: a tensor with a row for each of its values, or a column."""
+    if is_column(leaf):
+        return leaf
+    if isinstance(leaf, str):
+        return [leaf]
+    tensor = torch.as_tensor(leaf).detach()
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
+
+
+def joined(value: Any, parts: Sequence[torch.Tensor], order: Sequence[Sequence[int]]) -> Any:
+    """Return all workers' values as one: their rows one behind the other, in the form of a worker's own.
+
+    Args:
+        value: the worker's own.
+        parts: as `packed`, by rank.
+        order: by rank, the places of the samples of which it may be that there is a row each.
+
+    Raises:
+        ConfigurationError: the workers have given values of other forms.
+    """
+    own, everything = leaves_of(value), [unpack(part)["leaves"] for part in parts]
+    if {len(leaves) for leaves in everything} != {len(own)}:
+        raise ConfigurationError(
+            "steepest.gather() was given another number of tensors on each worker: give the same structure"
+        )
+    return rebuilt(
+        value,
+        [_join(leaf, [leaves[at] for leaves in everything], order) for at, leaf in enumerate(own)],
+    )
+
+
+def alone(value: Any) -> Any:
+    """Return what `joined` returns of a single worker's value: the same, with numbers as tensors of one row."""
+    return rebuilt(value, [_like(leaf, as_rows(leaf)) for leaf in leaves_of(value)])
+
+
+def _join(own: Any, parts: list[Any], order: Sequence[Sequence[int]]) -> Any:
+    column = isinstance(parts[0], list)
+    found: Any = [each for part in parts for each in part] if column else _concatenated(parts)
+    lengths: list[int] = [len(part) for part in parts]
+    if lengths == [len(each) for each in order]:
+        places = [place for each in order for place in each]
+        by_place = sorted(range(len(places)), key=places.__getitem__)
+        found = [found[i] for i in by_place] if isinstance(found, list) else found[by_place]
+    return _like(own, found)
+
+
+def _concatenated(parts: list[torch.Tensor]) -> torch.Tensor:
+    rows = [part for part in parts if part.dim() != 1 or part.numel()] or parts[:1]
+    try:
+        return torch.cat(rows)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(
+            f"steepest.gather() was given tensors of shapes {sorted({tuple(part.shape) for part in parts})}: give such "
+            f"as differ in their first dimension alone ({error})"
+        ) from None
+
+
+def _like(own: Any, found: Any) -> Any:
+    """Return what was found in the form of a worker's own leaf."""
+    if isinstance(own, torch.Tensor):
+        return found.to(own.device)
+    return found.numpy() if isinstance(own, np.ndarray) else found
