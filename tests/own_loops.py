@@ -77,6 +77,8 @@ class Script:
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None
     data: tuple[torch.Tensor, ...] = field(default_factory=lambda: samples(SAMPLES))
     epochs: int = 3
+    shuffles: bool = True
+    any_steps: bool = False
 
     def _parts(self, loader: Any) -> Parts:
         model = self.model()
@@ -86,16 +88,24 @@ class Script:
 
     def __call__(self) -> None:
         """The script as steepest runs it."""
-        parts = self._parts(DataLoader(TensorDataset(*self.data), batch_size=BATCH, shuffle=True))
+        data = TensorDataset(*self.data)
+        parts = self._parts(DataLoader(data, batch_size=BATCH, shuffle=self.shuffles))
         model, optimizer, loader, *schedulers = steepest.prepare(
-            parts.model, parts.optimizer, parts.loader, *parts.schedulers
+            parts.model,
+            parts.optimizer,
+            parts.loader,
+            *parts.schedulers,
+            any_steps=self.any_steps,
         )
         self.loop(Parts(model, optimizer, loader, tuple(schedulers)), self.epochs)
 
     def alone(self, workers: int, seed: int = 0) -> Weights:
         """The weights of the same loop without steepest's workers, on the batches of so many together."""
         torch.manual_seed(seed)
-        parts = self._parts(Whole(self.data, workers * BATCH, seed))
+        whole: Any = Whole(self.data, workers * BATCH, seed)
+        if not self.shuffles:
+            whole = DataLoader(TensorDataset(*self.data), batch_size=workers * BATCH)
+        parts = self._parts(whole)
         self.loop(parts, self.epochs)
         return snapshot(parts.model)
 
@@ -122,6 +132,16 @@ def accumulating(parts: Parts, epochs: int, batches: int = 2) -> None:
             if (number + 1) % batches == 0:
                 parts.optimizer.step()
                 parts.optimizer.zero_grad()
+
+
+def several_passes(parts: Parts, epochs: int) -> None:
+    """No step for some batches, several for others."""
+    for _ in steepest.epochs(epochs):
+        for number, (x, y) in enumerate(parts.loader):
+            for _ in range(number % 3):
+                parts.optimizer.zero_grad()
+                nn.functional.mse_loss(parts.model(x), y).backward()
+                parts.optimizer.step()
 
 
 def by_epoch(parts: Parts, epochs: int) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError
 from steepest.loop.gathering import alone
-from steepest.loop.loaders import EvaluationLoader, TrainingLoader
+from steepest.loop.loaders import EvaluationLoader, TrainingLoader, keep_order
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.model import LoopModel
 from steepest.loop.session import Kept, Prepared, Session, current
@@ -24,7 +24,11 @@ _ORDER = (
 )
 
 
-def prepare(*objects: Any, project: Callable[[str, torch.Tensor], object] | None = None) -> Any:
+def prepare(
+    *objects: Any,
+    project: Callable[[str, torch.Tensor], object] | None = None,
+    any_steps: bool = False,
+) -> Any:
     """Make a model, its optimizer, schedulers and loaders those of the job whose worker this is.
 
     Call it once, before the loop. Outside of `steepest.run` it returns what it is given.
@@ -42,6 +46,8 @@ def prepare(*objects: Any, project: Callable[[str, torch.Tensor], object] | None
         project: called as ``project(name, values)`` after each update of a parameter, where that is made: changes the
             values, perhaps a part of them, in place, each by itself, such as ``values.clamp_(-0.01, 0.01)``. Names are
             those of the module, or "0.weight" and "1.weight" of several. Without `steepest.run` it is not called.
+        any_steps: whether a batch of the loader may have any number of steps of a single optimizer, as many on each
+            worker, such as several passes over a batch. Otherwise each step takes the next batch.
 
     Returns:
         The same in the same order, a single one by itself: loaders are others, whatever else is what it was.
@@ -77,7 +83,7 @@ def prepare(*objects: Any, project: Callable[[str, torch.Tensor], object] | None
             "steepest.prepare() was called twice: give it everything in one call, before the loop"
         )
     module = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
-    lockstep = _lockstep(session, optimizers, loaders)
+    lockstep = _lockstep(session, optimizers, loaders, any_steps=any_steps)
     model = LoopModel(session, module, optimizers, None if lockstep else loaders[0], project)
     # where workers do not wait for each other, each reads all of a further loader
     further = loaders[1:] if session.together else []
@@ -96,11 +102,14 @@ def _lockstep(
     session: Session,
     optimizers: Sequence[torch.optim.Optimizer],
     loaders: Sequence[DataLoader[Any]],
+    *,
+    any_steps: bool,
 ) -> Lockstep | None:
     """Return the place of a loop whose steps are not one for each batch; None for any other."""
-    if len(optimizers) == 1 and loaders:
+    if len(optimizers) == 1 and loaders and not any_steps:
         return None
-    what = "several optimizers" if loaders else "a loop without a loader"
+    several = "any_steps=True" if any_steps else "several optimizers"
+    what = several if loaders else "a loop without a loader"
     if not session.together:
         raise ConfigurationError(
             f"{what} where workers do not wait for each other: all of them are to take the same steps; give "
@@ -109,6 +118,7 @@ def _lockstep(
     if not loaders:
         return Lockstep(None, 1, session.seed)
     source, batch_size = as_source(loaders[0], None)
+    keep_order(source, loaders[0])
     return Lockstep(source, batch_size, session.seed)
 
 

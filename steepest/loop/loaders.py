@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from steepest.data.protocol import Source
 from steepest.data.sampler import even_share
 from steepest.data.sources import DatasetSource
 from steepest.errors import ConfigurationError
@@ -110,6 +111,12 @@ class EvaluationLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
+
+
+def keep_order(source: Source, loader: DataLoader[Any]) -> None:
+    """Have the samples of a loader that does not shuffle come in the order of the data set, in each epoch."""
+    if type(loader.sampler) is SequentialSampler and not hasattr(source, "blocks"):
+        vars(source)["blocks"] = 1
 
 
 def _indices_of(loader: DataLoader[Any]) -> Any:

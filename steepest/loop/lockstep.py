@@ -93,7 +93,8 @@ class Lockstep:
         assert self._source.size is not None
         whole = self._batch_size * self._size
         about = self._source.size, whole, self._seed, step, rest.epoch, rest.offset
-        return SamplePlan(*about, left=rest.left)
+        blocks = getattr(self._source, "blocks", None)
+        return SamplePlan(*about, blocks=blocks, left=rest.left)
 
     def _plan_for(self, size: int) -> SamplePlan:
         """Return the plan of the samples of so many workers."""

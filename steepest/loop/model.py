@@ -16,6 +16,7 @@ from steepest.data.protocol import Indices
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError, ModelError
 from steepest.loop.kept import pack, unpack
+from steepest.loop.loaders import keep_order
 from steepest.loop.lockstep import Steps
 from steepest.loop.overlap import Overlap
 from steepest.loop.session import Batch, Progress, Session
@@ -62,6 +63,8 @@ class LoopModel(TorchModel):
             batch_size=1 if loader is None else None,
             optimizer=chosen,
         )
+        if loader is not None:
+            keep_order(self.data, loader)
         self.session = session
         self._writes = LoopWrites()
         self._overlap = Overlap(self._leave)

@@ -740,7 +740,8 @@ class Session:
             raise ConfigurationError(
                 "optimizer.step() was called "
                 + ("before the first batch" if self._taken is None else "twice for one batch")
-                + ": with one optimizer and a loader each step takes the next batch of that loader"
+                + ": with one optimizer and a loader each step takes the next batch of that loader, unless "
+                "steepest.prepare(..., any_steps=True) says that a batch may have any number of steps"
             )
         if self._epochs is None:
             raise ConfigurationError(

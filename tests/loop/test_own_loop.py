@@ -34,6 +34,7 @@ from tests.own_loops import (
     penalised,
     plain,
     scaling,
+    several_passes,
     sharpness_aware,
     with_closures,
     with_token_weights,
@@ -102,6 +103,11 @@ ALIKE = {
     "closures": Script(with_closures, optimizer=sgd(momentum=0.9)),
     "a gradient penalty": Script(penalised),
     "token weights": Script(with_token_weights),
+    "the order of the data set": Script(plain, optimizer=sgd(momentum=0.9), shuffles=False),
+    "several steps for a batch": Script(
+        several_passes, optimizer=sgd(momentum=0.9), any_steps=True
+    ),
+    "several steps in order": Script(several_passes, shuffles=False, any_steps=True),
 }
 
 
