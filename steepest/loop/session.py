@@ -222,6 +222,7 @@ class Session:
         self._since_report = 0  # samples
         self._kept: Kept | None = None
         self._ticked: list[int | None] = []  # of the state that was taken, see `_Ticks.at`
+        self._committed = 0  # steps of the job that are known to be
         self._passed = 0  # steps of the job of which the loop has seen the end
         self._wanted: Wanted | None = None  # what the loop waits for that gathers
         self._held: HeldGenerators | None = None  # as they were when it began to wait in vain
@@ -299,6 +300,7 @@ class Session:
     def pass_by(self, where: Where) -> None:
         """Note that the worker has no samples in the job's next step."""
         self._passed = max(self._passed, where.step + 1)
+        self._committed = max(self._committed, where.step)
         self._see(where)
 
     def committed(self, steps: int) -> None:
@@ -307,7 +309,8 @@ class Session:
         What the function raises meanwhile is raised by the next `compute` or `advance`.
         """
         awaited = self._taken is not None and self._taken.where.step < steps
-        over = self._asked is Ask.BATCH and self._is_over
+        self._committed = max(self._committed, steps)
+        over = self._asked is Ask.BATCH and self._is_over and self._passed <= steps
         if (self._asked is Ask.COMMIT and awaited) or over or self._asked is Ask.PARTS:
             self._go_on(waits=False)
 
@@ -404,7 +407,7 @@ class Session:
         before = self._asked is Ask.PARTS and self._region is Region.BEFORE and not self.in_lockstep
         if self._asked is Ask.COMMIT or before:
             return taken
-        return max(self.at_step + 1, self._passed)
+        return max(self.at_step + 1, min(self._passed, self._committed))
 
     def _scheduled(self) -> dict[str, Any]:
         """Return the states of schedulers, and what they have set."""
@@ -539,6 +542,7 @@ class Session:
         """Set what has arrived, now that all is there of which it is the state."""
         self._arriving = None
         self._passed, self._report_count = state["step"], state["reports"]
+        self._committed = max(self._committed, state["step"])
         self._since_report = state["since"]
         self.batches = state["batches"]
         assert self.prepared is not None
@@ -561,6 +565,7 @@ class Session:
         """Go to the end of a step, or of an epoch, where other workers gather; `state` is taken there."""
         self._standing_in, self._stand_in_given = state["at"], False
         self._epoch, self._passed = state["epoch"], state["step"]
+        self._committed = max(self._committed, state["step"])
 
     def _end_stand_in(self) -> None:
         """Take the state of the others that gather, now that all is done that they have done before."""
