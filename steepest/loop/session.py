@@ -557,6 +557,8 @@ class Session:
 
     def _begin_ticks(self, step: int) -> None:
         """Have schedulers count after a step of the job; those of the worker whose state was taken may be behind."""
+        for optimizer in self.prepared.optimizers if self.prepared is not None else ():
+            vars(optimizer)["_opt_called"] = True
         found = self._ticked if self.together and self._ticked else [None] * len(self._ticks)
         for ticks, at in zip(self._ticks, found, strict=True):
             ticks.begin(step, 0 if at is None else step - at)
@@ -734,6 +736,7 @@ class Session:
         prepared = self.prepared
         optimizer, lockstep = prepared.optimizers[index], prepared.lockstep
         if self._standing_in:
+            vars(optimizer)["_opt_called"] = True  # else a scheduler would warn
             if self._standing_in != "end":
                 self._end_stand_in()
                 self._enter(Region.AFTER, self._passed)
