@@ -14,13 +14,13 @@ from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from steepest import collectives
 from steepest.collectives.members import MemberCollective
-from steepest.messages.message import member_peer
-from steepest.tensors.allocator import keep_freed_memory
-from steepest.tensors.shared_memory import AVAILABLE
-from steepest.transport.certificates import make_certificate
-from steepest.transport.router import Router
-from steepest.transport.sockets import WireTransport
-from steepest.transport.tls import Identity, encryption_with
+from steepest.core.messages.message import member_peer
+from steepest.core.tensors.allocator import keep_freed_memory
+from steepest.core.tensors.shared_memory import AVAILABLE
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import WireTransport
+from steepest.tls.certificates import make_certificate
+from steepest.tls.connections import Identity, encryption_with
 
 ELEMENTS = 25_000_000  # of float32
 

@@ -34,8 +34,8 @@ from steepest import (
     StepResult,
     TorchModel,
 )
+from steepest.core.strategies.strategy import Strategy
 from steepest.runtime.calls import has_answered
-from steepest.strategies.strategy import Strategy
 
 JOIN_STEP = 60
 LARGE = Workload("mlp", MLP, (1024,), 64, 1024, 20)

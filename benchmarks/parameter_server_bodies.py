@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.namespaces import DEADLINE, Namespace, Orders
-from steepest.messages.message import COORDINATOR, Peer, server_peer
+from steepest.core.messages.message import COORDINATOR, Peer, server_peer
+from steepest.core.tensors.shared_memory import allocate
+from steepest.core.transport.channel import Address
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import WireTransport
 from steepest.parameter_server.arrays import Arrays
 from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.hosting import host_server
-from steepest.tensors.shared_memory import allocate
-from steepest.transport.channel import Address
-from steepest.transport.router import Router
-from steepest.transport.sockets import WireTransport
 
 LOOK_SECONDS = 0.02
 

@@ -32,7 +32,7 @@ from benchmarks.namespaces import Orders, Team, star
 from benchmarks.network import OVERHEAD
 from benchmarks.overhead import alternate, positive
 from benchmarks.training_bodies import job_team, take_part
-from steepest.engine.server import Server
+from steepest.core.engine.server import Server
 
 STEPS = 4
 PLAN = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")  # of VGG-11

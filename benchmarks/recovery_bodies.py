@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from benchmarks.recovery_rivals import network
 from steepest import Callback, DistributedSGD, RunConfig, StepResult, TorchModel
-from steepest.engine.commit_log import Commit, CommitLog
+from steepest.core.engine.commit_log import Commit, CommitLog
 
 KILL_STEP = 191
 STEPS_AFTER = 200

@@ -136,7 +136,7 @@ def _serve(
     torch.set_num_threads(1)
     try:
         if kind.endswith(KEPT):
-            from steepest.tensors.allocator import keep_freed_memory
+            from steepest.core.tensors.allocator import keep_freed_memory
 
             keep_freed_memory()
         step = LOCAL_STEPS[kind.removesuffix(KEPT)](workload, rank, store)

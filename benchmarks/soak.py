@@ -74,9 +74,9 @@ from steepest import (
     RunConfig,
     StepResult,
 )
-from steepest.engine.commit_log import CommitLog
+from steepest.core.engine.commit_log import CommitLog
+from steepest.core.models.torch import accuracy
 from steepest.errors import SteepestError
-from steepest.models.torch import accuracy
 
 T = TypeVar("T")
 STRATEGIES: dict[str, Any] = {

@@ -8,12 +8,12 @@ from collections import defaultdict
 from typing import Any
 
 from steepest.compression.gradient_compressor import GradientCompressor
+from steepest.core.engine.push_pull import PushPull
+from steepest.core.engine.server_chunk import ServerChunk
+from steepest.core.transport.frames import FrameReader
+from steepest.core.transport.sockets import WireTransport
+from steepest.core.transport.stream import WireChannel
 from steepest.embedding.torch_model import TorchModel
-from steepest.engine.push_pull import PushPull
-from steepest.engine.server_chunk import ServerChunk
-from steepest.transport.frames import FrameReader
-from steepest.transport.sockets import WireTransport
-from steepest.transport.stream import WireChannel
 
 PARTS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     (

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from benchmarks.recovery_bodies import Arrays, PacedModel
 from steepest import Callback, DistributedSGD, ParameterServerStrategy, StepResult, TorchModel
-from steepest.strategies.strategy import Strategy
+from steepest.core.strategies.strategy import Strategy
 
 WORKERS = 4
 STEP_SECONDS = 0.02

@@ -17,37 +17,37 @@ from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
 from steepest.aggregation.hosting import host_aggregator
-from steepest.embedding.torch_model import TorchModel
-from steepest.engine.client import Client
-from steepest.engine.hosting import (
+from steepest.core.engine.client import Client
+from steepest.core.engine.hosting import (
     build_replicas,
     host_client,
     host_coordinator,
     host_server,
     host_worker,
 )
-from steepest.engine.job import Job
-from steepest.engine.model_building import build_models
-from steepest.engine.replicas import Replicas
-from steepest.engine.scheduling import give_way
-from steepest.engine.topology import HostMap
-from steepest.extensions import EXTENSIONS
-from steepest.messages.driver import Result
-from steepest.messages.message import (
+from steepest.core.engine.job import Job
+from steepest.core.engine.model_building import build_models
+from steepest.core.engine.replicas import Replicas
+from steepest.core.engine.scheduling import give_way
+from steepest.core.engine.topology import HostMap
+from steepest.core.messages.driver import Result
+from steepest.core.messages.message import (
     COORDINATOR,
     Peer,
     aggregator_peer,
     server_peer,
     worker_peer,
 )
-from steepest.models.protocol import Model
-from steepest.strategies.allreduce import AllreduceStrategy
-from steepest.strategies.parameter_server import ParameterServerStrategy
-from steepest.strategies.strategy import Strategy
-from steepest.tensors.allocator import keep_freed_memory, start_thread
-from steepest.tensors.shared_memory import allocate
-from steepest.transport.router import Router
-from steepest.transport.sockets import WireTransport
+from steepest.core.models.protocol import Model
+from steepest.core.strategies.allreduce import AllreduceStrategy
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.tensors.allocator import keep_freed_memory, start_thread
+from steepest.core.tensors.shared_memory import allocate
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import WireTransport
+from steepest.embedding.torch_model import TorchModel
+from steepest.extensions import EXTENSIONS
 
 MLP10 = Workload(
     "mlp10", functools.partial(MLP, hidden=2000), (1024,), batch_size=8, samples=512, steps=6

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
 from steepest.core import Trainer
-from steepest.models.torch import TorchModel
+from steepest.core.models.torch import TorchModel
 
 RATES = {"ps": 0.1, "allreduce": 0.1, "async": 0.03, "ssp": 0.03}
 

@@ -1,6 +1,6 @@
 """A model without any framework: logistic regression in NumPy, its gradient in closed form.
 
-The class has what `steepest.models.protocol.Model` asks for; an adapter for a framework has the same methods.
+The class has what `steepest.core.models.protocol.Model` asks for; an adapter for a framework has the same methods.
 It learns scikit-learn's small digits; --strategy allreduce (or another one).
 """
 
@@ -14,7 +14,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from steepest import Computed, DistributedSGD, OptimizerSpec, ParameterLayout
-from steepest.data.sources import as_source
+from steepest.core.data.sources import as_source
 
 
 class LogisticRegression:

@@ -24,8 +24,22 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.config.run import ResourceConfig as ResourceConfig
     from steepest.config.run import RunConfig as RunConfig
     from steepest.config.run import TLSConfig as TLSConfig
+    from steepest.core.data.sources import IndexedStream as IndexedStream
+    from steepest.core.engine.commit_log import Commit as Commit
+    from steepest.core.engine.commit_log import CommitLog as CommitLog
+    from steepest.core.engine.commit_log import LoggedPush as LoggedPush
+    from steepest.core.models.protocol import Computed as Computed
+    from steepest.core.models.protocol import Model as Model
+    from steepest.core.models.torch import accuracy as accuracy
+    from steepest.core.optim.spec import OptimizerSpec as OptimizerSpec
+    from steepest.core.strategies.allreduce import AllreduceStrategy as AllreduceStrategy
+    from steepest.core.strategies.parameter_server import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
+    from steepest.core.strategies.strategy import Strategy as Strategy
+    from steepest.core.tensors.codec import Codec as Codec
+    from steepest.core.tensors.layout import ParameterLayout as ParameterLayout
     from steepest.data.ray_dataset import RayDataset as RayDataset
-    from steepest.data.sources import IndexedStream as IndexedStream
     from steepest.driver.prometheus import Prometheus as Prometheus
     from steepest.driver.trainer import DistributedSGD as DistributedSGD
     from steepest.embedding.modules import Embedding as Embedding
@@ -33,9 +47,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.embedding.modules import EmbeddingCollection as EmbeddingCollection
     from steepest.embedding.modules import connect as connect
     from steepest.embedding.torch_model import TorchModel as TorchModel
-    from steepest.engine.commit_log import Commit as Commit
-    from steepest.engine.commit_log import CommitLog as CommitLog
-    from steepest.engine.commit_log import LoggedPush as LoggedPush
     from steepest.loop.calls import clip_grad_norm_ as clip_grad_norm_
     from steepest.loop.calls import epochs as epochs
     from steepest.loop.calls import gather as gather
@@ -47,9 +58,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.loop.calls import weight as weight
     from steepest.loop.run import RunResult as RunResult
     from steepest.loop.run import run as run
-    from steepest.models.protocol import Computed as Computed
-    from steepest.models.protocol import Model as Model
-    from steepest.models.torch import accuracy as accuracy
     from steepest.observe.evaluations import EarlyStopping as EarlyStopping
     from steepest.observe.evaluations import ReduceOnPlateau as ReduceOnPlateau
     from steepest.observe.history import History as History
@@ -64,29 +72,21 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.observe.results import Staleness as Staleness
     from steepest.observe.results import Stats as Stats
     from steepest.observe.results import StepResult as StepResult
-    from steepest.optim.spec import OptimizerSpec as OptimizerSpec
     from steepest.parameter_server.api import ParameterServer as ParameterServer
-    from steepest.strategies.allreduce import AllreduceStrategy as AllreduceStrategy
     from steepest.strategies.local import LocalStrategy as LocalStrategy
-    from steepest.strategies.parameter_server import (
-        ParameterServerStrategy as ParameterServerStrategy,
-    )
     from steepest.strategies.simple import SimpleStrategy as SimpleStrategy
-    from steepest.strategies.strategy import Strategy as Strategy
     from steepest.tables.table import Table as Table
-    from steepest.tensors.codec import Codec as Codec
-    from steepest.tensors.layout import ParameterLayout as ParameterLayout
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "AllreduceStrategy": "strategies.allreduce",
+    "AllreduceStrategy": "core.strategies.allreduce",
     "Callback": "observe.progress",
     "Checkpoints": "checkpoint.files",
-    "Codec": "tensors.codec",
-    "Commit": "engine.commit_log",
-    "CommitLog": "engine.commit_log",
-    "Computed": "models.protocol",
+    "Codec": "core.tensors.codec",
+    "Commit": "core.engine.commit_log",
+    "CommitLog": "core.engine.commit_log",
+    "Computed": "core.models.protocol",
     "DeadlineConfig": "config.run",
     "DistributedSGD": "driver.trainer",
     "EarlyStopping": "observe.evaluations",
@@ -99,18 +99,18 @@ _MODULES = {
     "FailureConfig": "config.run",
     "History": "observe.history",
     "HuggingFaceModel": "adapters.hugging_face",
-    "IndexedStream": "data.sources",
+    "IndexedStream": "core.data.sources",
     "Int8": "config.compression",
     "JaxModel": "adapters.jax",
     "LightningModel": "adapters.lightning",
     "LocalStrategy": "strategies.local",
-    "LoggedPush": "engine.commit_log",
+    "LoggedPush": "core.engine.commit_log",
     "MLflow": "observe.loggers",
-    "Model": "models.protocol",
-    "OptimizerSpec": "optim.spec",
-    "ParameterLayout": "tensors.layout",
+    "Model": "core.models.protocol",
+    "OptimizerSpec": "core.optim.spec",
+    "ParameterLayout": "core.tensors.layout",
     "ParameterServer": "parameter_server.api",
-    "ParameterServerStrategy": "strategies.parameter_server",
+    "ParameterServerStrategy": "core.strategies.parameter_server",
     "PowerSGD": "config.compression",
     "ProcessInfo": "observe.results",
     "Prometheus": "driver.prometheus",
@@ -119,7 +119,7 @@ _MODULES = {
     "ResourceConfig": "config.run",
     "RunConfig": "config.run",
     "SimpleStrategy": "strategies.simple",
-    "Strategy": "strategies.strategy",
+    "Strategy": "core.strategies.strategy",
     "Staleness": "observe.results",
     "Stats": "observe.results",
     "StepResult": "observe.results",
@@ -131,7 +131,7 @@ _MODULES = {
     "TorchModel": "embedding.torch_model",
     "Trackio": "observe.loggers",
     "WandB": "observe.loggers",
-    "accuracy": "models.torch",
+    "accuracy": "core.models.torch",
     "connect": "embedding.modules",
     "ring_allreduce": "collectives.ring",
     "RunResult": "loop.run",

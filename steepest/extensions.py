@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from steepest.aggregation.extension import Aggregation
 from steepest.compression.gradient_compressor import GradientCompressor
+from steepest.core.engine.extension import Extension
+from steepest.core.engine.push_pull import Compressor
+from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.layout import ParameterLayout
 from steepest.embedding.extension import EmbeddingTables
-from steepest.engine.extension import Extension
-from steepest.engine.push_pull import Compressor
 from steepest.local_sgd.extension import LocalSgd
-from steepest.tensors.codec import Codec
-from steepest.tensors.layout import ParameterLayout
 
 
 class Compression(Extension):

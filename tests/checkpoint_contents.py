@@ -16,7 +16,7 @@ from steepest.checkpoint.files import (
     MANIFEST,
     Checkpoint,
 )
-from steepest.tensors.layout import ParameterLayout
+from steepest.core.tensors.layout import ParameterLayout
 
 
 class Tied(nn.Module):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.engine.chunk_store import ChunkStore, StagedPush
+from steepest.core.engine.chunk_store import ChunkStore, StagedPush
+from steepest.core.messages.message import PushId
 from steepest.errors import ProtocolError
-from steepest.messages.message import PushId
 from tests.reference import same_bits
 
 NO_CHANGES: list[dict[str, Any]] = [{}]

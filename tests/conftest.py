@@ -174,7 +174,7 @@ def anywhere(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("ray_cluster")
         yield
         return
-    from steepest.models.torch import TorchModel
+    from steepest.core.models.torch import TorchModel
     from tests.simulation.run import Simulation, pause
 
     compute = TorchModel.compute_gradients

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from steepest import TorchModel
-from steepest.engine.job import ModelCreator
+from steepest.core.engine.job import ModelCreator
 from tests.reference import sgd
 
 LENGTH = 24  # divides by the samples of a step of 1, 2 or 3 workers

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from steepest.messages.message import Kind, Message
+from steepest.core.messages.message import Kind, Message
 from steepest.testing import InProcessCluster
 from tests.modes import make
 from tests.reference import Task, samples, sgd

@@ -24,7 +24,7 @@ MODULES = (
     "torch",
     "ray.actor",
     "steepest.runtime.process",
-    "steepest.models.torch",
+    "steepest.core.models.torch",
     "steepest.embedding.torch_model",
     "steepest.testing",
     "pytest",

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.tensors.memory import as_tensor, clone
+from steepest.core.transport.frames import HEADER, ROLES, decode_header, decode_meta, encode
+from steepest.core.transport.router import Router
 from steepest.errors import DeadlineError, ProtocolError
-from steepest.messages.message import Kind, Message, Peer
-from steepest.tensors.memory import as_tensor, clone
 from steepest.testing import Link, Network
-from steepest.transport.frames import HEADER, ROLES, decode_header, decode_meta, encode
-from steepest.transport.router import Router
 
 ODD: tuple[Any, ...] = (
     *(

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from steepest.engine.chunk_transfer import RetainedChunks
-from steepest.engine.client import Client, Snapshot
-from steepest.engine.coordinator_role import CoordinatorRole
-from steepest.engine.server_chunk import ServerChunk
-from steepest.engine.survivors import assemble, catch_up, state_of
-from steepest.messages.message import Kind, Message, Peer
+from steepest.core.engine.chunk_transfer import RetainedChunks
+from steepest.core.engine.client import Client, Snapshot
+from steepest.core.engine.coordinator_role import CoordinatorRole
+from steepest.core.engine.server_chunk import ServerChunk
+from steepest.core.engine.survivors import assemble, catch_up, state_of
+from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.transport.router import Router
 from steepest.parameter_server.arrays import Arrays
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.hosting import committed_in, host_server, read_optimizer
@@ -29,7 +30,6 @@ from steepest.testing.inspection import (
     unanswered,
     undecided,
 )
-from steepest.transport.router import Router
 
 T = TypeVar("T")
 FIRST = 100  # index of the first user

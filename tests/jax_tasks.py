@@ -13,8 +13,8 @@ import optax
 import torch
 
 from steepest import JaxModel
-from steepest.data.sampler import SamplePlan
-from steepest.engine.job import ModelCreator
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.job import ModelCreator
 from tests.reference import Weights, samples
 
 

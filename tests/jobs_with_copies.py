@@ -12,7 +12,7 @@ from steepest import (
     ParameterServerStrategy,
     RunConfig,
 )
-from steepest.messages.message import Peer
+from steepest.core.messages.message import Peer
 from steepest.testing import replay
 from tests.living import places_of
 from tests.reference import Task, same_bits, samples, sgd

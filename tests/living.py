@@ -6,7 +6,7 @@ from steepest import (
     DistributedSGD,
     ProcessInfo,
 )
-from steepest.messages.message import Peer
+from steepest.core.messages.message import Peer
 
 
 def places_of(trainer: DistributedSGD) -> dict[Peer, ProcessInfo]:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from steepest.collectives.members import MemberCollective
 from steepest.collectives.protocol import Collective
 from steepest.collectives.torch_group import TorchCollective
-from steepest.messages.message import member_peer
+from steepest.core.messages.message import member_peer
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import WireTransport
 from steepest.testing import InProcessCollective
-from steepest.transport.router import Router
-from steepest.transport.sockets import WireTransport
 
 TOKEN = b"correct horse battery staple"
 SECONDS = 60.0

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
+from steepest.core.models.protocol import Computed, Model
+from steepest.core.models.torch import accuracy
+from steepest.core.tensors.layout import ChunkSpec
 from steepest.embedding.torch_model import TorchModel
-from steepest.models.protocol import Computed, Model
-from steepest.models.torch import accuracy
-from steepest.tensors.layout import ChunkSpec
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(12, 3, generator=GENERATOR, dtype=torch.float64)

@@ -27,9 +27,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = (
-    "protocol/coordinator", "protocol/closed_job", "engine/server", "engine/server_chunk",
-    "engine/staging_progress", "engine/outgoing_weights", "engine/early_pushes",
-    "protocol/push_tracking", "data/sampler", "checkpoint/files",
+    "core/protocol/coordinator", "core/protocol/closed_job", "core/engine/server", "core/engine/server_chunk",
+    "core/engine/staging_progress", "core/engine/outgoing_weights", "core/engine/early_pushes",
+    "core/protocol/push_tracking", "core/data/sampler", "checkpoint/files",
 )  # fmt: skip
 #: tests that are likely to notice come first, so that most mutants cost seconds
 DECIDING = [
@@ -42,9 +42,9 @@ DECIDING = [
     "pushes",
 ]
 FIRST = {
-    "protocol/coordinator": DECIDING,
-    "protocol/closed_job": DECIDING,
-    "engine/server": [
+    "core/protocol/coordinator": DECIDING,
+    "core/protocol/closed_job": DECIDING,
+    "core/engine/server": [
         "server",
         "pushes",
         "modes",
@@ -57,8 +57,8 @@ FIRST = {
         "host_aggregator",
         "compression",
     ],
-    "engine/staging_progress": ["pushes", "modes", "clip", "permissions"],
-    "engine/outgoing_weights": [
+    "core/engine/staging_progress": ["pushes", "modes", "clip", "permissions"],
+    "core/engine/outgoing_weights": [
         "server",
         "weight_buffers",
         "snapshots",
@@ -66,8 +66,8 @@ FIRST = {
         "modes",
         "table_exports",
     ],
-    "engine/early_pushes": ["server", "permissions", "replication"],
-    "engine/server_chunk": [
+    "core/engine/early_pushes": ["server", "permissions", "replication"],
+    "core/engine/server_chunk": [
         "pushes",
         "clip",
         "optimizer",
@@ -79,7 +79,7 @@ FIRST = {
         "unfreezing",
         "loading_ahead",
     ],
-    "protocol/push_tracking": [
+    "core/protocol/push_tracking": [
         "commit_rules",
         "pushes",
         "coordinator",
@@ -87,7 +87,7 @@ FIRST = {
         "clip",
         "fault_scripts",
     ],
-    "data/sampler": ["sampler", "leftovers", "sources", "worker_replacement"],
+    "core/data/sampler": ["sampler", "leftovers", "sources", "worker_replacement"],
     "checkpoint/files": [
         "checkpoint",
         "leftovers",

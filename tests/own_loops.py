@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
 from tests.reference import Weights, perceptron, samples, sgd, snapshot
 from tests.simulation.run import pause
 

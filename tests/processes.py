@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from steepest.core.messages.message import COORDINATOR, server_peer
+from steepest.core.tensors.shared_memory import BOARD_BYTES, allocate
+from steepest.core.transport.channel import Address
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import WireTransport
 from steepest.errors import PeerLostError
-from steepest.messages.message import COORDINATOR, server_peer
 from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.hosting import host_server
-from steepest.tensors.shared_memory import BOARD_BYTES, allocate
 from steepest.testing.inspection import channels_of, unsent_of, weight_buffers_of
-from steepest.transport.channel import Address
-from steepest.transport.router import Router
-from steepest.transport.sockets import WireTransport
 
 SECONDS = 60.0
 TOKEN = b"correct horse battery staple"

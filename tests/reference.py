@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.job import ModelCreator
 from steepest.embedding.torch_model import TorchModel
-from steepest.engine.job import ModelCreator
 
 Weights = dict[str, torch.Tensor]
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]

@@ -27,7 +27,7 @@ from steepest import (
 )
 from steepest.checkpoint import files
 from steepest.config.run import DeadlineConfig
-from steepest.engine.commit_log import CommitLog
+from steepest.core.engine.commit_log import CommitLog
 from steepest.errors import ConfigurationError, PeerLostError, ResourcesError, SteepestError
 from steepest.testing.replay import replay
 from tests.reference import Task, Weights, same_bits, samples, sgd

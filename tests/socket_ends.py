@@ -14,12 +14,12 @@ from functools import cache
 import pytest
 import torch
 
-from steepest.messages.message import COORDINATOR, Kind, Message, Peer, worker_peer
-from steepest.tensors.memory import as_tensor
-from steepest.transport import handshake, sockets
-from steepest.transport.certificates import JobCertificate, make_certificate
-from steepest.transport.channel import Address, Channel
-from steepest.transport.tls import Identity, Tls, encryption_with
+from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, worker_peer
+from steepest.core.tensors.memory import as_tensor
+from steepest.core.transport import handshake, sockets
+from steepest.core.transport.channel import Address, Channel
+from steepest.tls.certificates import JobCertificate, make_certificate
+from steepest.tls.connections import Identity, Tls, encryption_with
 
 TOKEN = b"correct horse battery staple"
 WORKER = worker_peer(2)

@@ -10,26 +10,32 @@ import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
 from steepest.aggregation.hosting import host_aggregator
-from steepest.engine.client import Client
-from steepest.engine.hosting import (
+from steepest.core.engine.client import Client
+from steepest.core.engine.hosting import (
     build_replicas,
     host_client,
     host_coordinator,
     host_server,
     host_worker,
 )
-from steepest.engine.job import Job
-from steepest.engine.model_building import build_models
-from steepest.engine.topology import HostMap
-from steepest.engine.worker import Worker
+from steepest.core.engine.job import Job
+from steepest.core.engine.model_building import build_models
+from steepest.core.engine.topology import HostMap
+from steepest.core.engine.worker import Worker
+from steepest.core.messages.driver import Result
+from steepest.core.messages.message import (
+    COORDINATOR,
+    Peer,
+    aggregator_peer,
+    server_peer,
+    worker_peer,
+)
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.transport.channel import Address
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import WireTransport
 from steepest.extensions import EXTENSIONS
-from steepest.messages.driver import Result
-from steepest.messages.message import COORDINATOR, Peer, aggregator_peer, server_peer, worker_peer
-from steepest.strategies.strategy import Strategy
 from steepest.testing.models import linear_model_creator
-from steepest.transport.channel import Address
-from steepest.transport.router import Router
-from steepest.transport.sockets import WireTransport
 
 STEPS = 20
 WORKERS = 2

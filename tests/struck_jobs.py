@@ -28,8 +28,8 @@ from steepest import (
 )
 from steepest.checkpoint import files
 from steepest.config.run import DeadlineConfig
-from steepest.data.sampler import SamplePlan
-from steepest.engine.commit_log import CommitLog
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.commit_log import CommitLog
 from steepest.testing.replay import replay
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd, snapshot
 from tests.simulated_programs import linear

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from steepest import DistributedSGD, ParameterServerStrategy, TorchModel
+from steepest.core.engine.job import ModelCreator
 from steepest.embedding.modules import Embedding
-from steepest.engine.job import ModelCreator
 from steepest.tables.initial import Constant
 from tests.reference import sgd
 from tests.simulation.run import Simulation

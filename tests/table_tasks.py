@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from steepest.checkpoint.files import Checkpoint
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.commit_log import CommitLog
+from steepest.core.engine.optimizer_slices import assemble
 from steepest.embedding.modules import Embedding, EmbeddingBag, tables_of
-from steepest.engine.commit_log import CommitLog
-from steepest.engine.optimizer_slices import assemble
 from steepest.tables.initial import Zeros
 from steepest.tables.local import LocalRows
 from steepest.tables.row_optimizers import SGD, Adagrad, Adam, RowOptimizer

@@ -17,10 +17,10 @@ import torch
 from benchmarks import elasticity, recovery, soak, stragglers
 from benchmarks.recovery_bodies import Clock, Recovery, Seen, around, kill_worker, pause_in
 from benchmarks.soak_samples import Holding, Place, holding, place, trends, trends_text
-from steepest.data.sampler import SamplePlan
-from steepest.engine.commit_log import Commit, CommitLog, LoggedPush
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.commit_log import Commit, CommitLog, LoggedPush
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.named import as_strategy
-from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import linear_model_creator
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.clicks import FEATURES, NUMBERS, Clicks, Samples, auc
-from steepest.data.sources import as_source
+from steepest.core.data.sources import as_source
 
 COUNT = 200_000
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from steepest.data.protocol import Source
+from steepest.core.data.protocol import Source
+from steepest.core.models.step_size import step_size
+from steepest.core.models.torch import Metric
+from steepest.core.optim.detached_schedule import DetachedSchedule
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError, ModelError
-from steepest.models.step_size import step_size
-from steepest.models.torch import Metric
-from steepest.optim.detached_schedule import DetachedSchedule
 
 #: Arguments that are not followed, the values that need not be, and what to do.
 _NOT_FOLLOWED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -96,7 +96,7 @@ class HuggingFaceModel(TorchModel):
                     + advice.format(value)
                 )
         self._trainer = trainer
-        #: read by the job, see `steepest.models.protocol.Model`
+        #: read by the job, see `steepest.core.models.protocol.Model`
         self.clip_norm: float | None = trainer.args.max_grad_norm or None
         self.notice = _notice(trainer)
         self._given = trainer.optimizer

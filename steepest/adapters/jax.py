@@ -9,11 +9,10 @@ import torch
 
 from steepest.adapters.jax_arrays import on_cpu, path_name, to_numpy, to_torch, torch_dtype
 from steepest.adapters.optax_rules import optax_spec
-from steepest.data.protocol import Source
-from steepest.data.sources import as_source
-from steepest.errors import ConfigurationError, ModelError
-from steepest.models.losses import samples_of
-from steepest.models.protocol import (
+from steepest.core.data.protocol import Source
+from steepest.core.data.sources import as_source
+from steepest.core.models.losses import samples_of
+from steepest.core.models.protocol import (
     Arrive,
     Computed,
     Ready,
@@ -21,9 +20,10 @@ from steepest.models.protocol import (
     checked_metrics,
     checked_weight,
 )
-from steepest.optim.spec import OptimizerSpec
-from steepest.tensors.dtypes import same_bits
-from steepest.tensors.layout import ChunkSpec, ParameterLayout
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.tensors.dtypes import same_bits
+from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
+from steepest.errors import ConfigurationError, ModelError
 from steepest.validation import require_number
 
 import jax  # isort: skip - the modules above say what to install where it is missing
@@ -177,7 +177,7 @@ class JaxModel:
     # -- Model ---------------------------------------------------------------------------------
 
     def relayout(self, cut: ChunkSpec) -> None:
-        """Cut `layout` into other chunks; see `steepest.models.protocol.Model.relayout`.
+        """Cut `layout` into other chunks; see `steepest.core.models.protocol.Model.relayout`.
 
         Raises:
             ModelError: a frozen parameter is to be trained.
@@ -187,7 +187,7 @@ class JaxModel:
         self.layout = self._plan(cut)
 
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Move the parameters into flat vectors; see `steepest.models.protocol.Model.bind`.
+        """Move the parameters into flat vectors; see `steepest.core.models.protocol.Model.bind`.
 
         Raises:
             ConfigurationError: the vectors are not in the CPU's memory.
@@ -206,7 +206,7 @@ class JaxModel:
     def move(self, weights: torch.Tensor) -> None:
         """Make trained parameters views of another vector.
 
-        See `steepest.models.protocol.Model.move`.
+        See `steepest.core.models.protocol.Model.move`.
         """
         self._vector = weights
         for index, entry in enumerate(self.layout.entries):
@@ -225,7 +225,7 @@ class JaxModel:
     ) -> Computed:
         """Compute a batch's loss and gradients.
 
-        See `steepest.models.protocol.Model.compute_gradients`.
+        See `steepest.core.models.protocol.Model.compute_gradients`.
         """
         arrive(None)
         seed = np.array(divmod(torch.initial_seed(), 1 << 32), np.uint32)  # of step and share
@@ -242,7 +242,7 @@ class JaxModel:
         return computed
 
     def expect(self, share: Share | None) -> None:
-        """Take the number of samples of the next batch; see `steepest.models.protocol.Model`."""
+        """Take the number of samples of the next batch; see `steepest.core.models.protocol.Model`."""
         self._share = share
 
     def _keep_state(self, state: Any) -> None:
@@ -250,7 +250,7 @@ class JaxModel:
             self._state[name] = to_torch(value).clone()  # it may be an argument, or a gradient
 
     def evaluate(self, batch: Any) -> Computed:
-        """Return loss and metrics of one batch; see `steepest.models.protocol.Model.evaluate`."""
+        """Return loss and metrics of one batch; see `steepest.core.models.protocol.Model.evaluate`."""
         batch = _to_numpy(batch)
         with on_cpu(self._x64):
             outcome = self._program.evaluation(*self._arguments(), batch)

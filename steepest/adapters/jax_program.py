@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from steepest.core.models.scalars import describe
 from steepest.errors import ModelError
-from steepest.models.scalars import describe
 
 _OFFERED = ("rng", "state", "train")  # what a loss may have as keyword arguments
 

@@ -24,8 +24,8 @@ from steepest.adapters.keras_rules import (
     KerasSGD,
 )
 from steepest.adapters.keras_schedules import SCHEDULES, KerasSchedule
+from steepest.core.optim.spec import OptimizerSpec
 from steepest.errors import ConfigurationError
-from steepest.optim.spec import OptimizerSpec
 
 log = logging.getLogger(__name__)
 

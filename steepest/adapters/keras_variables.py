@@ -10,8 +10,8 @@ import tensorflow as tf
 import torch
 from keras.src.random.seed_generator import global_seed_generator
 
+from steepest.core.tensors.layout import ALIGNMENT
 from steepest.errors import ModelError
-from steepest.tensors.layout import ALIGNMENT
 
 
 def as_torch(value: Any) -> torch.Tensor:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from steepest.core.models.protocol import Computed
+from steepest.core.models.scalars import describe
+from steepest.core.optim.detached_schedule import DetachedSchedule
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError, ModelError
-from steepest.models.protocol import Computed
-from steepest.models.scalars import describe
-from steepest.optim.detached_schedule import DetachedSchedule
 from steepest.validation import require_count
 
 _PACKAGES = ("lightning", "pytorch_lightning")

@@ -15,8 +15,8 @@ import torch
 from steepest.adapters.jax_arrays import on_cpu, path_name, to_numpy, to_torch, torch_dtype
 from steepest.adapters.optax_flow import is_elementwise
 from steepest.adapters.optax_lookahead import Synced, looks_ahead
+from steepest.core.optim.spec import OptimizerSpec, Schedule
 from steepest.errors import ConfigurationError
-from steepest.optim.spec import OptimizerSpec, Schedule
 
 #: dtypes of state that can be sent
 _SENT = (

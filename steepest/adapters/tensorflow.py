@@ -9,17 +9,17 @@ import numpy as np
 import torch
 
 from steepest.adapters.tf_dataset import TensorFlowDataset
-from steepest.data.protocol import Source
-from steepest.data.sources import as_source
-from steepest.errors import ConfigurationError, ModelError
-from steepest.models.protocol import (
+from steepest.core.data.protocol import Source
+from steepest.core.data.sources import as_source
+from steepest.core.models.protocol import (
     Arrive,
     Computed,
     Ready,
     checked_metrics,
     checked_weight,
 )
-from steepest.tensors.layout import ChunkSpec, ParameterLayout
+from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
+from steepest.errors import ConfigurationError, ModelError
 
 if TYPE_CHECKING:
     from steepest.adapters.keras_network import Result
@@ -118,11 +118,11 @@ class TensorFlowModel:
     # -- Model ---------------------------------------------------------------------------------
 
     def relayout(self, cut: ChunkSpec) -> None:
-        """Cut `layout` into other chunks; see `steepest.models.protocol.Model.relayout`."""
+        """Cut `layout` into other chunks; see `steepest.core.models.protocol.Model.relayout`."""
         self.layout = self._plan(cut)
 
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Move the parameters into flat vectors; see `steepest.models.protocol.Model.bind`.
+        """Move the parameters into flat vectors; see `steepest.core.models.protocol.Model.bind`.
 
         Raises:
             ModelError: the vectors do not lie in the processor's memory.
@@ -250,7 +250,7 @@ def _import_network() -> Any:
 
 
 def _as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
-    """Return training data as a source, and the batch size; see `steepest.data.sources.as_source`."""
+    """Return training data as a source, and the batch size; see `steepest.core.data.sources.as_source`."""
     if type(data).__module__.startswith("tensorflow.python.data."):
         data = TensorFlowDataset(data)
         batch_size = batch_size or data.batch_size

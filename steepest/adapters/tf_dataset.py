@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from steepest.data.protocol import Blocks, Indices
+from steepest.core.data.protocol import Blocks, Indices
 from steepest.errors import ConfigurationError
 
 _READ = 1024  # elements that are read together where they are not shuffled

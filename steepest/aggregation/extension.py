@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from steepest.aggregation.shared_weights import SharedWeights
-from steepest.engine.exchange import Exchange
-from steepest.engine.extension import Extension
-from steepest.engine.job import Job
-from steepest.engine.replicas import Replicas
-from steepest.messages.message import Peer, Send, aggregator_peer, server_peer
+from steepest.core.engine.exchange import Exchange
+from steepest.core.engine.extension import Extension
+from steepest.core.engine.job import Job
+from steepest.core.engine.replicas import Replicas
+from steepest.core.messages.message import Peer, Send, aggregator_peer, server_peer
 
 
 def route_of(job: Job, worker: int) -> Callable[[int], Peer] | None:

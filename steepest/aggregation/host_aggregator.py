@@ -9,14 +9,22 @@ from dataclasses import dataclass, field
 import torch
 
 from steepest.compression.gradient_compressor import GradientCompressor
-from steepest.engine.in_words import pushes_in_words
-from steepest.engine.incoming_weights import ArrivingWeights, Key, where_lent
-from steepest.engine.topology import Topology
+from steepest.core.engine.in_words import pushes_in_words
+from steepest.core.engine.incoming_weights import ArrivingWeights, Key, where_lent
+from steepest.core.engine.topology import Topology
+from steepest.core.messages.gradients import HostPush, Push, Weights, WeightsShared
+from steepest.core.messages.message import (
+    Kind,
+    Message,
+    Peer,
+    PushId,
+    Send,
+    server_peer,
+    worker_peer,
+)
+from steepest.core.tensors.memory import Memory
+from steepest.core.tensors.squares import sum_of_squares
 from steepest.errors import ProtocolError
-from steepest.messages.gradients import HostPush, Push, Weights, WeightsShared
-from steepest.messages.message import Kind, Message, Peer, PushId, Send, server_peer, worker_peer
-from steepest.tensors.memory import Memory
-from steepest.tensors.squares import sum_of_squares
 
 
 @dataclass(slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from steepest.aggregation.host_aggregator import HostAggregator
-from steepest.engine.hosting import host_role
-from steepest.engine.job import Job
-from steepest.messages.message import aggregator_peer
-from steepest.transport.router import Router
+from steepest.core.engine.hosting import host_role
+from steepest.core.engine.job import Job
+from steepest.core.messages.message import aggregator_peer
+from steepest.core.transport.router import Router
 
 
 def host_aggregator(

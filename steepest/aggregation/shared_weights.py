@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from steepest.engine.exchange import NOTHING_YET, Arrived, Exchange, ExchangeAround
-from steepest.messages.gradients import WeightsShared
-from steepest.messages.message import Kind, Message, Peer
-from steepest.tensors.memory import Memory, as_tensor
+from steepest.core.engine.exchange import NOTHING_YET, Arrived, Exchange, ExchangeAround
+from steepest.core.messages.gradients import WeightsShared
+from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.tensors.memory import Memory, as_tensor
 
 
 class SharedWeights(ExchangeAround):

@@ -27,14 +27,14 @@ import torch
 
 from steepest.checkpoint import rows
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
+from steepest.checkpoint.safetensors_file import read_tensors, write_tensors
+from steepest.core.tensors.dtypes import LOOP_STATE
+from steepest.core.tensors.layout import ParameterLayout
 from steepest.data.fingerprint import Fingerprint, differences
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
 from steepest.storage.blocks import Progress, no_progress
 from steepest.storage.files import storage_of
 from steepest.storage.places import Place, StorageError, place_of
-from steepest.tensors.dtypes import LOOP_STATE
-from steepest.tensors.layout import ParameterLayout
-from steepest.tensors.safetensors_file import read_tensors, write_tensors
 from steepest.validation import (
     require_choice,
     require_count,
@@ -124,7 +124,7 @@ class Checkpoint:
         replicas: buffers by "replica/buffer".
         about: JSON-able: step, epoch, offset, seed, samples, optimizer, flags (switches of the
             optimizer that decide which state it keeps), plain (state
-            keys that stand for other values than tensors, see `steepest.optim.portable`),
+            keys that stand for other values than tensors, see `steepest.core.optim.portable`),
             aliases. Also, but for older checkpoints, left (parts of epochs left over, see
             `SamplePlan`), begun (the order of begun epochs, see there), updates (number of updates
             of each weight by the model's optimizer, which its schedule counts), schedule (see

@@ -11,16 +11,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.generators import seed_everything
+from steepest.core.engine.job import ModelCreator
+from steepest.core.models.protocol import Model
+from steepest.core.models.torch import accuracy
+from steepest.core.strategies.strategy import Strategy
 from steepest.driver.trainer import DistributedSGD
 from steepest.embedding.torch_model import TorchModel
-from steepest.engine.generators import seed_everything
-from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
-from steepest.models.protocol import Model
-from steepest.models.torch import accuracy
 from steepest.strategies.named import STRATEGY_NAMES, as_strategy
-from steepest.strategies.strategy import Strategy
 
 Arrays = tuple[torch.Tensor, torch.Tensor]
 SEED = 0

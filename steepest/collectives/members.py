@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import torch
 
 from steepest.collectives.protocol import Collective
+from steepest.core.messages.collective import MEMBERS, Abort, Connected, Data, Part
+from steepest.core.messages.message import Kind, Message, Peer, member_peer
+from steepest.core.tensors.allocator import Recycler
+from steepest.core.tensors.memory import as_tensor
+from steepest.core.tensors.shared_memory import allocate, segment_of
+from steepest.core.transport.channel import Channel
+from steepest.core.transport.router import Router
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
-from steepest.messages.collective import MEMBERS, Abort, Connected, Data, Part
-from steepest.messages.message import Kind, Message, Peer, member_peer
-from steepest.tensors.allocator import Recycler
-from steepest.tensors.memory import as_tensor
-from steepest.tensors.shared_memory import allocate, segment_of
-from steepest.transport.channel import Channel
-from steepest.transport.router import Router
 
 _MOST_ROUNDS = 1024
 _TAKEN = (Kind.DATA, Kind.CONNECTED, Kind.ABORT, Kind.PART)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 
 from steepest.collectives.protocol import Collective, Work
-from steepest.data.sampler import even_share
+from steepest.core.data.sampler import even_share
+from steepest.core.tensors.half_precision import WIRE_DTYPES
 from steepest.errors import ConfigurationError
-from steepest.tensors.half_precision import WIRE_DTYPES
 
 OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,

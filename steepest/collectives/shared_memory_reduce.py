@@ -13,7 +13,7 @@ import torch
 
 from steepest.collectives.members import MemberCollective, ReceiveWork
 from steepest.collectives.ring import OPS, check_reduction
-from steepest.data.sampler import even_share
+from steepest.core.data.sampler import even_share
 
 PIECE_BYTES = 4 << 20  # small enough to be read from the processor's cache after it is written
 _STAGE, _TOTALS = 0, 1  # numbers of a member's memory, see `MemberCollective.lending_buffer`

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from steepest.config.compression import Compression, Int8, TopK
+from steepest.core.tensors.codec import Codec, Factors, Packed
+from steepest.core.tensors.half_precision import WIRE_DTYPES, narrow, narrow_size
+from steepest.core.tensors.layout import Chunk, ParameterLayout, Slice
 from steepest.errors import ProtocolError
-from steepest.tensors.codec import Codec, Factors, Packed
-from steepest.tensors.half_precision import WIRE_DTYPES, narrow, narrow_size
-from steepest.tensors.layout import Chunk, ParameterLayout, Slice
 
 _BUCKET = 1 << 16  # elements, whose places are 16-bit numbers
 _FEW = 1 << 14  # elements; of more, a sample tells which ones may be the largest

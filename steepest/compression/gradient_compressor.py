@@ -8,11 +8,11 @@ from itertools import chain
 
 import torch
 
+from steepest.core.tensors.codec import Codec, Factors
+from steepest.core.tensors.layout import Chunk, ParameterLayout, Slice
+from steepest.core.tensors.shared_memory import allocate
+from steepest.core.tensors.squares import sum_of_squares
 from steepest.errors import CheckpointError
-from steepest.tensors.codec import Codec, Factors
-from steepest.tensors.layout import Chunk, ParameterLayout, Slice
-from steepest.tensors.shared_memory import allocate
-from steepest.tensors.squares import sum_of_squares
 
 _ALIGNMENT = 64  # bytes
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from steepest.core.messages.message import worker_peer
 from steepest.core.runtime import Process, Runtime
 from steepest.core.worker_process import WorkerProcess
 from steepest.errors import DeadlineError, PeerLostError
-from steepest.messages.message import worker_peer
 
 T = TypeVar("T")
 _NOTICE_SECONDS = 5.0  # from a closed connection to the end of its process

@@ -25,7 +25,7 @@ class Runtime(Protocol):
 
     A trainer reaches the world through a runtime alone: it starts processes, calls them, waits for
     answers and deaths, and ends them. Gradients and weights do not pass through a runtime; they
-    travel between the processes' own routers (`steepest.transport`). So a runtime carries few and
+    travel between the processes' own routers (`steepest.core.transport`). So a runtime carries few and
     small messages, and may be slow.
 
     An implementation decides where a process runs and how a call travels. `ProcessRuntime` runs

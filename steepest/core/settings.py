@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from steepest.core.strategies.allreduce import AllreduceStrategy
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError
-from steepest.strategies.allreduce import AllreduceStrategy
-from steepest.strategies.parameter_server import ParameterServerStrategy
-from steepest.strategies.strategy import Strategy
 from steepest.validation import require_choice, require_count, require_positive
 
 STRATEGIES: dict[str, Strategy] = {

@@ -12,16 +12,23 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from steepest.core.crew import Crew
+from steepest.core.data.sampler import Remaining, SamplePlan
+from steepest.core.engine.client import Client
+from steepest.core.engine.hosting import host_client, host_coordinator, host_server
+from steepest.core.engine.job import Description, Job, ModelCreator, check_agreement
+from steepest.core.engine.replica_states import mean_states
+from steepest.core.engine.step_errors import raise_step_error
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.messages.message import COORDINATOR, Peer, server_peer, worker_peer
+from steepest.core.models.step_size import StepSize
+from steepest.core.optim.arriving import ArrivingState
 from steepest.core.processes import ProcessRuntime
 from steepest.core.runtime import Runtime
 from steepest.core.settings import Settings, strategy_for
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.tensors.dtypes import Tensors
+from steepest.core.transport.router import Router
 from steepest.core.worker_process import HOST, make_transport
-from steepest.data.sampler import Remaining, SamplePlan
-from steepest.engine.client import Client
-from steepest.engine.hosting import host_client, host_coordinator, host_server
-from steepest.engine.job import Description, Job, ModelCreator, check_agreement
-from steepest.engine.replica_states import mean_states
-from steepest.engine.step_errors import raise_step_error
 from steepest.errors import (
     ConfigurationError,
     ModelRaisedError,
@@ -29,13 +36,6 @@ from steepest.errors import (
     RemoteTraceback,
     ShutdownError,
 )
-from steepest.messages.driver import Failure, Result
-from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
-from steepest.models.step_size import StepSize
-from steepest.optim.arriving import ArrivingState
-from steepest.strategies.strategy import Strategy
-from steepest.tensors.dtypes import Tensors
-from steepest.transport.router import Router
 from steepest.validation import require_count, require_model_creator
 
 T = TypeVar("T")

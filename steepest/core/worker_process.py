@@ -8,21 +8,21 @@ from typing import TypeVar
 
 import torch
 
-from steepest.data.sampler import SamplePlan
-from steepest.engine.hosting import build_replicas, host_server, host_worker
-from steepest.engine.job import Description, Job, ModelCreator
-from steepest.engine.model_building import build_models
-from steepest.engine.replicas import Replicas
-from steepest.engine.worker import Worker
-from steepest.messages.message import Peer, server_peer, worker_peer
-from steepest.models.protocol import Model
-from steepest.models.step_size import StepSize
-from steepest.optim.arriving import ArrivingState
-from steepest.tensors.dtypes import Tensors
-from steepest.tensors.layout import ChunkSpec
-from steepest.transport.channel import Address
-from steepest.transport.router import Router
-from steepest.transport.sockets import WireTransport
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.hosting import build_replicas, host_server, host_worker
+from steepest.core.engine.job import Description, Job, ModelCreator
+from steepest.core.engine.model_building import build_models
+from steepest.core.engine.replicas import Replicas
+from steepest.core.engine.worker import Worker
+from steepest.core.messages.message import Peer, server_peer, worker_peer
+from steepest.core.models.protocol import Model
+from steepest.core.models.step_size import StepSize
+from steepest.core.optim.arriving import ArrivingState
+from steepest.core.tensors.dtypes import Tensors
+from steepest.core.tensors.layout import ChunkSpec
+from steepest.core.transport.channel import Address
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import WireTransport
 
 T = TypeVar("T")
 HOST = "127.0.0.1"

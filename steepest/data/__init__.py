@@ -1,1 +1,1 @@
-"""Training data: sources of batches, and the plan that says which worker reads which samples."""
+"""Training data of Ray and of Spark, and what tells one data set from another."""

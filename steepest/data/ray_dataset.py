@@ -9,7 +9,7 @@ import numpy as np
 import ray
 import torch
 
-from steepest.data.protocol import Blocks, Indices
+from steepest.core.data.protocol import Blocks, Indices
 from steepest.errors import ConfigurationError
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steepest.data.protocol import Blocks, Indices
+from steepest.core.data.protocol import Blocks, Indices
 from steepest.errors import ConfigurationError
 from steepest.storage.object_storage import ObjectStorage, filesystem
 from steepest.storage.places import ObjectUrl, Place, place_of

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoints
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
 from steepest.driver.calls import Calls
 from steepest.driver.checkpoint_writer import Keeper
 from steepest.driver.directory_lock import DirectoryLock

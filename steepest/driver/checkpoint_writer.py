@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import Checkpoints
+from steepest.core.messages.snapshots import Bases
 from steepest.driver.directory_lock import DirectoryLock
 from steepest.errors import CheckpointError, DeadlineError, PeerLostError, ShutdownError
-from steepest.messages.snapshots import Bases
 from steepest.observe.history import History
 from steepest.observe.history_file import history_file
 from steepest.runtime.answers import Answer

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from steepest.core.messages.driver import Counters
 from steepest.driver.calls import Calls
 from steepest.driver.training import Training
 from steepest.embedding.table_counts import added_counts
-from steepest.messages.driver import Counters
 from steepest.observe.results import Staleness, Stats, stragglers
 from steepest.recovery.supervisor import Supervisor
 from steepest.runtime.cluster import Cluster

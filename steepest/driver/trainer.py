@@ -17,6 +17,10 @@ from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.files import Checkpoints
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
+from steepest.core.engine.commit_log import CommitLog
+from steepest.core.engine.job import Job, ModelCreator
+from steepest.core.engine.replicas import Replicas, WorkerResult
+from steepest.core.strategies.strategy import Strategy
 from steepest.driver.calls import Calls
 from steepest.driver.checkpoint_manager import CheckpointManager
 from steepest.driver.directory_lock import DirectoryLock
@@ -25,9 +29,6 @@ from steepest.driver.fit_loop import Asked, Fit
 from steepest.driver.job_stats import job_stats
 from steepest.driver.steering import Steering
 from steepest.driver.training import Training
-from steepest.engine.commit_log import CommitLog
-from steepest.engine.job import Job, ModelCreator
-from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import ConfigurationError, ShutdownError
 from steepest.observe.history import History
 from steepest.observe.progress import Callback, EventFeed
@@ -42,7 +43,6 @@ from steepest.runtime.room import worker_bundle
 from steepest.state.job_state import JobState
 from steepest.state.table_export import export_table
 from steepest.strategies.named import strategy_for
-from steepest.strategies.strategy import Strategy
 from steepest.validation import (
     require_batch_size,
     require_choice,

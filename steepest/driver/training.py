@@ -17,12 +17,12 @@ from typing import NoReturn
 
 import ray
 
-from steepest.data.sampler import SamplePlan
-from steepest.engine.client import Client, Position
-from steepest.engine.step_errors import raise_step_error
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.client import Client, Position
+from steepest.core.engine.step_errors import raise_step_error
+from steepest.core.messages.driver import Failure, Result, WorkerLost
+from steepest.core.messages.message import Peer
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError
-from steepest.messages.driver import Failure, Result, WorkerLost
-from steepest.messages.message import Peer
 from steepest.observe.history import Figures, History
 from steepest.observe.results import StepResult
 from steepest.recovery.supervisor import Supervisor

@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+from steepest.core.engine.chunk_ready import ChunkReady
+from steepest.core.engine.companion import Companion
+from steepest.core.engine.sample_places import Place
+from steepest.core.models.protocol import Model
 from steepest.embedding.look_ahead import LookAhead
 from steepest.embedding.row_exchange import RowExchange
 from steepest.embedding.table_model import TableModel
-from steepest.engine.chunk_ready import ChunkReady
-from steepest.engine.companion import Companion
-from steepest.engine.sample_places import Place
-from steepest.models.protocol import Model
 from steepest.tables.local import LocalRows
 
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
+from steepest.core.engine.chunk_ready import NOTHING, ChunkReady
+from steepest.core.tensors.dtypes import Tensors
+from steepest.core.tensors.squares import sum_of_squares
 from steepest.embedding.row_collector import RowCollector
-from steepest.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added
-from steepest.tensors.dtypes import Tensors
-from steepest.tensors.squares import sum_of_squares
 
 #: The gradient of each group of tables, in units of some weight; None where there is none.
 Gradients = Sequence[RowGradients | None]

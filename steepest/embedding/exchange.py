@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from steepest.core.engine.exchange import NOTHING_YET, Arrived, Exchange, ExchangeAround, WaitUntil
+from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.tensors.dtypes import Tensors
+from steepest.core.tensors.memory import Memory
 from steepest.embedding.companion import RowCompanion
 from steepest.embedding.row_exchange import RowExchange
 from steepest.embedding.state_names import UNPUSHED
-from steepest.engine.exchange import NOTHING_YET, Arrived, Exchange, ExchangeAround, WaitUntil
 from steepest.errors import listed
-from steepest.messages.message import Kind, Message, Peer
-from steepest.tensors.dtypes import Tensors
-from steepest.tensors.memory import Memory
 
 
 class ExchangeWithRows(ExchangeAround):

@@ -6,23 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+from steepest.core.engine.exchange import Exchange
+from steepest.core.engine.extension import Extension
+from steepest.core.engine.job import Job
+from steepest.core.engine.opaque_parts import OpaqueParts
+from steepest.core.engine.replicas import Replicas
+from steepest.core.engine.stores import Stores
+from steepest.core.messages.fields import Schema
+from steepest.core.messages.message import Send
+from steepest.core.messages.permissions import Line, lines
+from steepest.core.messages.snapshots import ReadOn
+from steepest.core.models.protocol import Model
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.tensors.layout import ParameterLayout
 from steepest.embedding.job_tables import dealing_of, delays_rows
 from steepest.embedding.row_messages import PullRows, Rows
-from steepest.engine.exchange import Exchange
-from steepest.engine.extension import Extension
-from steepest.engine.job import Job
-from steepest.engine.opaque_parts import OpaqueParts
-from steepest.engine.replicas import Replicas
-from steepest.engine.stores import Stores
 from steepest.errors import ConfigurationError
-from steepest.messages.fields import Schema
-from steepest.messages.message import Send
-from steepest.messages.permissions import Line, lines
-from steepest.messages.snapshots import ReadOn
-from steepest.models.protocol import Model
-from steepest.optim.spec import OptimizerSpec
-from steepest.strategies.strategy import Strategy
-from steepest.tensors.layout import ParameterLayout
 
 if TYPE_CHECKING:
     from steepest.tables.table import Table
@@ -38,7 +38,7 @@ LINES: Mapping[Line, Schema] = lines(
 
 
 class EmbeddingTables(Extension):
-    """Rows of the tables that a model has as `tables`, see `steepest.models.protocol.Model`."""
+    """Rows of the tables that a model has as `tables`, see `steepest.core.models.protocol.Model`."""
 
     def opaque(self, model: Model) -> OpaqueParts | None:
         """Return a model's tables."""
@@ -66,7 +66,7 @@ class EmbeddingTables(Extension):
 
 @dataclass(frozen=True)
 class ModelTables:
-    """The embedding tables of which models use rows, see `steepest.engine.opaque_parts.OpaqueParts`."""
+    """The embedding tables of which models use rows, see `steepest.core.engine.opaque_parts.OpaqueParts`."""
 
     tables: tuple[Table, ...]
 

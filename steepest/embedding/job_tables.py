@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from steepest.engine.job import Job
+from steepest.core.engine.job import Job
 
 if TYPE_CHECKING:
     from steepest.tables.dealing import Dealing

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from steepest.core.engine.generators import States, restore, states
+from steepest.core.engine.sample_places import Place
 from steepest.embedding.row_exchange import RowExchange
 from steepest.embedding.table_model import TableModel
-from steepest.engine.generators import States, restore, states
-from steepest.engine.sample_places import Place
 
 log = logging.getLogger(__name__)
 

@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from steepest.core.engine.chunk_ready import ChunkReady
+from steepest.core.engine.sample_places import Place
+from steepest.core.tensors.dtypes import Tensors
+from steepest.core.tensors.squares import sum_of_squares
 from steepest.embedding.modules import RowSource
 from steepest.embedding.row_memory import ROW_MEMORY
-from steepest.engine.chunk_ready import ChunkReady
-from steepest.engine.sample_places import Place
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added
 from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.table import Table
-from steepest.tensors.dtypes import Tensors
-from steepest.tensors.squares import sum_of_squares
 
 #: By batch, its weight, and the gradients of each group of tables.
 _Batches = list[tuple[float, list[list[RowGradients]]]]

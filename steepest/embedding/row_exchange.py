@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from steepest.core.engine.chunk_ready import ChunkReady
+from steepest.core.engine.exchange import WaitUntil
+from steepest.core.engine.incoming_weights import where_lent
+from steepest.core.engine.sample_places import Place
+from steepest.core.messages.message import Message, Peer, Send, server_peer
+from steepest.core.tensors.dtypes import Tensors
 from steepest.embedding.delayed_rows import DelayedRows
 from steepest.embedding.row_collector import RowCollector
 from steepest.embedding.row_memory import ROW_MEMORY
 from steepest.embedding.row_messages import PullRows, Rows
-from steepest.engine.chunk_ready import ChunkReady
-from steepest.engine.exchange import WaitUntil
-from steepest.engine.incoming_weights import where_lent
-from steepest.engine.sample_places import Place
 from steepest.errors import ConfigurationError, ProtocolError, listed
-from steepest.messages.message import Message, Peer, Send, server_peer
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import pack_keys
 from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
-from steepest.tensors.dtypes import Tensors
 
 _NOT_SENT = "rows of embedding tables were not sent"
 _MOST_AWAITED = 32  # requests, above which no batch is looked at beforehand

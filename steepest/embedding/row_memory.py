@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from steepest.tensors.allocator import Recycler
-from steepest.tensors.shared_memory import SHARED_FROM, Reusable
+from steepest.core.tensors.allocator import Recycler
+from steepest.core.tensors.shared_memory import SHARED_FROM, Reusable
 
 #: Of this process. Blocks are never freed: a process that has mapped one keeps the mapping.
 ROW_MEMORY = Recycler(Reusable(), least=SHARED_FROM, most=sys.maxsize, rounded=True)

@@ -2,9 +2,9 @@
 
 from typing import Annotated
 
-from steepest.messages.fields import COUNT, FLAG, TEXT
-from steepest.messages.message import Kind
-from steepest.messages.schema import Body, Generation, Payload, Sequence, Version, body
+from steepest.core.messages.fields import COUNT, FLAG, TEXT
+from steepest.core.messages.message import Kind
+from steepest.core.messages.schema import Body, Generation, Payload, Sequence, Version, body
 
 
 @body(Kind.PULL_ROWS)

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from steepest.core.engine.incoming_weights import Key
+from steepest.core.messages.message import Peer, Send
 from steepest.embedding.row_memory import ROW_MEMORY
 from steepest.embedding.row_messages import PullRows, Rows
 from steepest.embedding.table_chunk import TableChunk
-from steepest.engine.incoming_weights import Key
 from steepest.errors import ConfigurationError, ProtocolError, ResourcesError
-from steepest.messages.message import Peer, Send
 from steepest.tables.checks import require_keys
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import unpack_keys

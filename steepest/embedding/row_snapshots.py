@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from steepest.core.engine.optimizer_records import state_fields
+from steepest.core.messages.message import Peer, Send
+from steepest.core.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
 from steepest.embedding.table_chunk import TableChunk
-from steepest.engine.optimizer_records import state_fields
-from steepest.messages.message import Peer, Send
-from steepest.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from steepest.checkpoint.rows import TABLES
-from steepest.engine import optimizer_slices
+from steepest.core.engine import optimizer_slices
+from steepest.core.optim.portable import Record
+from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import CheckpointError
-from steepest.optim.portable import Record
-from steepest.tensors.layout import ParameterLayout
 
 
 def disassemble(

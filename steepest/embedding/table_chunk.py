@@ -11,19 +11,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steepest.engine.chunk_store import ChunkStore, StagedPush
+from steepest.core.engine.chunk_store import ChunkStore, StagedPush
+from steepest.core.messages.message import PushId
+from steepest.core.optim.spec import Hyperparameters
+from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.layout import Chunk
+from steepest.core.tensors.squares import sum_of_squares
 from steepest.errors import ConfigurationError, ProtocolError
-from steepest.messages.message import PushId
-from steepest.optim.spec import Hyperparameters
 from steepest.tables.cut import RowCut
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added, require_rows
 from steepest.tables.shard import UPDATES_BETWEEN_EVICTIONS, TableShard
 from steepest.tables.state import TableState
 from steepest.tables.state_checks import require_number_in, require_sound
-from steepest.tensors.codec import Codec
-from steepest.tensors.layout import Chunk
-from steepest.tensors.squares import sum_of_squares
 from steepest.validation import require_number
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from steepest.engine.server import Server
+from steepest.core.engine.server import Server
 
 #: By table: the number of rows, as "rows", and of events, see `TableShard.counts`.
 Counts = dict[str, dict[str, int]]

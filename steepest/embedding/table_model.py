@@ -9,7 +9,7 @@ from steepest.tables.table import Table
 
 
 class TableModel(Protocol):
-    """A `steepest.models.protocol.Model` with tables, for which its layout has opaque chunks."""
+    """A `steepest.core.models.protocol.Model` with tables, for which its layout has opaque chunks."""
 
     #: of its modules, each once
     tables: tuple[Table, ...]

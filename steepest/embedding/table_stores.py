@@ -8,25 +8,25 @@ from dataclasses import dataclass
 
 import torch
 
+from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.engine.incoming_weights import where_lent
+from steepest.core.engine.stores import Position
+from steepest.core.messages.message import Kind, Message, Peer, Send
+from steepest.core.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.tensors.layout import Chunk
 from steepest.embedding.row_messages import PullRows
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.row_snapshots import RowSnapshots
 from steepest.embedding.table_chunk import TableChunk
-from steepest.engine.chunk_store import ChunkStore
-from steepest.engine.incoming_weights import where_lent
-from steepest.engine.stores import Position
 from steepest.errors import ProtocolError
-from steepest.messages.message import Kind, Message, Peer, Send
-from steepest.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
-from steepest.optim.spec import OptimizerSpec
 from steepest.tables.compilation import compile_kernels
 from steepest.tables.dealing import Dealing
-from steepest.tensors.layout import Chunk
 
 
 @dataclass(frozen=True)
 class TableStores:
-    """Makes a `TableChunk` for each opaque chunk of a job, see `steepest.engine.stores.Stores`.
+    """Makes a `TableChunk` for each opaque chunk of a job, see `steepest.core.engine.stores.Stores`.
 
     Attributes:
         dealing: of the job's tables into chunks.
@@ -50,7 +50,7 @@ class TableStores:
 
 
 class TableService:
-    """The messages about rows on one server, see `steepest.engine.stores.StoreService`."""
+    """The messages about rows on one server, see `steepest.core.engine.stores.StoreService`."""
 
     kinds: Collection[Kind] = frozenset({Kind.PULL_ROWS, Kind.READ_ON})
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from steepest.models import torch as dense
-from steepest.models.torch import LossFunction, Metric
+from steepest.core.models import torch as dense
+from steepest.core.models.torch import LossFunction, Metric
 from steepest.validation import require_count
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class TorchModel(dense.TorchModel):
     """One replica: a torch module with its loss, data, batch size and optimizer.
 
     The module may have `steepest.Embedding`, `EmbeddingBag` and `EmbeddingCollection` in it. All
-    else is as `steepest.models.torch.TorchModel` has it, for dense modules alone: arguments that
+    else is as `steepest.core.models.torch.TorchModel` has it, for dense modules alone: arguments that
     are not named here, subclasses with ``loss(batch)``, attributes and errors.
 
     Args:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from steepest.engine.extension import Extension
-from steepest.engine.job import Job
-from steepest.engine.replicas import Memory, Replicas, WorkShare
+from steepest.core.engine.extension import Extension
+from steepest.core.engine.job import Job
+from steepest.core.engine.replicas import Memory, Replicas, WorkShare
+from steepest.core.models.protocol import Model
 from steepest.local_sgd.replicas import LocalReplicas
-from steepest.models.protocol import Model
 
 
 class LocalSgd(Extension):

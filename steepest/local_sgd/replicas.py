@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from steepest.engine.chunk_ready import ChunkReady
-from steepest.engine.optimizer_slices import assemble, disassemble
-from steepest.engine.replicas import (
+from steepest.core.engine.chunk_ready import ChunkReady
+from steepest.core.engine.optimizer_slices import assemble, disassemble
+from steepest.core.engine.replicas import (
     Batches,
     InnerOptimizerState,
     Memory,
@@ -19,13 +19,13 @@ from steepest.engine.replicas import (
     WorkShare,
     summarize_batches,
 )
-from steepest.engine.server_chunk import ServerChunk
-from steepest.models.protocol import Arrive, Model, all_here, arriving_with
-from steepest.optim.portable import Record
-from steepest.optim.spec import OptimizerSpec, Schedule, ScheduleState
-from steepest.protocol.push_tracking import clip_factor
-from steepest.protocol.rates import with_rates
-from steepest.tensors.squares import sum_of_squares
+from steepest.core.engine.server_chunk import ServerChunk
+from steepest.core.models.protocol import Arrive, Model, all_here, arriving_with
+from steepest.core.optim.portable import Record
+from steepest.core.optim.spec import OptimizerSpec, Schedule, ScheduleState
+from steepest.core.protocol.push_tracking import clip_factor
+from steepest.core.protocol.rates import with_rates
+from steepest.core.tensors.squares import sum_of_squares
 
 
 class LocalReplicas(Replicas):

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from steepest.collectives.members import MemberCollective
+from steepest.core.messages.collective import Part
+from steepest.core.tensors.memory import as_tensor
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 from steepest.loop.kept import pack, unpack
-from steepest.messages.collective import Part
-from steepest.tensors.memory import as_tensor
 
 _AGAIN_SECONDS = 1.0  # between two attempts to reach a worker
 _PLAIN = (bool, int, float, str)

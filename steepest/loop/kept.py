@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from steepest.core.optim.json_values import from_json, to_json
 from steepest.errors import ConfigurationError
-from steepest.optim.json_values import from_json, to_json
 
 _LENGTH = (
     8  # bytes of the number of batches, and of that of the bytes of the JSON before the tensors
@@ -19,7 +19,9 @@ _LENGTH = (
 
 
 def pack(state: Mapping[str, Any], batches: int = 0) -> torch.Tensor:
-    """Return plain values and tensors, in dicts, lists and tuples, as uint8, see `steepest.tensors.dtypes.furthest`.
+    """Return plain values and tensors, in dicts, lists and tuples, as uint8.
+
+    See `steepest.core.tensors.dtypes.furthest`.
 
     Args:
         state: by name.

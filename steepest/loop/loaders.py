@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from steepest.data.protocol import Source
-from steepest.data.sampler import even_share
-from steepest.data.sources import DatasetSource
+from steepest.core.data.protocol import Source
+from steepest.core.data.sampler import even_share
+from steepest.core.data.sources import DatasetSource
 from steepest.errors import ConfigurationError
 from steepest.loop.session import Session
 

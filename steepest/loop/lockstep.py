@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from steepest.data.protocol import Indices, Source
-from steepest.data.sampler import Remaining, SamplePlan
+from steepest.core.data.protocol import Indices, Source
+from steepest.core.data.sampler import Remaining, SamplePlan
 from steepest.errors import ConfigurationError
 
 

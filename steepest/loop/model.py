@@ -12,21 +12,21 @@ import torch
 from torch.utils.data import DataLoader
 
 from steepest.collectives.members import MemberCollective
-from steepest.data.protocol import Indices
+from steepest.core.data.protocol import Indices
+from steepest.core.models.names import plain
+from steepest.core.models.protocol import Arrive, Computed, Ready, Where, all_here
+from steepest.core.models.step_size import step_size
+from steepest.core.optim.several import as_one
+from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError, ModelError
 from steepest.loop.kept import pack, unpack
 from steepest.loop.loaders import keep_order
 from steepest.loop.lockstep import Steps
 from steepest.loop.overlap import Overlap
+from steepest.loop.projected import Projected, Projection
 from steepest.loop.session import Batch, Progress, Session
 from steepest.loop.writes import LoopWrites
-from steepest.models.names import plain
-from steepest.models.protocol import Arrive, Computed, Ready, Where, all_here
-from steepest.models.step_size import step_size
-from steepest.optim.projected import Projected, Projection
-from steepest.optim.several import as_one
-from steepest.tensors.dtypes import LOOP_STATE
 
 
 class LoopModel(TorchModel):
@@ -39,7 +39,7 @@ class LoopModel(TorchModel):
         loader: whose batches are one for each step; None where they are not.
 
     Attributes:
-        hyper, take_back: see `steepest.models.protocol.Model`.
+        hyper, take_back: see `steepest.core.models.protocol.Model`.
     """
 
     take_back: Callable[[], None] | None = None
@@ -106,7 +106,7 @@ class LoopModel(TorchModel):
         wait: Callable[[Callable[[], bool]], None],
         share_of: Callable[[int], Indices | None],
     ) -> None:
-        """Gather values of all workers over a collective from now on, see `steepest.models.protocol.Gathers`."""
+        """Gather values of all workers over a collective from now on, see `steepest.core.models.protocol.Gathers`."""
         self._share_of = share_of
         self.session.gatherings.meet(member, wait)
 
@@ -161,8 +161,8 @@ class LoopModel(TorchModel):
     ) -> Computed:
         """Let the user's loop go on with a batch up to its `optimizer.step()`, and take the gradients.
 
-        See `steepest.models.protocol.Model.compute_gradients`. Where it takes no step there is no gradient: an update
-        in which no worker has one changes nothing.
+        See `steepest.core.models.protocol.Model.compute_gradients`. Where it takes no step there is no
+        gradient: an update in which no worker has one changes nothing.
         """
         arrive(None)
         session, samples = self.session, 1 if self._share is None else self._share.samples
@@ -287,7 +287,7 @@ class LoopCreator:
     together: bool = True
 
     def __call__(self, worker_index: int, device_index: int) -> LoopModel:
-        """Begin the function in a worker's process; see `steepest.engine.job.ModelCreator`."""
+        """Begin the function in a worker's process; see `steepest.core.engine.job.ModelCreator`."""
         size = step_size().batches
         session = Session(self.function, worker_index, size, self.seed, self.together)
         model: LoopModel = session.begin()

@@ -13,6 +13,7 @@ import torch
 
 from steepest.checkpoint.files import Checkpoints
 from steepest.config.run import FailureConfig, RunConfig
+from steepest.core.strategies.strategy import Strategy
 from steepest.driver.trainer import DistributedSGD
 from steepest.errors import ConfigurationError, PeerLostError
 from steepest.loop.model import LoopCreator, LoopModel
@@ -23,7 +24,6 @@ from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.named import as_strategy
-from steepest.strategies.strategy import Strategy
 
 #: Steps that are granted to loops that count their epochs themselves: they end before.
 _STEPS = 1 << 40

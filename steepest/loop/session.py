@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from steepest.engine.generators import HeldGenerators
+from steepest.core.engine.generators import HeldGenerators
+from steepest.core.models.protocol import Where, checked_metrics, checked_weight
+from steepest.core.models.scalars import as_number
+from steepest.core.optim.several import WHICH
 from steepest.errors import ConfigurationError
 from steepest.loop.gathering import (
     Gatherings,
@@ -29,9 +32,6 @@ from steepest.loop.kept import pack, unpack
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.turns import Ended, Turns
 from steepest.loop.unseen import Unseen, noted
-from steepest.models.protocol import Where, checked_metrics, checked_weight
-from steepest.models.scalars import as_number
-from steepest.optim.several import WHICH
 from steepest.validation import require_positive
 
 _local = threading.local()
@@ -117,7 +117,7 @@ class Prepared:
     """What a user has given to `prepare`.
 
     Attributes:
-        model: made of it, for the worker; a `steepest.models.protocol.Model`.
+        model: made of it, for the worker; a `steepest.core.models.protocol.Model`.
         optimizers: that the function steps.
         schedulers: that it steps too.
         lockstep: where the loop is, if its steps are not one for each batch.

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from steepest.tensors.allocator import keeps_here, start_thread
-from steepest.transport.router import runs_in_turn
+from steepest.core.tensors.allocator import keeps_here, start_thread
+from steepest.core.transport.router import runs_in_turn
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
+from steepest.core.models.write_check import WriteCheck
+from steepest.core.tensors.shared_memory import forget_writes
 from steepest.errors import ModelError
-from steepest.models.write_check import WriteCheck
-from steepest.tensors.shared_memory import forget_writes
 
 _FIRST_TURNS = 8
 _ROUNDINGS = 64  # by which a value that was changed and changed back may differ, relative to its tensor's largest

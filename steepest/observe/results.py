@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from steepest.messages.driver import Result
+from steepest.core.messages.driver import Result
 
 
 @dataclass(frozen=True, slots=True)

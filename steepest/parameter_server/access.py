@@ -12,15 +12,15 @@ from typing import Any
 
 import ray
 
+from steepest.core.transport.channel import Address
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import WireTransport
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError
 from steepest.parameter_server.connection import Connection, Reach
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.pusher import Pusher
 from steepest.parameter_server.succession import Search, newest
-from steepest.transport.channel import Address
-from steepest.transport.router import Router
-from steepest.transport.sockets import WireTransport
-from steepest.transport.tls import Identity, encryption_with
+from steepest.tls.connections import Identity, encryption_with
 
 _PAUSE_SECONDS = 0.05  # between two attempts to connect
 _CONNECT_SECONDS = 5.0  # for a user to connect to servers that have just begun to serve

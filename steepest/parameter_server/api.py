@@ -15,6 +15,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from steepest.config.run import TLSConfig, check_tls
+from steepest.core.tensors.memory import Bytes
+from steepest.core.tensors.shared_memory import segment_of
+from steepest.core.transport.channel import TRANSPORTS
+from steepest.core.transport.sockets import check_ways
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
@@ -36,17 +40,13 @@ from steepest.runtime.activity import log_report
 from steepest.runtime.calls import RemoteError
 from steepest.runtime.connection import Holder, hold, let_go
 from steepest.runtime.signals import report_on_sigusr1
-from steepest.tensors.memory import Bytes
-from steepest.tensors.shared_memory import segment_of
-from steepest.transport.channel import TRANSPORTS
-from steepest.transport.sockets import check_ways
-from steepest.transport.tls import Identity, identity_of
+from steepest.tls.connections import Identity, identity_of
 from steepest.validation import require_choice, require_count, require_seconds
 
 if TYPE_CHECKING:
-    from steepest.engine.client import Snapshot
-    from steepest.optim.portable import Record
-    from steepest.optim.spec import OptimizerSpec
+    from steepest.core.engine.client import Snapshot
+    from steepest.core.optim.portable import Record
+    from steepest.core.optim.spec import OptimizerSpec
     from steepest.parameter_server.hosting import OptimizerFactory
 
 T = TypeVar("T")

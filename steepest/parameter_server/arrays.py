@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from steepest.core.tensors.allocator import Recycler, empty_bytes
+from steepest.core.tensors.layout import Chunk, ElementType, ParameterLayout
+from steepest.core.tensors.memory import Bytes, address_of, as_array, as_tensor, is_tensor
 from steepest.errors import ConfigurationError
-from steepest.tensors.allocator import Recycler, empty_bytes
-from steepest.tensors.layout import Chunk, ElementType, ParameterLayout
-from steepest.tensors.memory import Bytes, address_of, as_array, as_tensor, is_tensor
 
 if TYPE_CHECKING:
-    from steepest.optim.spec import OptimizerSpec
+    from steepest.core.optim.spec import OptimizerSpec
 
 #: A NumPy array, a torch tensor (on the CPU), or a dict of them by name.
 ArrayTree = Any

@@ -9,16 +9,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from steepest.core.messages.message import COORDINATOR, Peer
+from steepest.core.tensors.allocator import Recycler
+from steepest.core.tensors.memory import Bytes
+from steepest.core.tensors.shared_memory import lendable_if_possible
+from steepest.core.transport.router import Router
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
-from steepest.messages.message import COORDINATOR, Peer
 from steepest.parameter_server.pusher import Pusher
-from steepest.tensors.allocator import Recycler
-from steepest.tensors.memory import Bytes
-from steepest.tensors.shared_memory import lendable_if_possible
-from steepest.transport.router import Router
 
 if TYPE_CHECKING:
-    from steepest.engine.client import Client
+    from steepest.core.engine.client import Client
 
 T = TypeVar("T")
 _TURN_SECONDS = 0.05

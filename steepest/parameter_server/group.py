@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from steepest.messages.fields import Limits
-from steepest.messages.message import Peer, worker_peer
-from steepest.messages.permissions import Admission
-from steepest.messages.users import OPEN
+from steepest.core.messages.fields import Limits
+from steepest.core.messages.message import Peer, worker_peer
+from steepest.core.messages.permissions import Admission
+from steepest.core.messages.users import OPEN
+from steepest.core.transport.router import Router
 from steepest.parameter_server.arrays import Arrays
 from steepest.parameter_server.pusher import Pusher
-from steepest.transport.router import Router
 
 if TYPE_CHECKING:
-    from steepest.engine.client import Client
+    from steepest.core.engine.client import Client
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ServerGroup:
 
     def host_client(self, router: Router, index: int) -> Client:
         """Host a client on a router, which reads and installs state for a user; return it; imports torch."""
-        from steepest.engine.client import Client
+        from steepest.core.engine.client import Client
 
         _, peer = self.user_peers(index)
         client = Client(self.arrays.layout, self.holders, self.num_servers, router.sender(peer))

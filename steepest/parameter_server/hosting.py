@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from steepest.engine.coordinator_role import CoordinatorRole
-from steepest.engine.server import Server, ServerMode
-from steepest.engine.topology import HostMap, Topology
+from steepest.core.engine.coordinator_role import CoordinatorRole
+from steepest.core.engine.server import Server, ServerMode
+from steepest.core.engine.topology import HostMap, Topology
+from steepest.core.messages.gradients import Commit, Decision
+from steepest.core.messages.message import COORDINATOR, server_peer
+from steepest.core.optim.arriving import arriving_state
+from steepest.core.optim.several import as_one
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.protocol.commit_rules import CommitEach
+from steepest.core.protocol.commit_state import CommitState
+from steepest.core.protocol.coordinator import Coordinator
+from steepest.core.transport.router import Router
 from steepest.errors import ConfigurationError
-from steepest.messages.gradients import Commit, Decision
-from steepest.messages.message import COORDINATOR, server_peer
-from steepest.optim.arriving import arriving_state
-from steepest.optim.several import as_one
-from steepest.optim.spec import OptimizerSpec
 from steepest.parameter_server.arrays import ArrayTree, called, element_type, named_arrays
 from steepest.parameter_server.group import ServerGroup
-from steepest.protocol.commit_rules import CommitEach
-from steepest.protocol.commit_state import CommitState
-from steepest.protocol.coordinator import Coordinator
-from steepest.protocol.open_group import OpenGroup
-from steepest.transport.router import Router
+from steepest.parameter_server.open_group import OpenGroup
 
 #: Builds a torch optimizer over the parameters, given in the order of their names.
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]

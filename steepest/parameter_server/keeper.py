@@ -13,7 +13,7 @@ import ray
 from steepest.parameter_server.succession import Succession
 
 if TYPE_CHECKING:
-    from steepest.optim.spec import OptimizerSpec
+    from steepest.core.optim.spec import OptimizerSpec
     from steepest.parameter_server.access import Access
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Keeper:
         lost = ", ".join(f"server {i}" for i in range(len(servers)) if i not in alive)
         known = ray.put([heard[index] for index in alive])
         found = _get([servers[index].survive.remote(known) for index in alive])
-        from steepest.engine.survivors import assemble  # imports torch
+        from steepest.core.engine.survivors import assemble  # imports torch
 
         states = {index: state for index, (state, _) in zip(alive, found, strict=True)}
         whole = assemble(len(group.holders), states) if states else None

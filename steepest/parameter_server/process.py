@@ -6,21 +6,21 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from steepest.engine.chunk_transfer import RetainedChunks
-from steepest.engine.server import Server
-from steepest.engine.survivors import ServerState, catch_up, state_of
-from steepest.messages.gradients import Decision
-from steepest.messages.message import COORDINATOR, server_peer
-from steepest.optim.spec import OptimizerSpec
+from steepest.core.engine.chunk_transfer import RetainedChunks
+from steepest.core.engine.server import Server
+from steepest.core.engine.survivors import ServerState, catch_up, state_of
+from steepest.core.messages.gradients import Decision
+from steepest.core.messages.message import COORDINATOR, server_peer
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.tensors.memory import Bytes
+from steepest.core.tensors.shared_memory import allocate
+from steepest.core.transport.channel import Address
+from steepest.core.transport.sockets import WireTransport
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.hosting import committed_in, host_server
 from steepest.parameter_server.succession import Succession
 from steepest.runtime.process import Process, on_router
-from steepest.tensors.memory import Bytes
-from steepest.tensors.shared_memory import allocate
-from steepest.transport.channel import Address
-from steepest.transport.sockets import WireTransport
-from steepest.transport.tls import Identity, encryption_with
+from steepest.tls.connections import Identity, encryption_with
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from steepest.core.messages.gradients import Push, Weights
+from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
+from steepest.core.messages.snapshots import Read, SnapshotEnd
+from steepest.core.messages.users import PushCommitted, Pushed, PushRefused
+from steepest.core.tensors.memory import Bytes
 from steepest.errors import (
     ModelRaisedError,
     NonFiniteError,
@@ -18,12 +23,7 @@ from steepest.errors import (
     ShutdownError,
     listed,
 )
-from steepest.messages.gradients import Push, Weights
-from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
-from steepest.messages.snapshots import Read, SnapshotEnd
-from steepest.messages.users import PushCommitted, Pushed, PushRefused
 from steepest.parameter_server.arrays import Arrays, Wanted
-from steepest.tensors.memory import Bytes
 
 _READS = 1 << 62  # sequence numbers of reads begin here; those below are of pushes
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import ray
 
+from steepest.core.transport.channel import Address
 from steepest.errors import PeerLostError
-from steepest.transport.channel import Address
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from steepest.messages.message import Peer, server_peer
+from steepest.core.messages.message import Peer, server_peer
 from steepest.parameter_server.access import Access, is_forked
 from steepest.parameter_server.connection import Connection
 from steepest.runtime.places import Place

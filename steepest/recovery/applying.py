@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from steepest.core.messages.message import Peer, server_peer, worker_peer
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import DeadlineError, PeerLostError
-from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.recovery.change import Applied, Change
 from steepest.recovery.decision import Transition, World
 from steepest.recovery.growth import Missing
@@ -15,7 +16,6 @@ from steepest.recovery.starting import Start
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.context import Membership
 from steepest.state.job_state import JobState
-from steepest.strategies.strategy import Strategy
 
 
 class Applying:

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from steepest.engine.client import Client
-from steepest.engine.job import Job
-from steepest.engine.survivors import RecoveredState
-from steepest.messages.message import Peer
+from steepest.core.engine.client import Client
+from steepest.core.engine.job import Job
+from steepest.core.engine.survivors import RecoveredState
+from steepest.core.messages.message import Peer
 from steepest.recovery.decision import Transition
 from steepest.recovery.starting import Start
 from steepest.runtime.cluster import Cluster

@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
-from steepest.messages.message import Peer
+from steepest.core.messages.message import Peer
 
 Source = Literal["processes", "snapshot"]
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import ray
 
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ResourcesError
 from steepest.recovery.starting import Starting
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.ray_private import draining_nodes
 from steepest.runtime.room import Room, check_possible, fitting, may_grow
-from steepest.strategies.strategy import Strategy
 
 _LOOK_SECONDS = 1.0
 _LONGEST_PAUSE = 60.0

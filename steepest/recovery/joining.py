@@ -7,18 +7,18 @@ from collections.abc import Collection, Mapping, Set
 from functools import partial
 from typing import Any
 
-from steepest.data.stream_place import StreamPlace
-from steepest.engine.replica_states import all_states, mean_states
-from steepest.engine.replicas import Replicas
+from steepest.core.data.stream_place import StreamPlace
+from steepest.core.engine.replica_states import all_states, mean_states
+from steepest.core.engine.replicas import Replicas
+from steepest.core.messages.message import Peer, worker_peer
+from steepest.core.tensors.dtypes import Tensors
 from steepest.errors import DeadlineError, PeerLostError
-from steepest.messages.message import Peer, worker_peer
 from steepest.recovery.decision import Transition
 from steepest.recovery.observation import NOTICE_SECONDS, Observation
 from steepest.recovery.starting import Start
 from steepest.recovery.telling import nothing_lost, record_line
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.places import Place
-from steepest.tensors.dtypes import Tensors
 
 _LOOK_SECONDS = 0.1
 

@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Mapping
 
+from steepest.core.messages.message import Peer
 from steepest.errors import ResourcesError
-from steepest.messages.message import Peer
 from steepest.recovery.starting import Starting
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.ray_private import draining_nodes

@@ -13,9 +13,10 @@ from functools import partial
 
 import ray
 
+from steepest.core.messages.driver import WorkerLost
+from steepest.core.messages.message import Peer, server_peer, worker_peer
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ResourcesError, ShutdownError
-from steepest.messages.driver import WorkerLost
-from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.recovery.decision import Target, World
 from steepest.recovery.growth import Growth, Wanted
 from steepest.recovery.leaving import Leaving
@@ -23,7 +24,6 @@ from steepest.recovery.starting import Reserve, Start, Starting
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.places import kill
 from steepest.state.snapshots import Snapshots
-from steepest.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
 NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is dead

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import ray
 
-from steepest.engine.job import check_agreement
-from steepest.messages.message import Peer, worker_peer
+from steepest.core.engine.job import check_agreement
+from steepest.core.messages.message import Peer, worker_peer
+from steepest.core.tensors.layout import ChunkSpec
 from steepest.runtime.calls import has_answered, never_ran
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.places import Place, kill
-from steepest.tensors.layout import ChunkSpec
 
 _ANSWER_SECONDS = 5.0
 #: A process has to come up within this many times `DeadlineConfig.start` seconds.

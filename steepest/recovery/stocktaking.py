@@ -8,8 +8,9 @@ from typing import Any
 
 import ray
 
-from steepest.engine.survivors import RecoveredState, ServerState, assemble
-from steepest.messages.message import Peer, worker_peer
+from steepest.core.engine.survivors import RecoveredState, ServerState, assemble
+from steepest.core.messages.message import Peer, worker_peer
+from steepest.core.strategies.strategy import Strategy
 from steepest.recovery.change import Change
 from steepest.runtime.calls import has_answered
 from steepest.runtime.cluster import Cluster
@@ -18,7 +19,6 @@ from steepest.state.job_state import JobState
 from steepest.state.optimizer_state import OptimizerState
 from steepest.state.snapshots import Snapshots
 from steepest.state.stock import Stock
-from steepest.strategies.strategy import Strategy
 
 _WORD_SECONDS = 1.0  # that Ray's word on a death is waited for, because it names the cause
 _POLL_SECONDS = 0.02

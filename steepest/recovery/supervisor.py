@@ -8,7 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from steepest.engine.client import Client
+from steepest.core.engine.client import Client
+from steepest.core.messages.driver import WorkerLost
+from steepest.core.messages.message import Peer
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import (
     DeadlineError,
     ModelError,
@@ -18,8 +21,6 @@ from steepest.errors import (
     ShutdownError,
     StepError,
 )
-from steepest.messages.driver import WorkerLost
-from steepest.messages.message import Peer
 from steepest.recovery.applying import Applying
 from steepest.recovery.change import Change
 from steepest.recovery.decision import Impossible, Source, Transition, World, decide
@@ -35,7 +36,6 @@ from steepest.runtime.diagnostics import update_error
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.state.job_state import JobState
 from steepest.state.snapshots import Snapshots
-from steepest.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
 _SHORT_SECONDS = 0.02  # between two looks while processes start

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 
+from steepest.core.engine.job import Job
+from steepest.core.messages.message import Peer, worker_peer
 from steepest.embedding.job_tables import delays_rows
-from steepest.engine.job import Job
 from steepest.errors import listed
-from steepest.messages.message import Peer, worker_peer
 from steepest.recovery.change import Applied, Change
 from steepest.runtime.cluster import Cluster
 

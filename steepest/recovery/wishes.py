@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ResourcesError, SteepestError
 from steepest.recovery.growth import Wanted
 from steepest.recovery.observation import Observation
 from steepest.runtime.cluster import Cluster
-from steepest.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
 

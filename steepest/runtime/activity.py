@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import ray
 
+from steepest.core.messages.message import Peer
+from steepest.core.transport.router import Router
 from steepest.errors import describe_stack, listed
-from steepest.messages.message import Peer
 from steepest.runtime.calls import drop_calls, last_line
 from steepest.runtime.places import Place, processor_state, processor_use
-from steepest.transport.router import Router
 
 log = logging.getLogger("steepest.deadlines")
 _ANSWER_SECONDS = 2.0  # that a process has to answer

@@ -19,16 +19,19 @@ import ray
 
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
-from steepest.engine.hosting import host_client, host_coordinator, host_server
-from steepest.engine.job import Description, Job, ModelCreator, check_agreement
+from steepest.core.engine.hosting import host_client, host_coordinator, host_server
+from steepest.core.engine.job import Description, Job, ModelCreator, check_agreement
+from steepest.core.messages.message import COORDINATOR, Peer, server_peer, worker_peer
+from steepest.core.models.step_size import StepSize
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import check_ways
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
     PeerLostError,
     ShutdownError,
 )
-from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
-from steepest.models.step_size import StepSize
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import travelling
 from steepest.runtime.connection import Holder, hold, let_go, who_else
@@ -45,9 +48,6 @@ from steepest.runtime.signals import end_on_sigterm, report_on_sigusr1
 from steepest.runtime.ways import hosts_of, make_transport
 from steepest.runtime.wiring import Holdings, carry, connect_processes, connect_to, holdings
 from steepest.runtime.worker_calls import WorkerCalls
-from steepest.strategies.strategy import Strategy
-from steepest.transport.router import Router
-from steepest.transport.sockets import check_ways
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

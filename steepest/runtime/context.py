@@ -13,11 +13,14 @@ from typing import Any
 import ray
 
 from steepest.config.run import RunConfig
-from steepest.data.sampler import SamplePlan
-from steepest.engine.client import Client
-from steepest.engine.job import Job
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.client import Client
+from steepest.core.engine.job import Job
+from steepest.core.messages.message import Peer, server_peer, worker_peer
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.transport.channel import Address
+from steepest.core.transport.router import Router
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, listed
-from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.observe.results import Event
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import drop_calls, raise_remote, who_raised
@@ -25,10 +28,7 @@ from steepest.runtime.owner import Owner
 from steepest.runtime.places import Place
 from steepest.runtime.seats import Placement
 from steepest.runtime.signs_of_life import SignsOfLife
-from steepest.strategies.strategy import Strategy
-from steepest.transport.channel import Address
-from steepest.transport.router import Router
-from steepest.transport.tls import identity_of
+from steepest.tls.connections import identity_of
 
 log = logging.getLogger(__name__)
 change_log = logging.getLogger("steepest.changes")

@@ -9,8 +9,8 @@ from typing import Any, NoReturn, TypeVar
 
 import ray
 
+from steepest.core.messages.message import Peer
 from steepest.errors import PeerLostError, RemoteTraceback, StepError
-from steepest.messages.message import Peer
 from steepest.runtime.calls import RemoteError, end_of
 from steepest.runtime.context import JobContext
 from steepest.runtime.places import fetch_last_lines, kill

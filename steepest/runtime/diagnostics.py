@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from steepest.core.messages.driver import Failure
+from steepest.core.messages.message import Peer, worker_peer
 from steepest.errors import ModelRaisedError, RemoteTraceback
-from steepest.messages.driver import Failure
-from steepest.messages.message import Peer, worker_peer
 from steepest.runtime.places import Place
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
+from steepest.core.messages.fields import RateChanges, Rates
+from steepest.core.optim.spec import OptimizerSpec, Schedule, ScheduleState
+from steepest.core.protocol.rates import begun_by, changes_since, rates_at
 from steepest.errors import ConfigurationError
-from steepest.messages.fields import RateChanges, Rates
-from steepest.optim.spec import OptimizerSpec, Schedule, ScheduleState
-from steepest.protocol.rates import begun_by, changes_since, rates_at
 from steepest.runtime.context import JobContext
 
 #: Steps whose rates are remembered, so that a death that sets a job back computes no schedule from

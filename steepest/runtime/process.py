@@ -18,30 +18,26 @@ from steepest.aggregation.hosting import host_aggregator
 from steepest.collectives import operations
 from steepest.collectives.members import MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
-from steepest.data.fingerprint import fingerprint
-from steepest.data.sampler import SamplePlan
-from steepest.data.stream_place import StreamPlace
-from steepest.embedding.table_counts import table_counts
-from steepest.engine.chunk_transfer import ChunkState, RetainedChunks
-from steepest.engine.hosting import (
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.data.stream_place import StreamPlace
+from steepest.core.engine.chunk_transfer import ChunkState, RetainedChunks
+from steepest.core.engine.hosting import (
     build_replicas,
     host_coordinator,
     host_server,
     host_worker,
 )
-from steepest.engine.job import Description, Job, ModelCreator
-from steepest.engine.lent_models import lent_to
-from steepest.engine.model_building import build_models
-from steepest.engine.replicas import Memory, Replicas, memory_for
-from steepest.engine.scheduling import give_way
-from steepest.engine.server import Server
-from steepest.engine.survivors import ServerState, catch_up, state_of
-from steepest.engine.worker import Worker
-from steepest.engine.worker_state import WorkerState, worker_state
-from steepest.errors import PeerLostError, ShutdownError, describe_error
-from steepest.extensions import EXTENSIONS
-from steepest.messages.gradients import Decision
-from steepest.messages.message import (
+from steepest.core.engine.job import Description, Job, ModelCreator
+from steepest.core.engine.lent_models import lent_to
+from steepest.core.engine.model_building import build_models
+from steepest.core.engine.replicas import Memory, Replicas, memory_for
+from steepest.core.engine.scheduling import give_way
+from steepest.core.engine.server import Server
+from steepest.core.engine.survivors import ServerState, catch_up, state_of
+from steepest.core.engine.worker import Worker
+from steepest.core.engine.worker_state import WorkerState, worker_state
+from steepest.core.messages.gradients import Decision
+from steepest.core.messages.message import (
     COORDINATOR,
     Peer,
     aggregator_peer,
@@ -49,10 +45,22 @@ from steepest.messages.message import (
     server_peer,
     worker_peer,
 )
-from steepest.models.protocol import Model, OptimizerArrives, arriving_with
-from steepest.models.step_size import StepSize
-from steepest.optim.arriving import ArrivingState
-from steepest.optim.spec import OptimizerSpec
+from steepest.core.models.protocol import Model, OptimizerArrives, arriving_with
+from steepest.core.models.step_size import StepSize
+from steepest.core.optim.arriving import ArrivingState
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.tensors.allocator import keep_freed_memory, start_thread
+from steepest.core.tensors.dtypes import Tensors
+from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
+from steepest.core.tensors.memory import Bytes
+from steepest.core.tensors.shared_memory import AVAILABLE, segment_of
+from steepest.core.transport.channel import Address
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import WireTransport
+from steepest.data.fingerprint import fingerprint
+from steepest.embedding.table_counts import table_counts
+from steepest.errors import PeerLostError, ShutdownError, describe_error
+from steepest.extensions import EXTENSIONS
 from steepest.runtime.activity import Activity, activity_of
 from steepest.runtime.calls import RemoteError
 from steepest.runtime.lease import ProcessLease
@@ -60,15 +68,7 @@ from steepest.runtime.places import Place, processor_use
 from steepest.runtime.ray_private import hush_unreadable, name_process
 from steepest.runtime.remote_functions import name_of, sent
 from steepest.runtime.ways import make_transport
-from steepest.tensors.allocator import keep_freed_memory, start_thread
-from steepest.tensors.dtypes import Tensors
-from steepest.tensors.layout import ChunkSpec, ParameterLayout
-from steepest.tensors.memory import Bytes
-from steepest.tensors.shared_memory import AVAILABLE, segment_of
-from steepest.transport.channel import Address
-from steepest.transport.router import Router
-from steepest.transport.sockets import WireTransport
-from steepest.transport.tls import Identity
+from steepest.tls.connections import Identity
 
 ProcessType = TypeVar("ProcessType", bound="Process")
 Parameters = ParamSpec("Parameters")
@@ -134,7 +134,7 @@ class Process:
         name: str,
         token: bytes,
         threads: int,
-        keep_memory: bool = False,  # that is freed, see `steepest.tensors.allocator`
+        keep_memory: bool = False,  # that is freed, see `steepest.core.tensors.allocator`
         lease: float | None = None,  # seconds without a word from the driver; None for ever
         identity: Identity | None = None,
         program: Program | None = None,  # of the driver, which users' code finds here

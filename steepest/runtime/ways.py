@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from steepest.engine.job import Job
-from steepest.engine.topology import HostMap
-from steepest.messages.message import Peer, server_peer
+from steepest.core.engine.job import Job
+from steepest.core.engine.topology import HostMap
+from steepest.core.messages.message import Peer, server_peer
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.tensors.shared_memory import AVAILABLE
+from steepest.core.transport.channel import ChannelSink
+from steepest.core.transport.sockets import WireTransport
 from steepest.runtime.places import Place
-from steepest.strategies.strategy import Strategy
-from steepest.tensors.shared_memory import AVAILABLE
-from steepest.transport.channel import ChannelSink
-from steepest.transport.sockets import WireTransport
-from steepest.transport.tls import Identity, encryption_with
+from steepest.tls.connections import Identity, encryption_with
 
 
 def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: Strategy) -> HostMap:

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from steepest.engine.job import Job
+from steepest.core.engine.job import Job
+from steepest.core.messages.message import Peer, server_peer
+from steepest.core.transport.channel import Address
 from steepest.errors import PeerLostError
-from steepest.messages.message import Peer, server_peer
 from steepest.runtime.context import JobContext
-from steepest.transport.channel import Address
 
 #: The processes that have each chunk.
 Holdings = Mapping[int, Sequence[Any]]

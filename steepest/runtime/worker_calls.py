@@ -9,8 +9,8 @@ from typing import Any
 
 import ray
 
+from steepest.core.messages.message import Peer, worker_peer
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ShutdownError
-from steepest.messages.message import Peer, worker_peer
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import (
     drop_calls,

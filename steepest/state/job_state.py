@@ -13,20 +13,22 @@ from typing import Any
 import torch
 
 from steepest.checkpoint import files, rows
-from steepest.data.sampler import Remaining, epoch_ends
+from steepest.core.data.sampler import Remaining, epoch_ends
+from steepest.core.engine.client import Snapshot, read_log
+from steepest.core.engine.commit_log import Commit, CommitLog, UnpushedRows
+from steepest.core.engine.replica_states import all_states, mean_states
+from steepest.core.engine.replicas import Replicas
+from steepest.core.engine.survivors import RecoveredState
+from steepest.core.engine.worker_state import WorkerState
+from steepest.core.messages.driver import Counters
+from steepest.core.messages.snapshots import Bases
+from steepest.core.models.names import plainly
+from steepest.core.optim.portable import Record
+from steepest.core.optim.spec import ScheduleState
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.tensors.dtypes import LOOP_STATE, Tensors
 from steepest.embedding.job_tables import dealing_of
-from steepest.engine.client import Snapshot, read_log
-from steepest.engine.commit_log import Commit, CommitLog, UnpushedRows
-from steepest.engine.replica_states import all_states, mean_states
-from steepest.engine.replicas import Replicas
-from steepest.engine.survivors import RecoveredState
-from steepest.engine.worker_state import WorkerState
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.messages.driver import Counters
-from steepest.messages.snapshots import Bases
-from steepest.models.names import plainly
-from steepest.optim.portable import Record
-from steepest.optim.spec import ScheduleState
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.context import Membership
@@ -34,8 +36,6 @@ from steepest.runtime.owner import Moment, owned
 from steepest.state.optimizer_state import OptimizerState
 from steepest.state.row_read import RowRead, read_apart
 from steepest.state.stock import Stock, recovered
-from steepest.strategies.strategy import Strategy
-from steepest.tensors.dtypes import LOOP_STATE, Tensors
 
 log = logging.getLogger(__name__)
 

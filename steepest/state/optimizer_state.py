@@ -10,22 +10,22 @@ from typing import Any
 import torch
 
 from steepest.compression.gradient_compressor import check_residuals
+from steepest.core.engine.client import Snapshot
+from steepest.core.engine.job import Job
+from steepest.core.engine.optimizer_slices import assemble
+from steepest.core.engine.push_pull import COMPRESSION
+from steepest.core.engine.replica_states import mean_states
+from steepest.core.engine.replicas import InnerOptimizerState
+from steepest.core.engine.survivors import RecoveredState
+from steepest.core.engine.worker_state import WorkerState, worker_state
+from steepest.core.optim.portable import Record, is_text
+from steepest.core.optim.spec import ScheduleState
+from steepest.core.tensors.dtypes import Tensors
 from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.shard_records import disassemble
 from steepest.embedding.state_names import UNPUSHED
-from steepest.engine.client import Snapshot
-from steepest.engine.job import Job
-from steepest.engine.optimizer_slices import assemble
-from steepest.engine.push_pull import COMPRESSION
-from steepest.engine.replica_states import mean_states
-from steepest.engine.replicas import InnerOptimizerState
-from steepest.engine.survivors import RecoveredState
-from steepest.engine.worker_state import WorkerState, worker_state
-from steepest.optim.portable import Record, is_text
-from steepest.optim.spec import ScheduleState
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
-from steepest.tensors.dtypes import Tensors
 
 #: Calls a function with these arguments, and the replicas of some workers before them; returns what
 #: each returned.

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from steepest.checkpoint import files, rows
-from steepest.engine.client import Snapshot
-from steepest.engine.optimizer_slices import assemble
+from steepest.core.engine.client import Snapshot
+from steepest.core.engine.optimizer_slices import assemble
+from steepest.core.messages.snapshots import Bases
+from steepest.core.optim.portable import Record
+from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import CheckpointError
-from steepest.messages.snapshots import Bases
-from steepest.optim.portable import Record
 from steepest.runtime.cluster import Cluster
-from steepest.tensors.layout import ParameterLayout
 
 _LOOK_SECONDS, _HURRIED_SECONDS = 0.2, 0.01
 _PART_BYTES = 64 << 20

@@ -14,10 +14,10 @@ from typing import Any
 import ray
 
 from steepest.checkpoint.rows import TABLES
-from steepest.engine.client import Client, Snapshot, read_log
-from steepest.engine.commit_log import Commit
-from steepest.engine.job import Job
-from steepest.engine.worker_state import WorkerState
+from steepest.core.engine.client import Client, Snapshot, read_log
+from steepest.core.engine.commit_log import Commit
+from steepest.core.engine.job import Job
+from steepest.core.engine.worker_state import WorkerState
 from steepest.errors import PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.calls import raise_remote
 from steepest.runtime.cluster import Cluster

@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from steepest.data.sampler import Remaining, SamplePlan
-from steepest.engine.client import Snapshot
-from steepest.engine.commit_log import Commit, CommitLog
-from steepest.engine.job import Job
-from steepest.engine.survivors import RecoveredState
-from steepest.engine.worker_state import WorkerState, buffers_of
+from steepest.core.data.sampler import Remaining, SamplePlan
+from steepest.core.engine.client import Snapshot
+from steepest.core.engine.commit_log import Commit, CommitLog
+from steepest.core.engine.job import Job
+from steepest.core.engine.survivors import RecoveredState
+from steepest.core.engine.worker_state import WorkerState, buffers_of
+from steepest.core.tensors.dtypes import Tensors
 from steepest.state.optimizer_state import OptimizerState
-from steepest.tensors.dtypes import Tensors
 
 
 @dataclass(frozen=True)

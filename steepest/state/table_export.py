@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from steepest.checkpoint.exported_table import ExportedTable
+from steepest.core.engine.client import Snapshot
+from steepest.core.optim.portable import Record
 from steepest.embedding.job_tables import dealing_of
-from steepest.engine.client import Snapshot
 from steepest.errors import ConfigurationError
-from steepest.optim.portable import Record
 from steepest.runtime.cluster import Cluster
 
 

@@ -1,1 +1,1 @@
-"""Strategies, the ways of training: frozen settings, validated when made, that say what the engine does."""
+"""Local SGD and the simple reference as strategies, and all strategies by name."""

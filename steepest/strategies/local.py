@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.strategies.strategy import ServerStrategy
 from steepest.errors import ConfigurationError
-from steepest.optim.spec import OptimizerSpec
-from steepest.strategies.strategy import ServerStrategy
 from steepest.validation import require_choice, require_count, require_number, require_positive
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from steepest.config.job import JobConfig
+from steepest.core.strategies.allreduce import AllreduceStrategy
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError
-from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
-from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
-from steepest.strategies.strategy import Strategy
 
 _BY_NAME: dict[str, Strategy] = {
     "simple": SimpleStrategy(),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from steepest.strategies.strategy import Strategy
-from steepest.tensors.layout import ChunkSpec
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.tensors.layout import ChunkSpec
 
 _WHOLE = 1 << 62  # bytes of a chunk: more than a model has
 

@@ -10,33 +10,33 @@ from typing import TypeVar
 import torch
 
 from steepest.aggregation.hosting import host_aggregator
-from steepest.engine.client import Snapshot, read_log
-from steepest.engine.commit_log import CommitLog
-from steepest.engine.hosting import (
+from steepest.core.engine.client import Snapshot, read_log
+from steepest.core.engine.commit_log import CommitLog
+from steepest.core.engine.hosting import (
     build_replicas,
     host_client,
     host_coordinator,
     host_server,
     host_worker,
 )
-from steepest.engine.job import Job, ModelCreator, check_agreement
-from steepest.engine.model_building import build_models
-from steepest.engine.replica_states import all_states, mean_states
-from steepest.engine.server import Server
-from steepest.engine.topology import HostMap
-from steepest.engine.worker import Worker
+from steepest.core.engine.job import Job, ModelCreator, check_agreement
+from steepest.core.engine.model_building import build_models
+from steepest.core.engine.replica_states import all_states, mean_states
+from steepest.core.engine.server import Server
+from steepest.core.engine.topology import HostMap
+from steepest.core.engine.worker import Worker
+from steepest.core.messages.driver import Failure, Result, WorkerLost
+from steepest.core.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
+from steepest.core.models.protocol import arriving_with
+from steepest.core.models.step_size import StepSize
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.transport.router import Router
 from steepest.errors import ConfigurationError, PeerLostError
 from steepest.extensions import EXTENSIONS
-from steepest.messages.driver import Failure, Result, WorkerLost
-from steepest.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
-from steepest.models.protocol import arriving_with
-from steepest.models.step_size import StepSize
-from steepest.strategies.parameter_server import ParameterServerStrategy
-from steepest.strategies.strategy import Strategy
 from steepest.testing.faults import Fault
 from steepest.testing.network import Link, Network
 from steepest.testing.script import Script
-from steepest.transport.router import Router
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from steepest.engine.job import ModelCreator
+from steepest.core.engine.job import ModelCreator
+from steepest.core.messages.message import Kind, Peer
+from steepest.core.models.protocol import Arrive, Computed, Model
 from steepest.errors import ConfigurationError
-from steepest.messages.message import Kind, Peer
-from steepest.models.protocol import Arrive, Computed, Model
 
 #: A moment in a step. Of a worker: "forward", as the forward pass begins; "backward", as the first
 #: gradient is written; "push", as the last gradient is written, when the chunks without it have
@@ -356,7 +356,7 @@ class Clock:
 class WatchedCreator:
     """A model creator whose models are watched by a clock; each life of a worker has its own, kept in `clocks`."""
 
-    # make_clock: makes a worker's, given its index; attend: of its models, see `steepest.engine.job.Description`.
+    # make_clock: makes a worker's, given its index; attend: of its models, see `steepest.core.engine.job.Description`.
 
     def __init__(
         self,

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from steepest.collectives.members import MemberCollective
-from steepest.engine.commit_log import Commit
-from steepest.engine.exchange import Exchange
-from steepest.engine.replicas import Replicas
-from steepest.engine.server import Server
-from steepest.engine.worker import Worker
-from steepest.messages.message import Peer
+from steepest.core.engine.commit_log import Commit
+from steepest.core.engine.exchange import Exchange
+from steepest.core.engine.replicas import Replicas
+from steepest.core.engine.server import Server
+from steepest.core.engine.worker import Worker
+from steepest.core.messages.message import Peer
+from steepest.core.protocol.closed_job import ClosedJob
+from steepest.core.protocol.coordinator import Coordinator
+from steepest.core.protocol.push_tracking import SequenceSet, StagedEach, StagedTogether, Staging
+from steepest.core.transport.router import Role, Router
+from steepest.core.transport.sockets import WireTransport
 from steepest.parameter_server.pusher import Pusher
-from steepest.protocol.closed_job import ClosedJob
-from steepest.protocol.coordinator import Coordinator
-from steepest.protocol.push_tracking import SequenceSet, StagedEach, StagedTogether, Staging
-from steepest.transport.router import Role, Router
-from steepest.transport.sockets import WireTransport
 
 
 def role_of(router: Router, peer: Peer) -> Role:

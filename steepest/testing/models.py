@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from steepest.core.engine.job import ModelCreator
 from steepest.embedding.torch_model import TorchModel
-from steepest.engine.job import ModelCreator
 
 
 def linear_model_creator(

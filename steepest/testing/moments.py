@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from steepest.engine.chunk_store import ChunkStore
-from steepest.engine.exchange import Arrived
-from steepest.engine.server import Server
-from steepest.engine.worker import Worker
-from steepest.messages.message import Kind, Message, Peer
+from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.engine.exchange import Arrived
+from steepest.core.engine.server import Server
+from steepest.core.engine.worker import Worker
+from steepest.core.messages.message import Kind, Message, Peer
 from steepest.testing.faults import Clock, Moment
 
 #: Called with a step, a moment in it, and what has happened by then, in words.

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.tensors.memory import Bytes, Memory, address_of, clone, copy_bytes
+from steepest.core.transport.channel import Event
+from steepest.core.transport.frames import encode_meta
+from steepest.core.transport.router import Router
 from steepest.errors import DeadlineError, ProtocolError, ShutdownError
-from steepest.messages.message import Kind, Message, Peer
-from steepest.tensors.memory import Bytes, Memory, address_of, clone, copy_bytes
-from steepest.transport.channel import Event
-from steepest.transport.frames import encode_meta
-from steepest.transport.router import Router
 
 log = logging.getLogger(__name__)
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from steepest.engine.job import ModelCreator
-from steepest.engine.server import Server
-from steepest.engine.worker import Worker
+from steepest.core.engine.job import ModelCreator
+from steepest.core.engine.server import Server
+from steepest.core.engine.worker import Worker
+from steepest.core.messages.message import Peer, worker_peer
+from steepest.core.models.protocol import Arrive
+from steepest.core.transport.router import Role, Router
 from steepest.errors import ConfigurationError
-from steepest.messages.message import Peer, worker_peer
-from steepest.models.protocol import Arrive
 from steepest.testing.faults import COMPUTING, Clock, Fault, Moment, WatchedCreator
 from steepest.testing.moments import watch_server, watch_worker
-from steepest.transport.router import Role, Router
 
 
 def with_faults(

@@ -14,22 +14,18 @@ from steepest.aggregation.extension import route_of
 from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.checkpoint import files
 from steepest.compression.gradient_compressor import GradientCompressor
-from steepest.embedding.job_tables import dealing_of
-from steepest.embedding.shard_records import disassemble
-from steepest.engine.commit_log import Commit, CommitLog, LoggedPush, UnpushedRows
-from steepest.engine.exchange import Exchange
-from steepest.engine.hosting import build_replicas
-from steepest.engine.job import Job, ModelCreator
-from steepest.engine.model_building import build_models
-from steepest.engine.optimizer_slices import assemble
-from steepest.engine.push_pull import PushPull
-from steepest.engine.replica_states import all_states, mean_states
-from steepest.engine.replicas import Replicas
-from steepest.engine.server import Server, ServerMode
-from steepest.errors import ConfigurationError
-from steepest.extensions import EXTENSIONS
-from steepest.messages import gradients
-from steepest.messages.message import (
+from steepest.core.engine.commit_log import Commit, CommitLog, LoggedPush, UnpushedRows
+from steepest.core.engine.exchange import Exchange
+from steepest.core.engine.hosting import build_replicas
+from steepest.core.engine.job import Job, ModelCreator
+from steepest.core.engine.model_building import build_models
+from steepest.core.engine.optimizer_slices import assemble
+from steepest.core.engine.push_pull import PushPull
+from steepest.core.engine.replica_states import all_states, mean_states
+from steepest.core.engine.replicas import Replicas
+from steepest.core.engine.server import Server, ServerMode
+from steepest.core.messages import gradients
+from steepest.core.messages.message import (
     Kind,
     Message,
     Peer,
@@ -39,10 +35,14 @@ from steepest.messages.message import (
     server_peer,
     worker_peer,
 )
-from steepest.models.protocol import Model, arriving_with
-from steepest.optim.arriving import ArrivingState
-from steepest.tensors.dtypes import Tensors, same_bits
-from steepest.tensors.half_precision import narrow_size, rounded
+from steepest.core.models.protocol import Model, arriving_with
+from steepest.core.optim.arriving import ArrivingState
+from steepest.core.tensors.dtypes import Tensors, same_bits
+from steepest.core.tensors.half_precision import narrow_size, rounded
+from steepest.embedding.job_tables import dealing_of
+from steepest.embedding.shard_records import disassemble
+from steepest.errors import ConfigurationError
+from steepest.extensions import EXTENSIONS
 
 if TYPE_CHECKING:
     from steepest.embedding.row_exchange import RowExchange

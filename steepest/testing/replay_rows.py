@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from steepest.core.engine.commit_log import Commit, LoggedPush
+from steepest.core.engine.server import Server
+from steepest.core.messages.message import Message, Peer
 from steepest.embedding.row_exchange import RowExchange
 from steepest.embedding.row_messages import PullRows
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.table_chunk import TableChunk
-from steepest.engine.commit_log import Commit, LoggedPush
-from steepest.engine.server import Server
 from steepest.errors import ConfigurationError
-from steepest.messages.message import Message, Peer
 from steepest.tables.dealing import Dealing
 
 

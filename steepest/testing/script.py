@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from steepest.engine.job import ModelCreator
-from steepest.engine.server import Server
+from steepest.core.engine.job import ModelCreator
+from steepest.core.engine.server import Server
+from steepest.core.messages.message import Kind, Message, Peer, worker_peer
+from steepest.core.models.protocol import Arrive
+from steepest.core.protocol.coordinator import Coordinator
+from steepest.core.transport.router import Router
 from steepest.errors import ConfigurationError, ShutdownError
-from steepest.messages.message import Kind, Message, Peer, worker_peer
-from steepest.models.protocol import Arrive
-from steepest.protocol.coordinator import Coordinator
 from steepest.testing.faults import OF_MESSAGES, Clock, Fault, Moment, WatchedCreator
 from steepest.testing.moments import watch_applying
 from steepest.testing.network import Link, Network
-from steepest.transport.router import Router
 
 
 class ScriptedJob(Protocol):

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import torch
 
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
 from steepest.adapters.keras_variables import KerasVariables
 from steepest.adapters.tensorflow import TensorFlowModel
 from tests.reference import Weights

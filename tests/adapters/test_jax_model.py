@@ -17,10 +17,10 @@ import torch
 from flax import linen, nnx
 
 from steepest import JaxModel, Model
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.messages.driver import Failure
+from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import ConfigurationError, ModelError
-from steepest.messages.driver import Failure
-from steepest.tensors.layout import ChunkSpec
 from steepest.testing import InProcessCluster
 from tests.jax_tasks import JaxTask, bound, network, squared_error
 from tests.reference import difference

@@ -17,8 +17,8 @@ import optax.contrib
 import torch
 
 from steepest.adapters.optax_rules import optax_spec
+from steepest.core.optim.spec import OptimizerSpec
 from steepest.errors import ConfigurationError
-from steepest.optim.spec import OptimizerSpec
 
 SHAPES = {"a": {"bias": (3,), "weight": (4, 6)}, "b": (256, 130)}
 NAMES = {"a": {"bias": "a/bias", "weight": "a/weight"}, "b": "b"}

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from steepest.engine.generators import seed_everything
+from steepest.core.engine.generators import seed_everything
 from steepest.errors import ConfigurationError, ModelError
 from steepest.adapters.keras_variables import KerasVariables
 from steepest.adapters.tensorflow import TensorFlowModel

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from steepest import DistributedSGD
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
 from steepest.adapters.tensorflow import TensorFlowModel
 from tests.reference import difference
 from tests.adapters.keras_tasks import BATCH, TASKS, X, Y, named

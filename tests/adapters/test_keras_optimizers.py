@@ -18,7 +18,7 @@ from keras.optimizers import schedules
 
 from steepest.errors import ConfigurationError
 from steepest.adapters.keras_optimizers import read_optimizer
-from steepest.optim.spec import Schedule
+from steepest.core.optim.spec import Schedule
 
 STEPS = 6
 SHAPES = {"kernel": (5, 3), "bias": (3,)}

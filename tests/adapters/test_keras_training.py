@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from steepest import DistributedSGD
-from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.core.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
-from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
 from steepest.adapters.tensorflow import TensorFlowModel
 from steepest.testing import Fault, InProcessCluster, replay
 from tests.simulation.run import run_config

@@ -11,9 +11,9 @@ import ray
 import torch
 
 from steepest import Checkpoints, DistributedSGD, LightningModel
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.optim.spec import Schedule
 from steepest.errors import ConfigurationError, ModelError
-from steepest.optim.spec import Schedule
 from tests.page_examples import blocks_of, run_block, said_by
 from tests.reference import difference, same_bits, samples, snapshot
 from tests.simulation.run import Simulation, run_config

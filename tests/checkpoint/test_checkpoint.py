@@ -21,9 +21,9 @@ from steepest.checkpoint.files import (
     read,
     write,
 )
-from steepest.engine.optimizer_slices import assemble, disassemble
+from steepest.core.engine.optimizer_slices import assemble, disassemble
+from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
-from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster
 from tests.checkpoint_contents import DAMAGES, Tied, about, content, edit, layouts
 from tests.reference import Task, difference, same_bits, samples

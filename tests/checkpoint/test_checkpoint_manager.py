@@ -29,9 +29,9 @@ from steepest import (
 )
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.storage.files import LocalStorage
-from steepest.strategies.strategy import Strategy
 from tests.checkpoint.kept_checkpoints import TASK, kept, undisturbed
 from tests.checkpoint_contents import DAMAGES, content
 from tests.conftest import ROOT

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from steepest import DistributedSGD, IndexedStream, LocalStrategy
 from steepest.checkpoint import files
-from steepest.strategies.strategy import Strategy
+from steepest.core.strategies.strategy import Strategy
 from tests.counted_streams import BATCH, LENGTH, Recorded, counting
 from tests.reference import Task, difference, samples, sgd
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import Checkpoint, read, write
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
+from steepest.checkpoint.safetensors_file import read_tensors
 from steepest.errors import CheckpointError
-from steepest.tensors.safetensors_file import read_tensors
 from tests.checkpoint_contents import about, content, edit
 from tests.reference import same_bits
 

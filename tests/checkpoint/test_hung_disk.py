@@ -14,11 +14,11 @@ import pytest
 from steepest import Checkpoints, StepResult
 from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoint
+from steepest.core.messages.snapshots import Bases
 from steepest.driver.checkpoint_manager import CheckpointManager
 from steepest.driver.checkpoint_writer import Writer
 from steepest.driver.directory_lock import DirectoryLock
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.messages.snapshots import Bases
 from steepest.observe.history import History
 from steepest.runtime.owner import Owner
 from steepest.state.row_read import RowRead

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from steepest.collectives.protocol import Collective
+from steepest.core.tensors.shared_memory import AVAILABLE, allocate
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
-from steepest.tensors.shared_memory import AVAILABLE, allocate
 from tests.members import GROUPS, MakeGroup, Member, group_of, pattern, together
 
 SIZES = [1, 2, 3]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from steepest import collectives
 from steepest.collectives import shared_memory_reduce
+from steepest.core.tensors.shared_memory import AVAILABLE
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
-from steepest.tensors.shared_memory import AVAILABLE
 from steepest.testing.inspection import weight_buffers_of
 from tests.members import Member, group_of, pattern, together, torch_groups, wire_group
 

@@ -15,8 +15,8 @@ from steepest import (
     ParameterServerStrategy,
     collectives,
 )
+from steepest.core.models.torch import TorchModel
 from steepest.errors import ModelRaisedError, PeerLostError
-from steepest.models.torch import TorchModel
 from steepest.testing import linear_model_creator
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from steepest.engine.job import ModelCreator
-from steepest.models.protocol import Computed, Model
-from steepest.models.torch import TorchModel
+from steepest.core.engine.job import ModelCreator
+from steepest.core.models.protocol import Computed, Model
+from steepest.core.models.torch import TorchModel
 
 SAMPLES = 44  # the last step of an epoch is a part of one
 BATCH = 4

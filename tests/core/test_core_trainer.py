@@ -14,8 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from steepest.core import ProcessRuntime, Settings, Trainer
-from steepest.data.sampler import SamplePlan
-from steepest.engine.generators import seed_everything
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.generators import seed_everything
+from steepest.core.messages.driver import Result
+from steepest.core.strategies.allreduce import AllreduceStrategy
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
@@ -23,9 +26,6 @@ from steepest.errors import (
     PeerLostError,
     ShutdownError,
 )
-from steepest.messages.driver import Result
-from steepest.strategies.allreduce import AllreduceStrategy
-from steepest.strategies.strategy import Strategy
 from tests.core import models
 
 EPOCHS, SEED = 2, 3

@@ -24,10 +24,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from steepest.data.protocol import Indices, Source
-from steepest.data.sources import as_source
+from steepest.core.data.protocol import Indices, Source
+from steepest.core.data.sources import as_source
+from steepest.core.messages.driver import Failure
 from steepest.errors import ConfigurationError
-from steepest.messages.driver import Failure
 from steepest.testing import InProcessCluster
 from tests.reference import Task, samples
 

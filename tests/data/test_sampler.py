@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.data.protocol import Blocks
-from steepest.data.sampler import Remaining, SamplePlan, cut, epoch_ends, even_share, step_seed
-from steepest.protocol.sample_leases import Ledger
+from steepest.core.data.protocol import Blocks
+from steepest.core.data.sampler import Remaining, SamplePlan, cut, epoch_ends, even_share, step_seed
+from steepest.core.protocol.sample_leases import Ledger
 
 sizes = st.integers(1, 60)
 batches = st.integers(1, 70)

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from steepest import DistributedSGD, IndexedStream, ParameterServerStrategy, RayDataset, TorchModel
-from steepest.data.protocol import Indices, Source
-from steepest.data.sampler import Remaining, SamplePlan
-from steepest.data.sources import as_source
-from steepest.engine.job import ModelCreator
+from steepest.core.data.protocol import Indices, Source
+from steepest.core.data.sampler import Remaining, SamplePlan
+from steepest.core.data.sources import as_source
+from steepest.core.engine.job import ModelCreator
+from steepest.core.messages.driver import Result
+from steepest.core.messages.message import Kind
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError
-from steepest.messages.driver import Result
-from steepest.messages.message import Kind
-from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import replicas_of
 from tests.counted_streams import BATCH, LENGTH, Recorded, counting

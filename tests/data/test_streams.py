@@ -21,10 +21,10 @@ from steepest import (
     StepResult,
     TorchModel,
 )
-from steepest.data import streams
-from steepest.data.sources import as_source
+from steepest.core.data import streams
+from steepest.core.data.sources import as_source
+from steepest.core.messages.driver import Failure, Result
 from steepest.errors import ConfigurationError
-from steepest.messages.driver import Failure, Result
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, samples, snapshot
 from tests.simulation.run import Simulation, run_config

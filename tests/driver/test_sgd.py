@@ -21,8 +21,8 @@ from steepest import (
     SimpleStrategy,
     StepResult,
 )
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError, ShutdownError
-from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from tests.living import places_of
 from tests.reference import Task, difference, same_bits, samples, sgd

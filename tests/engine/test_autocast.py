@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from steepest.engine.job import ModelCreator
+from steepest.core.engine.job import ModelCreator
+from steepest.core.models.torch import TorchModel
+from steepest.core.strategies.allreduce import AllreduceStrategy
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError
-from steepest.models.torch import TorchModel
-from steepest.strategies.allreduce import AllreduceStrategy
-from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
-from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
 from tests.modes import trained

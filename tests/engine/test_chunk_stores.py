@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from steepest.engine.server_chunk import ServerChunk
-from steepest.optim.spec import OptimizerSpec
-from steepest.tensors.layout import ParameterLayout
+from steepest.core.engine.server_chunk import ServerChunk
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.tensors.layout import ParameterLayout
 from tests.chunk_store_contract import ChunkStoreContract
 
 LAYOUT = ParameterLayout.plan(

@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 
-from steepest.engine.chunk_transfer import RetainedChunks
-from steepest.messages.message import worker_peer
+from steepest.core.engine.chunk_transfer import RetainedChunks
+from steepest.core.messages.message import worker_peer
 from steepest.testing import InProcessCluster
 from tests.modes import hand_over, make, mode, trained, worker_weights
 from tests.pairs import grid

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.engine.replica_states import mean_states
-from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.core.engine.replica_states import mean_states
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster
 from tests.engine.equivalence_tasks import (

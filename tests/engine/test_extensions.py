@@ -13,15 +13,15 @@ import torch
 
 from steepest import AllreduceStrategy, LocalStrategy, ParameterServerStrategy, TorchModel
 from steepest.config.compression import TopK
-from steepest.engine.exchange import Exchange, ExchangeAround
-from steepest.engine.extension import Extension
-from steepest.engine.job import Job
-from steepest.engine.replicas import Replicas
-from steepest.engine.topology import HostMap
+from steepest.core.engine.exchange import Exchange, ExchangeAround
+from steepest.core.engine.extension import Extension
+from steepest.core.engine.job import Job
+from steepest.core.engine.replicas import Replicas
+from steepest.core.engine.topology import HostMap
+from steepest.core.messages.message import Send
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError
 from steepest.extensions import EXTENSIONS
-from steepest.messages.message import Send
-from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.reference import same_bits
 

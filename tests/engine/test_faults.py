@@ -12,12 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from steepest.engine.hosting import host_client
+from steepest.core.engine.hosting import host_client
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.messages.message import (
+    COORDINATOR,
+    Kind,
+    Message,
+    Peer,
+    server_peer,
+    worker_peer,
+)
+from steepest.core.models.torch import TorchModel
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.errors import PeerLostError
-from steepest.messages.driver import Failure, Result
-from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
-from steepest.models.torch import TorchModel
-from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.testing.inspection import buffers_of
 from tests.random_examples import SEEDS, runs, seeds

@@ -25,10 +25,10 @@ from steepest import (
     SimpleStrategy,
 )
 from steepest.config.job import JobConfig
-from steepest.data.sampler import SamplePlan
-from steepest.engine.commit_log import CommitLog
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.commit_log import CommitLog
+from steepest.core.models.torch import TorchModel
 from steepest.errors import ConfigurationError
-from steepest.models.torch import TorchModel
 from steepest.testing import Fault, InProcessCluster, replay
 from tests.engine.equivalence_tasks import TASKS, run, weighted_mse, weighted_samples
 from tests.modes import check, trained

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from steepest import DeadlineConfig, DistributedSGD, FailureConfig, TorchModel
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
 from steepest.errors import DeadlineError, PeerLostError
 from tests.reference import samples, sgd
 from tests.simulated_programs import quiet
@@ -102,7 +102,7 @@ def test_a_sample_that_does_not_come_is_named_with_the_code_that_waits(
     frames = str(caught.value.__cause__)
     assert f"worker {found[1]} is in:" in frames
     assert frames.index("in __getitem__") < frames.index("in wait_for_the_disk")
-    assert "steepest/engine/" not in frames
+    assert "steepest/core/engine/" not in frames
 
 
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])

@@ -11,10 +11,17 @@ import torch
 from torch import nn
 
 from steepest.aggregation.host_aggregator import HostAggregator
-from steepest.engine.topology import HostMap
+from steepest.core.engine.topology import HostMap
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.messages.message import (
+    Kind,
+    Message,
+    Peer,
+    aggregator_peer,
+    server_peer,
+    worker_peer,
+)
 from steepest.errors import ProtocolError
-from steepest.messages.driver import Failure, Result
-from steepest.messages.message import Kind, Message, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
 from tests.group_in_one_thread import twice

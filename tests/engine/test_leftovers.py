@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from steepest.data.sampler import Remaining, SamplePlan
-from steepest.engine.optimizer_slices import assemble, disassemble
-from steepest.messages.message import Kind, Message
+from steepest.core.data.sampler import Remaining, SamplePlan
+from steepest.core.engine.optimizer_slices import assemble, disassemble
+from steepest.core.messages.message import Kind, Message
 from steepest.testing import InProcessCluster
 from tests.modes import MODES, counters, hand_over, make, trained
 from tests.random_examples import seeds

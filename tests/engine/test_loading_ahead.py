@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
-from steepest.engine.generators import HeldGenerators, about_to_change, seed_everything
-from steepest.engine.replicas import Replicas
-from steepest.messages.driver import Failure, Result
-from steepest.messages.message import Kind, Message
-from steepest.models.torch import TorchModel
-from steepest.strategies.strategy import Strategy
+from steepest.core.engine.generators import HeldGenerators, about_to_change, seed_everything
+from steepest.core.engine.replicas import Replicas
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.messages.message import Kind, Message
+from steepest.core.models.torch import TorchModel
+from steepest.core.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.engine.commit_log import Commit, CommitLog
+from steepest.core.engine.commit_log import Commit, CommitLog
+from steepest.core.messages.driver import Failure
+from steepest.core.messages.message import Kind, Message, server_peer, worker_peer
+from steepest.core.optim.spec import Schedule
+from steepest.core.protocol.closed_job import ClosedJob
+from steepest.core.protocol.commit_rules import CommitEach
+from steepest.core.protocol.commit_state import CommitState
+from steepest.core.protocol.coordinator import Coordinator
 from steepest.errors import ConfigurationError
-from steepest.messages.driver import Failure
-from steepest.messages.message import Kind, Message, server_peer, worker_peer
 from steepest.observe.results import StepResult
-from steepest.optim.spec import Schedule
-from steepest.protocol.closed_job import ClosedJob
-from steepest.protocol.commit_rules import CommitEach
-from steepest.protocol.commit_state import CommitState
-from steepest.protocol.coordinator import Coordinator
 from steepest.testing import InProcessCluster, replay
 from tests.modes import (
     EACH,

@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from steepest.engine.between_turns import apart_from_models
-from steepest.engine.topology import HostMap
-from steepest.engine.worker import Worker
+from steepest.core.engine.between_turns import apart_from_models
+from steepest.core.engine.topology import HostMap
+from steepest.core.engine.worker import Worker
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, server_peer
+from steepest.core.models import prefetch
+from steepest.core.models.prefetch import AwaitedParameter, Gates
+from steepest.core.transport.router import Router
 from steepest.errors import PeerLostError, ShutdownError
-from steepest.messages.driver import Failure, Result
-from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer
-from steepest.models import prefetch
-from steepest.models.prefetch import AwaitedParameter, Gates
 from steepest.testing import InProcessCluster, Network
 from steepest.testing.inspection import replicas_of
-from steepest.transport.router import Router
 from tests.modes import Moody, check, make, trainable, trained
 from tests.random_examples import seeds
 from tests.reference import Task, difference, same_bits, samples, sgd
@@ -390,7 +390,7 @@ def test_the_same_bits_as_when_steps_begin_late(
     def waits_for_all(*arguments: Any, **named: Any) -> Worker:
         return Worker(*arguments, **(named | {"between": replace(named["between"], wait=None)}))
 
-    monkeypatch.setattr("steepest.engine.hosting.Worker", waits_for_all)
+    monkeypatch.setattr("steepest.core.engine.hosting.Worker", waits_for_all)
     late = make("sync", TASK, 3, hosts=hosts)
     trained(late, 10)
     assert began.waits == waits > 0

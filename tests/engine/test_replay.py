@@ -14,8 +14,8 @@ from torch import nn
 
 from steepest import DistributedSGD, ResourceConfig, RunConfig
 from steepest.config.compression import Compression, Int8, PowerSGD, TopK
+from steepest.core.messages.message import Kind
 from steepest.errors import ConfigurationError
-from steepest.messages.message import Kind
 from steepest.testing import InProcessCluster, replay
 from tests.deaths import kill_senders
 from tests.modes import make, trained

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from steepest import ParameterServerStrategy
-from steepest.engine.commit_log import CommitLog
+from steepest.core.engine.commit_log import CommitLog
+from steepest.core.tensors.dtypes import merge_replicas
 from steepest.errors import ConfigurationError
-from steepest.tensors.dtypes import merge_replicas
 from steepest.testing import Fault, InProcessCluster, replay
 from tests.engine.own_writes import STATEFUL
 from tests.reference import Task, same_bits, samples

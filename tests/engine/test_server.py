@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.engine.server import Server, ServerMode
-from steepest.engine.topology import HostMap, Topology
-from steepest.errors import ProtocolError
-from steepest.messages.gradients import Commit, HostPush, Push, PushStaged
-from steepest.messages.membership import Members, WorkerEnded
-from steepest.messages.message import (
+from steepest.core.engine.server import Server, ServerMode
+from steepest.core.engine.topology import HostMap, Topology
+from steepest.core.messages.gradients import Commit, HostPush, Push, PushStaged
+from steepest.core.messages.membership import Members, WorkerEnded
+from steepest.core.messages.message import (
     COORDINATOR,
     Kind,
     Message,
@@ -21,9 +20,10 @@ from steepest.messages.message import (
     aggregator_peer,
     worker_peer,
 )
-from steepest.messages.snapshots import InstallPut, Put
-from steepest.messages.users import UserLeft
-from steepest.tensors.layout import ParameterLayout
+from steepest.core.messages.snapshots import InstallPut, Put
+from steepest.core.messages.users import UserLeft
+from steepest.core.tensors.layout import ParameterLayout
+from steepest.errors import ProtocolError
 from steepest.testing.inspection import buffers_of
 
 CLIENT = Peer("client", 100)

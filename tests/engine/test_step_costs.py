@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from steepest import DistributedSGD
+from steepest.core.transport.stream import WireChannel
 from steepest.testing import InProcessCluster
 from steepest.testing.models import linear_model_creator
-from steepest.transport.stream import WireChannel
 from tests.simulation.run import Simulation, run_config
 from tests.simulation.simulated_ray import SimulatedRay
 from tests.socket_jobs import STEPS, STRATEGIES, WORKERS, running, steps

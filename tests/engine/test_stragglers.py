@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from steepest.core.protocol.history import History
 from steepest.observe.results import Straggler, stragglers
-from steepest.protocol.history import History
 from tests.modes import counters, make, trained
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from steepest.engine.topology import HostMap
-from steepest.models.protocol import Arrive, Computed, Ready, all_here
-from steepest.models.torch import TorchModel
+from steepest.core.engine.topology import HostMap
+from steepest.core.models.protocol import Arrive, Computed, Ready, all_here
+from steepest.core.models.torch import TorchModel
 from tests.group_in_one_thread import late, twice
 from tests.modes import MODES, TOGETHER, check, counters, make, trained
 from tests.reference import Task, same_bits, sgd

@@ -157,7 +157,7 @@ def test_what_led_to_user_code_is_left_out_and_causes_are_kept() -> None:
 
 def of_steepest(source: str) -> Callable[[], Any]:
     """A function that is defined in one of steepest's modules."""
-    space: dict[str, Any] = {"__name__": "steepest.engine.somewhere", "ModelError": ModelError}
+    space: dict[str, Any] = {"__name__": "steepest.core.engine.somewhere", "ModelError": ModelError}
     exec(source, space)
     made: Callable[[], Any] = space["function"]
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from steepest.engine.topology import HostMap
+from steepest.core.engine.topology import HostMap
 from tests.modes import make, trainable, trained
 from tests.reference import Task, difference, sgd
 

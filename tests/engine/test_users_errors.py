@@ -16,7 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from steepest import IndexedStream, TorchModel
-from steepest.engine.step_errors import raise_step_error
+from steepest.core.engine.step_errors import raise_step_error
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.models.protocol import Computed
+from steepest.core.strategies.allreduce import AllreduceStrategy
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.errors import (
     ModelError,
     ModelRaisedError,
@@ -25,12 +29,8 @@ from steepest.errors import (
     describe_error,
     described_error,
 )
-from steepest.messages.driver import Failure, Result
-from steepest.models.protocol import Computed
 from steepest.runtime.calls import RemoteError
-from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
-from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits, samples

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.engine.replicas import Replicas, WorkShare
-from steepest.tensors import shared_memory
-from steepest.tensors.layout import Chunk, ChunkSpec, ParameterLayout
-from steepest.tensors.shared_memory import Segment, allocate, make_writable
+from steepest.core.engine.replicas import Replicas, WorkShare
+from steepest.core.tensors import shared_memory
+from steepest.core.tensors.layout import Chunk, ChunkSpec, ParameterLayout
+from steepest.core.tensors.shared_memory import Segment, allocate, make_writable
 from tests.reference import Task
 
 PAGE = 4096

@@ -14,7 +14,7 @@ from torch import nn
 
 import steepest
 from steepest import AllreduceStrategy, FailureConfig, ParameterServerStrategy
-from steepest.engine.commit_log import CommitLog
+from steepest.core.engine.commit_log import CommitLog
 from steepest.testing.replay import replay
 from tests.own_loops import BATCH, Parts, Script, adversarial, alone, without_loader
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd

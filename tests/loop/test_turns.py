@@ -7,8 +7,8 @@ from concurrent.futures import Future
 
 import pytest
 
+from steepest.core.tensors.allocator import keeps_here, start_thread
 from steepest.loop.turns import Turns
-from steepest.tensors.allocator import keeps_here, start_thread
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from steepest import TorchModel
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.models.losses import weigh
+from steepest.core.strategies.allreduce import AllreduceStrategy
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.errors import ConfigurationError, ModelError
-from steepest.messages.driver import Failure, Result
-from steepest.models.losses import weigh
-from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
-from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, perceptron, samples, sgd, snapshot
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from steepest.models.torch import accuracy
+from steepest.core.models.torch import accuracy
 from tests.model_contract import (  # noqa: F401 - the contract, with this module's fixture
     Bound,
     DictModel,

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ModelError
-from steepest.messages.driver import Failure, Result
-from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from tests.reference import Task
 

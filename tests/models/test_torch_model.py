@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
+from steepest.core.models.torch import TorchModel, accuracy
 from steepest.errors import ConfigurationError, ModelError
-from steepest.models.torch import TorchModel, accuracy
 from tests.model_contract import Bound, X, Y, network, same, sgd, torch_model
 
 # -- torch: parameters ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from steepest import (
     LocalStrategy,
     ParameterServerStrategy,
 )
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, ModelError
 from steepest.testing import replay
 from tests.reference import OptimizerFactory, Task, Weights, difference, samples, sgd, snapshot

@@ -19,7 +19,7 @@ from steepest import (
     ParameterServerStrategy,
     SimpleStrategy,
 )
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster
 from steepest.testing.replay import replay

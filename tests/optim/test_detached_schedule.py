@@ -9,9 +9,9 @@ import ray
 import torch
 from torch.optim import lr_scheduler as torchs
 
+from steepest.core.optim.detached_schedule import DetachedSchedule
+from steepest.core.optim.spec import OptimizerSpec, Schedule
 from steepest.errors import ConfigurationError
-from steepest.optim.detached_schedule import DetachedSchedule
-from steepest.optim.spec import OptimizerSpec, Schedule
 
 KINDS: dict[str, Any] = {
     "function": lambda o: torchs.LambdaLR(o, [lambda n: 1 / (1 + n), lambda n: 0.9**n]),

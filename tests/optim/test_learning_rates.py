@@ -21,8 +21,8 @@ from steepest import (
     RunConfig,
     StepResult,
 )
+from steepest.core.protocol.rates import with_rates
 from steepest.errors import ConfigurationError
-from steepest.protocol.rates import with_rates
 from steepest.testing.replay import replay
 from tests.reference import Task, difference, same_bits
 from tests.simulated_programs import TASK, quiet

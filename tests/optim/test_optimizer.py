@@ -15,10 +15,10 @@ import torch
 from torch.optim import lr_scheduler as schedules
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from steepest.core.optim.spec import OptimizerSpec, Schedule
+from steepest.core.optim.torch_without_compiler import take_step
+from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import ConfigurationError
-from steepest.optim.spec import OptimizerSpec, Schedule
-from steepest.optim.torch_without_compiler import take_step
-from steepest.tensors.layout import ParameterLayout
 
 Factory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -384,7 +384,7 @@ def test_state_flags_name_the_switches_that_change_what_is_kept() -> None:
 WITHOUT_COMPILER = """
 import sys
 import torch
-from steepest.models.torch import TorchModel
+from steepest.core.models.torch import TorchModel
 from steepest.testing import InProcessCluster
 
 names = sys.argv[1:]
@@ -399,7 +399,7 @@ while names:
     names.pop(0)
 assert "torch._dynamo" not in sys.modules
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-assert "torch._dynamo" in sys.modules, "torch has become lazier: steepest.optim.torch_without_compiler can go"
+assert "torch._dynamo" in sys.modules, "torch has become lazier: steepest.core.optim.torch_without_compiler can go"
 """
 
 

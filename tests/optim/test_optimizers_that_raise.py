@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, ParameterServerStrategy
-from steepest.engine.survivors import state_of
+from steepest.core.engine.survivors import state_of
+from steepest.core.messages.driver import Failure
+from steepest.core.messages.message import server_peer, worker_peer
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import DeadlineError, ModelRaisedError, RemoteTraceback
-from steepest.messages.driver import Failure
-from steepest.messages.message import server_peer, worker_peer
 from steepest.strategies.simple import SimpleStrategy
-from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from tests.group_in_one_thread import GroupInOneThread, values
 from tests.living import places_of
@@ -97,7 +97,7 @@ def test_a_job_goes_back_to_its_snapshot_and_on_from_there(name: str) -> None:
             trainer.fit(steps=STEPS - 4, progress=False)
         assert isinstance(caught.value.__cause__, RemoteTraceback)
         assert "no luck today" in str(caught.value.__cause__)
-        assert "steepest/engine" not in str(caught.value.__cause__)
+        assert "steepest/core/engine" not in str(caught.value.__cause__)
         step = trainer._training.step
         assert step <= 5
         assert f"are those after step {step}" in str(caught.value)

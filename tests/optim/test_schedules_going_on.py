@@ -15,14 +15,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedules
 
-from steepest.engine.survivors import assemble, catch_up, state_of
-from steepest.messages.driver import Failure, Result
-from steepest.messages.message import Kind, Message
-from steepest.optim.json_values import from_json, to_json
-from steepest.optim.spec import OptimizerSpec, Schedule
+from steepest.core.engine.survivors import assemble, catch_up, state_of
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.messages.message import Kind, Message
+from steepest.core.optim.json_values import from_json, to_json
+from steepest.core.optim.spec import OptimizerSpec, Schedule
+from steepest.core.transport.frames import decode_meta, encode_meta
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster
-from steepest.transport.frames import decode_meta, encode_meta
 from tests.modes import make, settle, trained
 from tests.random_examples import runs
 from tests.reference import Task, same_bits, samples
@@ -354,7 +354,7 @@ def test_who_takes_over_from_a_dead_coordinator_has_a_short_way(
     calls: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = 25
-    monkeypatch.setattr("steepest.protocol.commit_state.SCHEDULE_EVERY", every)
+    monkeypatch.setattr("steepest.core.protocol.commit_state.SCHEDULE_EVERY", every)
     task = task_of(counting)
     before, after = make("copies", task), make("copies", task)
     trained(before, 3 * every + 20)

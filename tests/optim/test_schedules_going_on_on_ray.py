@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import ExponentialLR
 
 from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, LocalStrategy, RunConfig
-from steepest.protocol.commit_state import SCHEDULE_EVERY
+from steepest.core.protocol.commit_state import SCHEDULE_EVERY
 from tests.reference import Task, samples
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

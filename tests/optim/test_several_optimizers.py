@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy, TorchModel
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.optim.spec import Schedule
 from steepest.errors import ConfigurationError
-from steepest.optim.spec import Schedule
 from steepest.testing import InProcessCluster
 from tests.reference import Task, Weights, difference, perceptron, samples, snapshot
 from tests.simulated_programs import quiet

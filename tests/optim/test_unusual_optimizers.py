@@ -18,13 +18,13 @@ from steepest import (
     ParameterServerStrategy,
     SimpleStrategy,
 )
-from steepest.engine.chunk_store import StagedPush
-from steepest.engine.server_chunk import ServerChunk
+from steepest.core.engine.chunk_store import StagedPush
+from steepest.core.engine.server_chunk import ServerChunk
+from steepest.core.messages.message import PushId
+from steepest.core.optim.portable import pack_all, unpack
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import ConfigurationError, ModelError, ProtocolError
-from steepest.messages.message import PushId
-from steepest.optim.portable import pack_all, unpack
-from steepest.optim.spec import OptimizerSpec
-from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, samples
 from tests.simulated_programs import quiet

@@ -22,6 +22,7 @@ import ray
 import torch
 
 from steepest import ParameterServer
+from steepest.core.transport.sockets import WireTransport
 from steepest.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -32,7 +33,6 @@ from steepest.errors import (
     SteepestError,
 )
 from steepest.parameter_server import api, open_connections
-from steepest.transport.sockets import WireTransport
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

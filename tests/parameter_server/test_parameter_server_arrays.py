@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steepest.core.tensors.memory import Bytes
 from steepest.errors import ConfigurationError
 from steepest.parameter_server.arrays import Arrays, Wanted
 from steepest.parameter_server.hosting import read_optimizer
-from steepest.tensors.memory import Bytes
 from tests.random_examples import examples
 from tests.unusual_optimizers import Clipped
 

@@ -10,11 +10,11 @@ from multiprocessing.connection import Connection as Pipe
 import pytest
 import torch
 
-from steepest.messages.message import Kind, Message, Peer
+from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.tensors import shared_memory
+from steepest.core.tensors.memory import as_tensor
 from steepest.parameter_server.arrays import Arrays
 from steepest.parameter_server.group import ServerGroup
-from steepest.tensors import shared_memory
-from steepest.tensors.memory import as_tensor
 from tests.processes import Crew, User, crew_of, holders_of, made_by, memory_of, until
 
 pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")

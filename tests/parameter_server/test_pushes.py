@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steepest.core.messages.message import Kind, Message
 from steepest.errors import NonFiniteError, PeerLostError, ShutdownError
-from steepest.messages.message import Kind, Message
 from steepest.testing.inspection import buffers_of, remembered_by
 from tests.group_in_one_thread import (
     FIRST,

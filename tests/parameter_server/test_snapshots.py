@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.messages.message import Kind, Message, Peer
+from steepest.core.messages.message import Kind, Message, Peer
 from steepest.testing.inspection import puts_of
 from tests.group_in_one_thread import FIRST, OPTIMIZERS, GroupInOneThread, like, values, zeros
 from tests.random_examples import SEEDS, runs

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from steepest.core.messages.message import Kind
 from steepest.errors import PeerLostError
-from steepest.messages.message import Kind
 from tests.group_in_one_thread import GroupInOneThread, like, values, zeros
 
 PUSHES = 12

@@ -15,16 +15,16 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from steepest import ParameterServerStrategy, TorchModel
-from steepest.data.protocol import Source
-from steepest.data.sampler import Remaining
+from steepest.core.data.protocol import Source
+from steepest.core.data.sampler import Remaining
+from steepest.core.engine.job import ModelCreator
+from steepest.core.messages.driver import Result
+from steepest.core.messages.message import Kind
+from steepest.core.strategies.strategy import Strategy
 from steepest.data.spark import ParquetRows, from_dataframe
-from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
-from steepest.messages.driver import Result
-from steepest.messages.message import Kind
 from steepest.storage.files import storage_of
 from steepest.storage.places import place_of
-from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
 from tests.deaths import kill_senders

@@ -26,7 +26,9 @@ from steepest import (
     StepResult,
     TorchModel,
 )
-from steepest.engine.job import ModelCreator
+from steepest.core.engine.job import ModelCreator
+from steepest.core.messages.message import Peer
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
@@ -38,9 +40,7 @@ from steepest.errors import (
     ShutdownError,
     StepError,
 )
-from steepest.messages.message import Peer
 from steepest.strategies.named import as_strategy
-from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.living import places_of
 from tests.reference import same_bits, samples

@@ -25,7 +25,7 @@ from steepest import (
     RunConfig,
     TorchModel,
 )
-from steepest.engine.job import ModelCreator
+from steepest.core.engine.job import ModelCreator
 from steepest.errors import StepError
 from steepest.testing import replay
 from tests.jobs_with_copies import COPIES, LOGGED, TASK, check, kill, train

@@ -136,8 +136,8 @@ CLIENT = """
 import pickle, sys
 import numpy as np
 from steepest.parameter_server.connection import Connection
-from steepest.transport.router import Router
-from steepest.transport.sockets import WireTransport
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import WireTransport
 
 with open(sys.argv[1], "rb") as file:
     group, address, token = pickle.load(file)
@@ -172,13 +172,13 @@ print(sorted({"torch", "ray"} & set(sys.modules)))
 def test_a_process_that_uses_a_parameter_server_with_numpy_arrays_never_imports_torch(
     tmp_path: Path, ways: str
 ) -> None:
-    from steepest.messages.message import COORDINATOR, server_peer
+    from steepest.core.messages.message import COORDINATOR, server_peer
+    from steepest.core.tensors.shared_memory import allocate
+    from steepest.core.transport.router import Router
+    from steepest.core.transport.sockets import WireTransport
     from steepest.parameter_server.arrays import Arrays
     from steepest.parameter_server.group import ServerGroup
     from steepest.parameter_server.hosting import host_server
-    from steepest.tensors.shared_memory import allocate
-    from steepest.transport.router import Router
-    from steepest.transport.sockets import WireTransport
 
     group = ServerGroup(Arrays.plan(initial(), None, None), 1)
     router = Router()

@@ -23,8 +23,8 @@ from steepest import (
     ParameterServerStrategy,
     RunConfig,
 )
+from steepest.core.messages.message import Peer
 from steepest.errors import ConfigurationError
-from steepest.messages.message import Peer
 from steepest.runtime import ray_private
 from tests.reference import Task, samples
 

@@ -77,7 +77,7 @@ class Trace:
                 if file := self._file(each):
                     self.way.setdefault(file, process)
                     self.functions.setdefault(file, set()).add(each.co_name)
-            if code.co_name == "lost" and self._file(code) == "engine/coordinator_role.py":
+            if code.co_name == "lost" and self._file(code) == "core/engine/coordinator_role.py":
                 self.heard.set()
 
     def _file(self, code: CodeType) -> str:
@@ -188,7 +188,7 @@ class Traces(NamedTuple):
     @property
     def way(self) -> dict[str, str]:
         """The files of a worker's death."""
-        transport = [file for file in self.sockets.way if file.startswith("transport/")]
+        transport = [file for file in self.sockets.way if file.startswith("core/transport/")]
         return dict.fromkeys(transport, "sockets") | self.worker.way
 
 

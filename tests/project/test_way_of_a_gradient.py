@@ -13,8 +13,8 @@ from steepest.testing import InProcessCluster, linear_model_creator
 from tests.socket_jobs import running, steps
 
 ROOT = Path(__file__).parents[2]
-#: what `steepest.messages.schema` compiles for each kind of message
-COMPILED = {"pack": "messages/schema.py", "unpack": "messages/schema.py"}
+#: what `steepest.core.messages.schema` compiles for each kind of message
+COMPILED = {"pack": "core/messages/schema.py", "unpack": "core/messages/schema.py"}
 
 
 def file_of(frame: FrameType) -> str:
@@ -48,8 +48,10 @@ def files_from_a_hook_to_the_update() -> list[str]:
         cluster.step(1)
     finally:
         sys.setprofile(None)
-    hooks = [at for at, event in enumerate(seen) if event == ("models/torch.py", "collect")]
-    updates = [at for at, event in enumerate(seen) if event == ("engine/server_chunk.py", "apply")]
+    hooks = [at for at, event in enumerate(seen) if event == ("core/models/torch.py", "collect")]
+    updates = [
+        at for at, event in enumerate(seen) if event == ("core/engine/server_chunk.py", "apply")
+    ]
     # the last worker's backward pass begins in the middle: both have the same parameters
     way = [file for file, _ in seen[hooks[len(hooks) // 2] : updates[-1] + 1]]
     return [file for file in dict.fromkeys(way) if not file.startswith("testing/")]
@@ -61,7 +63,7 @@ def files_of_the_transport() -> set[str]:
     recording = threading.Event()
 
     def note(file: str, name: str) -> None:
-        if recording.is_set() and file.startswith("transport/"):
+        if recording.is_set() and file.startswith("core/transport/"):
             seen.add(file)
 
     threading.setprofile(profiler(note))

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.messages.gradients import PushStaged, Report, VersionStaged
-from steepest.messages.message import PushId, server_peer, worker_peer
-from steepest.protocol.commit_rules import (
+from steepest.core.messages.gradients import PushStaged, Report, VersionStaged
+from steepest.core.messages.message import PushId, server_peer, worker_peer
+from steepest.core.protocol.commit_rules import (
     CommitAll,
     CommitEach,
     CommitFirst,
@@ -19,8 +19,13 @@ from steepest.protocol.commit_rules import (
     Decision,
     Staged,
 )
-from steepest.protocol.push_tracking import ClosedPushes, SequenceSet, StagedEach, StagedTogether
-from steepest.protocol.sample_leases import Ledger
+from steepest.core.protocol.push_tracking import (
+    ClosedPushes,
+    SequenceSet,
+    StagedEach,
+    StagedTogether,
+)
+from steepest.core.protocol.sample_leases import Ledger
 from steepest.testing.inspection import ranges_of, remembered_by, undecided
 from tests.random_examples import examples
 

@@ -10,19 +10,19 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from steepest.engine.coordinator_role import CoordinatorRole
+from steepest.core.engine.coordinator_role import CoordinatorRole
+from steepest.core.messages.driver import Counters
+from steepest.core.messages.fields import MOST
+from steepest.core.messages.gradients import Report
+from steepest.core.messages.membership import Grant, Members
+from steepest.core.messages.message import Kind, Message, Peer, server_peer, worker_peer
+from steepest.core.messages.snapshots import InstallRefused
+from steepest.core.protocol.closed_job import ClosedJob
+from steepest.core.protocol.commit_rules import CommitAll, CommitEach, Staged
+from steepest.core.protocol.commit_state import CommitState, Outgoing
+from steepest.core.protocol.coordinator import Coordinator
+from steepest.core.protocol.step_summary import summarize
 from steepest.errors import ProtocolError
-from steepest.messages.driver import Counters
-from steepest.messages.fields import MOST
-from steepest.messages.gradients import Report
-from steepest.messages.membership import Grant, Members
-from steepest.messages.message import Kind, Message, Peer, server_peer, worker_peer
-from steepest.messages.snapshots import InstallRefused
-from steepest.protocol.closed_job import ClosedJob
-from steepest.protocol.commit_rules import CommitAll, CommitEach, Staged
-from steepest.protocol.commit_state import CommitState, Outgoing
-from steepest.protocol.coordinator import Coordinator
-from steepest.protocol.step_summary import summarize
 
 CLIENT = Peer("client", 0)
 REQUESTS = WeakKeyDictionary[Coordinator, Iterator[int]]()  # the numbers of those to come
@@ -512,7 +512,7 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
             return self.settle()
 
     now = [100.0]
-    monkeypatch.setattr("steepest.engine.coordinator_role.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("steepest.core.engine.coordinator_role.time.monotonic", lambda: now[0])
     told: list[int] = []
     commits: list[Peer] = []
     script = Script()

@@ -12,19 +12,26 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
+from steepest.core.messages.driver import Failure
+from steepest.core.messages.message import (
+    COORDINATOR,
+    Kind,
+    Message,
+    Peer,
+    server_peer,
+    worker_peer,
+)
+from steepest.core.optim.spec import OptimizerSpec, Schedule
+from steepest.core.protocol import history
+from steepest.core.protocol.closed_job import ClosedJob
+from steepest.core.protocol.commit_rules import CommitAll, CommitEach, CommitRule
+from steepest.core.protocol.commit_state import CommitState, Outgoing
+from steepest.core.protocol.coordinator import Coordinator
+from steepest.core.protocol.history import History
+from steepest.core.transport.frames import MAX_META, encode, encode_meta
 from steepest.errors import ConfigurationError, MessageTooLargeError
-from steepest.messages.driver import Failure
-from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
-from steepest.optim.spec import OptimizerSpec, Schedule
-from steepest.protocol import history
-from steepest.protocol.closed_job import ClosedJob
-from steepest.protocol.commit_rules import CommitAll, CommitEach, CommitRule
-from steepest.protocol.commit_state import CommitState, Outgoing
-from steepest.protocol.coordinator import Coordinator
-from steepest.protocol.history import History
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.network import Network
-from steepest.transport.frames import MAX_META, encode, encode_meta
 from tests.modes import make, trained
 from tests.reference import Task, samples, sgd
 
@@ -224,7 +231,7 @@ def test_hyperparameters_that_do_not_fit_into_a_commit_are_refused(
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2600)]
     optimizer = torch.optim.SGD([{"params": [p]} for p in parameters], lr=0.1)
     names = {id(p): str(i) for i, p in enumerate(parameters)}
-    monkeypatch.setattr("steepest.optim.spec.MOST_BYTES", 30_000)
+    monkeypatch.setattr("steepest.core.optim.spec.MOST_BYTES", 30_000)
     with pytest.raises(
         ConfigurationError, match=r"of 2600 parameter groups, at most 30000 fit into a commit"
     ):

@@ -6,15 +6,15 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from steepest.core.messages import collective, driver, gradients, membership, snapshots, users
+from steepest.core.messages.collective import MEMBERS
+from steepest.core.messages.message import Kind, Peer, PushId
+from steepest.core.messages.permissions import TRAINING, Admission
+from steepest.core.messages.schema import Body
+from steepest.core.messages.users import OPEN
 from steepest.embedding import row_messages as rows
 from steepest.embedding.extension import LINES
 from steepest.errors import ProtocolError
-from steepest.messages import collective, driver, gradients, membership, snapshots, users
-from steepest.messages.collective import MEMBERS
-from steepest.messages.message import Kind, Peer, PushId
-from steepest.messages.permissions import TRAINING, Admission
-from steepest.messages.schema import Body
-from steepest.messages.users import OPEN
 from tests.fuzzing import carried
 
 PUSHES = (PushId(0, 0, 7), PushId(2, 1, 9))

@@ -12,14 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.engine.client import Outcome, Position
-from steepest.engine.push_pull import PushPull
-from steepest.engine.topology import HostMap, Topology
-from steepest.messages.driver import Failure, Result
-from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
+from steepest.core.engine.client import Outcome, Position
+from steepest.core.engine.push_pull import PushPull
+from steepest.core.engine.topology import HostMap, Topology
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.messages.message import (
+    COORDINATOR,
+    Kind,
+    Message,
+    Peer,
+    server_peer,
+    worker_peer,
+)
+from steepest.core.transport.router import Router
 from steepest.testing import InProcessCluster, replay, server_peers
 from steepest.testing.inspection import buffers_of
-from steepest.transport.router import Router
 from tests.modes import (
     EACH,
     MODES,

@@ -12,13 +12,11 @@ import torch
 
 from steepest.collectives.members import MemberCollective
 from steepest.config.compression import TopK
-from steepest.embedding.extension import LINES
-from steepest.engine.server import Server
-from steepest.engine.topology import HostMap
-from steepest.errors import ConfigurationError, ProtocolError
-from steepest.messages.collective import MEMBERS
-from steepest.messages.driver import Result
-from steepest.messages.message import (
+from steepest.core.engine.server import Server
+from steepest.core.engine.topology import HostMap
+from steepest.core.messages.collective import MEMBERS
+from steepest.core.messages.driver import Result
+from steepest.core.messages.message import (
     COORDINATOR,
     Kind,
     Message,
@@ -27,14 +25,16 @@ from steepest.messages.message import (
     server_peer,
     worker_peer,
 )
-from steepest.messages.permissions import TRAINING, Admission
-from steepest.messages.users import OPEN
+from steepest.core.messages.permissions import TRAINING, Admission
+from steepest.core.messages.users import OPEN
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.transport.frames import ROLES, decode_meta
+from steepest.core.transport.router import Router
+from steepest.embedding.extension import LINES
+from steepest.errors import ConfigurationError, ProtocolError
 from steepest.strategies.local import LocalStrategy
-from steepest.strategies.parameter_server import ParameterServerStrategy
-from steepest.strategies.strategy import Strategy
 from steepest.testing import Fault, InProcessCluster
-from steepest.transport.frames import ROLES, decode_meta
-from steepest.transport.router import Router
 from tests.group_in_one_thread import GroupInOneThread, like
 from tests.modes import MODES, make, mode, trained
 from tests.reference import Task, perceptron, same_bits, samples, sgd

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from steepest.messages.message import Kind, Message, worker_peer
+from steepest.core.messages.message import Kind, Message, worker_peer
 from tests.modes import make, trained
 from tests.reference import Task, same_bits, sgd
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from steepest import DistributedSGD, FailureConfig, ParameterServerStrategy, RunConfig
-from steepest.messages.message import server_peer, worker_peer
+from steepest.core.messages.message import server_peer, worker_peer
 from tests.jobs_with_copies import COPIES, TASK, kill, train
 from tests.pairs import mostly_full
 from tests.reference import same_bits

@@ -21,7 +21,7 @@ from steepest import (
     RunConfig,
     TorchModel,
 )
-from steepest.messages.message import Peer, server_peer, worker_peer
+from steepest.core.messages.message import Peer, server_peer, worker_peer
 from steepest.runtime.cluster import Cluster
 from tests.jobs_with_copies import COPIES, LOGGED, TASK, check, kill, train
 from tests.living import places_of

@@ -15,9 +15,9 @@ from steepest import (
     ParameterServerStrategy,
     RunConfig,
 )
+from steepest.core.messages.message import Kind, Message, Peer, server_peer, worker_peer
+from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ModelRaisedError, PeerLostError
-from steepest.messages.message import Kind, Message, Peer, server_peer, worker_peer
-from steepest.strategies.strategy import Strategy
 from tests.living import places_of
 from tests.reference import Task, difference, samples, sgd
 
@@ -29,12 +29,12 @@ TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(64))
 def spoil(view: Any) -> None:
     """From now on a router that cleans up after a step meets the end of its descriptors."""
     if view.index == 1:
-        import steepest.engine.replicas
+        import steepest.core.engine.replicas
 
         def fail(memory: Any) -> int:
             raise OSError(24, "Too many open files")
 
-        steepest.engine.replicas.forget_writes = fail
+        steepest.core.engine.replicas.forget_writes = fail
 
 
 @pytest.mark.parametrize(

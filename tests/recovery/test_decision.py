@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.messages.message import Peer, server_peer, worker_peer
+from steepest.core.messages.message import Peer, server_peer, worker_peer
 from steepest.recovery.decision import Impossible, Target, Transition, World, decide
 
 FLAGS = (False, True)

@@ -23,7 +23,7 @@ pytestmark = [
 PROGRAM = """
     import subprocess
     from steepest import Callback, DeadlineConfig, FailureConfig, ParameterServerStrategy, RunConfig
-    from steepest.messages.message import worker_peer
+    from steepest.core.messages.message import worker_peer
 
     class Notice(Callback):
         def __init__(self, node):
@@ -71,7 +71,7 @@ INTERRUPTED = """
     import signal
     import subprocess
     from steepest import Callback, FailureConfig, RunConfig
-    from steepest.messages.message import worker_peer
+    from steepest.core.messages.message import worker_peer
 
     class Notice(Callback):
         def on_step(self, sgd, result):

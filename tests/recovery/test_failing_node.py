@@ -19,7 +19,7 @@ def test_a_node_that_fails_again_and_again_is_left_out(place: Place) -> None:  #
         import signal
         from ray.cluster_utils import Cluster
         from steepest import Callback, FailureConfig, RunConfig
-        from steepest.messages.message import worker_peer
+        from steepest.core.messages.message import worker_peer
 
         class Trouble(Callback):
             '''Kills each process of worker 3 on a node; ends training when something has been said.'''

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from steepest.core.messages.driver import Failure
+from steepest.core.messages.message import Kind, Message, server_peer, worker_peer
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
-from steepest.messages.driver import Failure
-from steepest.messages.message import Kind, Message, server_peer, worker_peer
 from steepest.testing import Fault, InProcessCluster, InProcessTransport, Moment, with_faults
 from tests.modes import (
     EACH,

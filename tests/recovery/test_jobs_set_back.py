@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from steepest import DistributedSGD, FailureConfig, RunConfig
-from steepest.messages.message import Peer, server_peer, worker_peer
+from steepest.core.messages.message import Peer, server_peer, worker_peer
 from steepest.testing import InProcessCluster
 from tests.living import places_of
 from tests.recovery.snapshot_kinds import KINDS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from steepest import Callback, DistributedSGD, Event
-from steepest.messages.message import worker_peer
+from steepest.core.messages.message import worker_peer
 from steepest.recovery import leaving
 from steepest.testing import linear_model_creator
 from tests.living import places_of

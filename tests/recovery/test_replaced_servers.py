@@ -17,8 +17,8 @@ from steepest import (
     ParameterServerStrategy,
     RunConfig,
 )
+from steepest.core.messages.message import server_peer
 from steepest.errors import PeerLostError
-from steepest.messages.message import server_peer
 from tests.living import pids, places_of
 from tests.pairs import mostly_full
 from tests.reference import Task, difference, samples, sgd

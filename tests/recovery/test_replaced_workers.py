@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from steepest import Callback, DistributedSGD, FailureConfig, RunConfig, StepResult
+from steepest.core.messages.message import worker_peer
 from steepest.errors import ConfigurationError
-from steepest.messages.message import worker_peer
 from steepest.testing import InProcessCluster, replay
 from tests.living import pids
 from tests.pairs import mostly_full

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
-from steepest.engine.commit_log import CommitLog
-from steepest.engine.survivors import RecoveredState, assemble, catch_up, state_of
+from steepest.core.engine.commit_log import CommitLog
+from steepest.core.engine.survivors import RecoveredState, assemble, catch_up, state_of
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import log_of

@@ -175,7 +175,7 @@ def test_threads_of_a_dead_process_end_in_the_middle_of_what_they_do() -> None:
 
 
 def test_nothing_is_replaced_after_a_simulation() -> None:
-    from steepest.transport import router
+    from steepest.core.transport import router
 
     with Simulation(1).running():
         assert router.threading is not threading

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.messages.driver import Failure
-from steepest.messages.membership import Lease
-from steepest.messages.message import Kind, Message, worker_peer
-from steepest.models.torch import TorchModel
+from steepest.core.messages.driver import Failure
+from steepest.core.messages.membership import Lease
+from steepest.core.messages.message import Kind, Message, worker_peer
+from steepest.core.models.torch import TorchModel
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
 from tests.deaths import TASK, doomed

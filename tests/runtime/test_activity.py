@@ -25,16 +25,16 @@ from steepest import (
     ParameterServerStrategy,
     TorchModel,
 )
-from steepest.engine.in_words import chunks_in_words
-from steepest.engine.topology import HostMap
+from steepest.core.engine.in_words import chunks_in_words
+from steepest.core.engine.topology import HostMap
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.transport.router import Router
 from steepest.errors import DeadlineError
 from steepest.runtime import signals
 from steepest.runtime.activity import activity_of, report
 from steepest.runtime.deaths import persistently
 from steepest.runtime.places import Place
-from steepest.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster, linear_model_creator
-from steepest.transport.router import Router
 from tests.modes import MODES, make
 from tests.reference import samples, sgd
 from tests.simulation.run import Simulation, pause, run_config

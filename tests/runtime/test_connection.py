@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from steepest.core.messages.message import Kind, Message
 from steepest.errors import (
     DeadlineError,
     NonFiniteError,
@@ -18,7 +19,6 @@ from steepest.errors import (
     ShutdownError,
     SteepestError,
 )
-from steepest.messages.message import Kind, Message
 from steepest.parameter_server import connection
 from tests.group_in_one_thread import GroupInOneThread, User, like, values, zeros
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from steepest import DeadlineConfig, DistributedSGD, FailureConfig, ParameterServerStrategy
+from steepest.core.messages.message import worker_peer
 from steepest.errors import ResourcesError
-from steepest.messages.message import worker_peer
 from steepest.recovery import leaving
 from steepest.runtime.room import Room, packed
 from steepest.testing import linear_model_creator

@@ -144,9 +144,9 @@ class Simulation:
                 torch.set_num_threads(threads)
 
     def _private(self) -> list[tuple[Any, Any]]:
+        from steepest.core.tensors.allocator import keep_freed_memory
         from steepest.recovery import growth, leaving
         from steepest.runtime import ray_private
-        from steepest.tensors.allocator import keep_freed_memory
 
         return [
             (ray_private.check, lambda: None),

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from steepest.core.messages.message import Message, Peer
+from steepest.core.tensors.memory import Memory, address_of, clone, copy_bytes
+from steepest.core.transport.channel import Address, ChannelSink, Event
+from steepest.core.transport.frames import decode_meta, encode_meta
+from steepest.core.transport.handshake import names_of
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError
-from steepest.messages.message import Message, Peer
-from steepest.tensors.memory import Memory, address_of, clone, copy_bytes
-from steepest.transport.channel import Address, ChannelSink, Event
-from steepest.transport.frames import decode_meta, encode_meta
-from steepest.transport.handshake import names_of
 from tests.simulation.virtual_threads import Scheduler, Waiters
 
 log = logging.getLogger(__name__)

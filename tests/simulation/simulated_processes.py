@@ -259,8 +259,8 @@ class World:
 
     def stand_ins(self) -> list[tuple[Any, Any]]:
         """Return each thing that concerns processes and channels, with its stand-in."""
+        from steepest.core.transport.sockets import WireTransport
         from steepest.runtime.places import processor_state, processor_use
-        from steepest.transport.sockets import WireTransport
 
         transport = type("Transport", (SimulatedTransport,), {"wires": self.wires})
         operating = Namespace(

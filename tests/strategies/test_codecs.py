@@ -10,9 +10,9 @@ import torch
 
 from steepest.compression.codecs import BlockInt8, Half, Largest, LowRank, largest
 from steepest.compression.gradient_compressor import GradientCompressor, check_residuals
+from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import CheckpointError, ProtocolError
-from steepest.tensors.codec import Codec
-from steepest.tensors.layout import ParameterLayout
 
 FORMATS = {
     "top-k": Largest(0.05),

@@ -14,14 +14,14 @@ from examples.data import load_mnist
 from steepest.compression.codecs import make_codec
 from steepest.config.compression import Int8, PowerSGD, TopK
 from steepest.config.run import data_directory
-from steepest.data.sampler import SamplePlan
-from steepest.engine.replicas import Replicas
-from steepest.engine.topology import HostMap
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.replicas import Replicas
+from steepest.core.engine.topology import HostMap
+from steepest.core.messages.driver import Failure
+from steepest.core.strategies.allreduce import AllreduceStrategy
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.errors import ConfigurationError
-from steepest.messages.driver import Failure
-from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
-from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.modes import check, counters, make, trained, worker_weights
 from tests.pairs import grid

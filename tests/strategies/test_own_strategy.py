@@ -17,9 +17,9 @@ from torch import nn
 
 from examples.own_strategy import MajorityVote, Votes
 from steepest import AllreduceStrategy, Codec, DistributedSGD, ParameterServerStrategy, Strategy
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.protocol.commit_rules import CommitRule, Decision, Staged
 from steepest.errors import ConfigurationError, ModelRaisedError
-from steepest.protocol.commit_rules import CommitRule, Decision, Staged
 from steepest.strategies.named import STRATEGY_NAMES, as_strategy
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd, snapshot

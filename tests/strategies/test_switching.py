@@ -17,7 +17,7 @@ from steepest import (
     RunConfig,
     TorchModel,
 )
-from steepest.engine.replica_states import mean_states
+from steepest.core.engine.replica_states import mean_states
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, linear_model_creator, replay
 from tests.reference import Task, difference, same_bits, samples, sgd

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from steepest.core.messages.message import Kind, Message
+from steepest.core.tensors.memory import as_tensor, clone
 from steepest.errors import ConfigurationError
-from steepest.messages.message import Kind, Message
 from steepest.tables.gradients import RowGradients, pack_keys, unpack_keys
 from steepest.tables.hashing import shard_of
-from steepest.tensors.memory import as_tensor, clone
 from steepest.testing import InProcessCluster
 from tests.fuzzing import copied, processes
 from tests.modes import make, trained

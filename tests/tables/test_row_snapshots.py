@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from steepest.core.engine.client import Client
+from steepest.core.messages.message import Kind, Message, Peer, server_peer
+from steepest.core.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
+from steepest.core.tensors.layout import Chunk, ElementType, ParameterLayout
 from steepest.embedding import table_chunk
 from steepest.embedding.row_snapshots import READER_SECONDS, RowSnapshots
 from steepest.embedding.table_chunk import TableChunk
-from steepest.engine.client import Client
 from steepest.errors import CheckpointError, DeadlineError
-from steepest.messages.message import Kind, Message, Peer, server_peer
-from steepest.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
 from steepest.tables.dealing import Dealing
-from steepest.tensors.layout import Chunk, ElementType, ParameterLayout
 from tests.table_tools import push, table
 
 READER = Peer("client", 0)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from steepest.core.messages.driver import Result
 from steepest.embedding.modules import Embedding
 from steepest.errors import ConfigurationError
-from steepest.messages.driver import Result
 from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import SGD
 from steepest.tables.table import Table

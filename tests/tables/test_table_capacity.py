@@ -12,8 +12,8 @@ import torch
 
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
 from steepest.checkpoint import files
+from steepest.core.messages.driver import Failure, Result
 from steepest.errors import ModelRaisedError, ResourcesError
-from steepest.messages.driver import Failure, Result
 from steepest.tables import blocks, memory
 from steepest.tables.admission import CBFFilter, CounterFilter, ProbabilityFilter
 from steepest.tables.eviction import LFU, LRU

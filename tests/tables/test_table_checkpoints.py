@@ -24,9 +24,11 @@ from steepest import (
 )
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
+from steepest.checkpoint.safetensors_file import write_tensors
+from steepest.core.engine.optimizer_slices import assemble
+from steepest.core.tensors.layout import Chunk, ElementType, ParameterLayout
 from steepest.embedding import table_chunk
 from steepest.embedding.row_snapshots import RowSnapshots
-from steepest.engine.optimizer_slices import assemble
 from steepest.errors import CheckpointError
 from steepest.state import row_read
 from steepest.tables.admission import CBFFilter, CounterFilter
@@ -34,8 +36,6 @@ from steepest.tables.dealing import Dealing
 from steepest.tables.eviction import LRU
 from steepest.tables.row_optimizers import Adagrad
 from steepest.tables.state import TableState
-from steepest.tensors.layout import Chunk, ElementType, ParameterLayout
-from steepest.tensors.safetensors_file import write_tensors
 from tests.reference import same_bits
 from tests.simulation.run import Simulation, run_config
 from tests.table_jobs import trainer, words

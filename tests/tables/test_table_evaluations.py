@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.engine.replicas import Replicas
+from steepest.core.engine.replicas import Replicas
+from steepest.core.messages.message import Kind, Message
 from steepest.errors import ConfigurationError, PeerLostError
-from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster
 from tests.modes import MODES, make, trained
 from tests.table_tasks import Clicks, clicks, mostly_long, rows_of, table_task, table_values, torchs

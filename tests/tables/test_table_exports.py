@@ -19,10 +19,10 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
+from steepest.core.engine.optimizer_slices import assemble
+from steepest.core.optim.portable import Record
 from steepest.embedding import table_chunk
-from steepest.engine.optimizer_slices import assemble
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.optim.portable import Record
 from steepest.state.table_export import joined_rows
 from steepest.storage.files import storage_of
 from steepest.storage.places import place_of

@@ -22,7 +22,7 @@ from steepest import (
     TorchModel,
     connect,
 )
-from steepest.engine.job import ModelCreator
+from steepest.core.engine.job import ModelCreator
 from steepest.errors import CheckpointError, ConfigurationError, ModelError, ModelRaisedError
 from steepest.tables import LRU, SGD, Adagrad, LocalRows
 from tests.reference import OptimizerFactory, sgd

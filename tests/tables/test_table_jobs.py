@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from steepest.engine.topology import HostMap
-from steepest.messages.message import Kind, server_peer
+from steepest.core.engine.topology import HostMap
+from steepest.core.messages.message import Kind, server_peer
 from tests.modes import TOGETHER, check_counts, make, trained
 from tests.reference import difference, same_bits
 from tests.table_tasks import (

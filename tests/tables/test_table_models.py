@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from steepest.core.engine.job import ModelCreator
 from steepest.embedding.modules import Embedding, EmbeddingBag, EmbeddingCollection
 from steepest.embedding.torch_model import TorchModel
-from steepest.engine.job import ModelCreator
 from steepest.tables.row_optimizers import Adagrad
 from steepest.testing import InProcessCluster
 from tests.modes import mode, trained

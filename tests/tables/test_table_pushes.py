@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from steepest.messages.driver import Result
-from steepest.messages.message import Kind, Message
+from steepest.core.messages.driver import Result
+from steepest.core.messages.message import Kind, Message
 from steepest.testing import Fault, InProcessCluster
 from tests.deaths import doomed
 from tests.modes import EACH, check_counts, make, settle, trained

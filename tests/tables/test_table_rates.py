@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from steepest import DistributedSGD, FailureConfig, ParameterServerStrategy, TorchModel
-from steepest.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan
 from steepest.embedding.modules import Embedding
 from steepest.errors import CheckpointError, ConfigurationError, ModelRaisedError
 from steepest.strategies.local import LocalStrategy

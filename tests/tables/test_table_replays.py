@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from steepest.core.engine.topology import HostMap
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.messages.message import Kind, Message, worker_peer
 from steepest.embedding.modules import Embedding, EmbeddingBag
-from steepest.engine.topology import HostMap
-from steepest.messages.driver import Failure, Result
-from steepest.messages.message import Kind, Message, worker_peer
 from steepest.testing import Fault, InProcessCluster
 from tests.deaths import doomed
 from tests.modes import TOGETHER, make, trained

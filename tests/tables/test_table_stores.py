@@ -8,16 +8,16 @@ import torch
 from table_tools import table
 
 from steepest import ParameterServerStrategy
+from steepest.core.engine.job import Job
+from steepest.core.engine.model_building import build_models
+from steepest.core.tensors.layout import Chunk, ElementType
 from steepest.embedding.table_chunk import TableChunk
-from steepest.engine.job import Job
-from steepest.engine.model_building import build_models
 from steepest.errors import ConfigurationError
 from steepest.extensions import EXTENSIONS
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients
 from steepest.tables.initial import Uniform
 from steepest.tables.row_optimizers import Adagrad
-from steepest.tensors.layout import Chunk, ElementType
 from tests.chunk_store_contract import ChunkStoreContract
 from tests.table_tasks import table_task
 

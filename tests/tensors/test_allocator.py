@@ -10,13 +10,13 @@ from concurrent.futures import Future
 
 import pytest
 
-from steepest.tensors.allocator import keep_freed_memory, on_main_arena, start_thread
+from steepest.core.tensors.allocator import keep_freed_memory, on_main_arena, start_thread
 
 PROGRAM = """
 import os, resource
 from concurrent.futures import Future
 import torch
-from steepest.tensors.allocator import keep_freed_memory, on_main_arena, start_thread
+from steepest.core.tensors.allocator import keep_freed_memory, on_main_arena, start_thread
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

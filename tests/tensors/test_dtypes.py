@@ -17,8 +17,8 @@ from torch import nn
 
 from steepest import DeadlineConfig, DistributedSGD, RunConfig
 from steepest.checkpoint.files import Checkpoint, read, write
-from steepest.tensors.dtypes import Tensors, as_bytes, merge_replicas
-from steepest.tensors.safetensors_file import read_tensors, write_tensors
+from steepest.checkpoint.safetensors_file import read_tensors, write_tensors
+from steepest.core.tensors.dtypes import Tensors, as_bytes, merge_replicas
 from tests.checkpoint_contents import about
 from tests.reference import Task, samples, sgd
 

@@ -10,8 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steepest.core.tensors.layout import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    Chunk,
+    Entry,
+    ParameterLayout,
+)
 from steepest.errors import ConfigurationError, ModelError
-from steepest.tensors.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk, Entry, ParameterLayout
 
 Parameter = tuple[str, tuple[int, ...], torch.dtype, bool]
 

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from steepest.compression.codecs import Half
-from steepest.data.sampler import SamplePlan
-from steepest.engine.chunk_store import StagedPush
-from steepest.engine.server_chunk import ServerChunk
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.chunk_store import StagedPush
+from steepest.core.engine.server_chunk import ServerChunk
+from steepest.core.messages.driver import Failure
+from steepest.core.messages.message import PushId
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.core.tensors.half_precision import WIRE_DTYPES, narrow, rounded
+from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import ConfigurationError
-from steepest.messages.driver import Failure
-from steepest.messages.message import PushId
-from steepest.strategies.parameter_server import ParameterServerStrategy
-from steepest.tensors.half_precision import WIRE_DTYPES, narrow, rounded
-from steepest.tensors.layout import ParameterLayout
 from tests.modes import MODES, check, counters, make, trained
 from tests.random_examples import seeds
 from tests.reference import Task, difference, perceptron, samples, sgd

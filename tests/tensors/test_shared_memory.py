@@ -16,12 +16,11 @@ from types import FrameType
 import pytest
 import torch
 
-from steepest.errors import ProtocolError
-from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
-from steepest.tensors import shared_memory
-from steepest.tensors.allocator import Recycler
-from steepest.tensors.memory import address_of
-from steepest.tensors.shared_memory import (
+from steepest.core.messages.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.core.tensors import shared_memory
+from steepest.core.tensors.allocator import Recycler
+from steepest.core.tensors.memory import address_of
+from steepest.core.tensors.shared_memory import (
     BOARD_BYTES,
     NOTICE,
     SHARED_FROM,
@@ -30,7 +29,8 @@ from steepest.tensors.shared_memory import (
     allocate,
     segment_of,
 )
-from steepest.transport.frames import FrameReader, encode
+from steepest.core.transport.frames import FrameReader, encode
+from steepest.errors import ProtocolError
 from tests.processes import Child
 from tests.random_examples import seeds
 from tests.socket_ends import (

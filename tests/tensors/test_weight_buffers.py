@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from steepest.engine.server_chunk import ServerChunk, StagedPush
-from steepest.messages.message import PushId
-from steepest.optim.spec import OptimizerSpec
-from steepest.strategies.parameter_server import ParameterServerStrategy
-from steepest.tensors.layout import ParameterLayout
+from steepest.core.engine.server_chunk import ServerChunk, StagedPush
+from steepest.core.messages.message import PushId
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.core.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.modes import trainable
 from tests.random_examples import seeds

@@ -12,13 +12,13 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from steepest.core.engine.topology import HostMap
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.messages.permissions import TRAINING
+from steepest.core.messages.users import OPEN
 from steepest.embedding.extension import LINES
-from steepest.engine.topology import HostMap
 from steepest.errors import ModelRaisedError
-from steepest.messages.driver import Failure, Result
-from steepest.messages.message import Kind, Message, Peer
-from steepest.messages.permissions import TRAINING
-from steepest.messages.users import OPEN
 from steepest.testing import Fault, InProcessCluster, Link, Network
 from tests.fuzzing import Recorder, go_on, tell
 from tests.group_in_one_thread import GroupInOneThread, like

@@ -6,7 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from steepest.messages.message import server_peer
+from steepest.core.messages.message import server_peer
 from steepest.runtime.wiring import carry, holdings
 
 CHUNKS = range(6)

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steepest.aggregation.host_aggregator import HostAggregator
-from steepest.engine.topology import HostMap
-from steepest.messages.message import COORDINATOR, Kind, Message, server_peer, worker_peer
-from steepest.tensors import shared_memory
-from steepest.tensors.shared_memory import (
+from steepest.core.engine.topology import HostMap
+from steepest.core.messages.message import COORDINATOR, Kind, Message, server_peer, worker_peer
+from steepest.core.tensors import shared_memory
+from steepest.core.tensors.shared_memory import (
     SHARED_FROM,
     Segment,
     allocate,
@@ -25,8 +25,8 @@ from steepest.tensors.shared_memory import (
     make_writable,
     segment_of,
 )
+from steepest.core.transport.channel import Channel
 from steepest.testing import InProcessCluster, linear_model_creator
-from steepest.transport.channel import Channel
 from tests.limits import limited
 from tests.socket_ends import (
     Node,

@@ -12,10 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.errors import MessageTooLargeError, ProtocolError
-from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
-from steepest.transport import frames
-from steepest.transport.frames import (
+from steepest.core.messages.message import (
+    COORDINATOR,
+    Kind,
+    Message,
+    Peer,
+    server_peer,
+    worker_peer,
+)
+from steepest.core.transport import frames
+from steepest.core.transport.frames import (
     HEADER,
     MAGIC,
     MAX_META,
@@ -25,6 +31,7 @@ from steepest.transport.frames import (
     FrameReader,
     encode,
 )
+from steepest.errors import MessageTooLargeError, ProtocolError
 from tests.random_examples import examples
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks.namespaces import enter
+from steepest.core.messages.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.errors import AuthenticationError, PeerLostError
-from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
 from tests.network_namespaces import NEEDS_NAMESPACES, namespaces, ray_nodes
 from tests.ray_hosts import Place
 from tests.socket_ends import (

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.transport.channel import Event
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import WireTransport
 from steepest.errors import ShutdownError
-from steepest.messages.message import Kind, Message, Peer
-from steepest.transport.channel import Event
-from steepest.transport.router import Router
-from steepest.transport.sockets import WireTransport
 
 ME, OTHER = Peer("worker", 0), Peer("server", 0)
 

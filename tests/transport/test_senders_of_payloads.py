@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from steepest.core.messages.message import (
+    COORDINATOR,
+    Kind,
+    Message,
+    Peer,
+    server_peer,
+    worker_peer,
+)
+from steepest.core.transport.channel import Channel
+from steepest.core.transport.router import Router
 from steepest.errors import ProtocolError
-from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.testing import InProcessCluster, Network
-from steepest.transport.channel import Channel
-from steepest.transport.router import Router
 from tests.modes import make, trained
 from tests.reference import Task, same_bits, sgd
 from tests.socket_ends import (

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 import torch
 
+from steepest.core.messages.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.core.transport import handshake, sockets
+from steepest.core.transport.frames import encode
 from steepest.errors import AuthenticationError, DeadlineError, PeerLostError, ProtocolError
-from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
-from steepest.transport import handshake, sockets
-from steepest.transport.frames import encode
 from tests.limits import limited
 from tests.socket_ends import (
     FAMILIES,

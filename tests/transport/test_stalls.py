@@ -13,9 +13,9 @@ import torch
 
 from steepest.collectives.members import MemberCollective
 from steepest.collectives.shared_memory_reduce import shared_allreduce
-from steepest.messages.message import Kind, Message, Peer, member_peer
-from steepest.transport.channel import Event
-from steepest.transport.router import Router
+from steepest.core.messages.message import Kind, Message, Peer, member_peer
+from steepest.core.transport.channel import Event
+from steepest.core.transport.router import Router
 from tests.members import together, wire_group
 
 ME, OTHER = Peer("worker", 0), Peer("server", 0)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
-from steepest.messages.message import Kind, Message
+from steepest.core.messages.message import Kind, Message
 from steepest.testing import InProcessCluster
 from steepest.testing.models import linear_model_creator
 

@@ -22,6 +22,9 @@ import pytest
 import torch
 
 from steepest import DistributedSGD, RunConfig, TLSConfig
+from steepest.core.messages.message import COORDINATOR, worker_peer
+from steepest.core.transport import handshake
+from steepest.core.transport.channel import Address
 from steepest.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -29,13 +32,11 @@ from steepest.errors import (
     PeerLostError,
     ProtocolError,
 )
-from steepest.messages.message import COORDINATOR, worker_peer
 from steepest.runtime.connection import who_else
 from steepest.testing import linear_model_creator
-from steepest.transport import certificates, handshake
-from steepest.transport.certificates import JobCertificate, make_certificate
-from steepest.transport.channel import Address
-from steepest.transport.tls import RECORD, Tls, TlsSocket, identity_of
+from steepest.tls import certificates
+from steepest.tls.certificates import JobCertificate, make_certificate
+from steepest.tls.connections import RECORD, Tls, TlsSocket, identity_of
 from tests.simulation.run import Simulation, run_config
 from tests.socket_ends import (
     GREETING,

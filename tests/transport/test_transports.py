@@ -13,14 +13,14 @@ import ray
 import torch
 
 from steepest import DistributedSGD, ParameterServer, ParameterServerStrategy, TorchModel
+from steepest.core.messages.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.core.tensors import shared_memory
+from steepest.core.tensors.shared_memory import SHARED_FROM, allocate
+from steepest.core.transport import sockets
 from steepest.errors import ConfigurationError
-from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.runtime import cluster as launch
 from steepest.runtime.room import Seat
-from steepest.tensors import shared_memory
-from steepest.tensors.shared_memory import SHARED_FROM, allocate
 from steepest.testing import InProcessCluster, linear_model_creator
-from steepest.transport import sockets
 from tests.ray_hosts import (
     Place,
     place,  # noqa: F401 - a fixture

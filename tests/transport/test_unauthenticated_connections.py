@@ -16,19 +16,19 @@ import pytest
 import torch
 
 from steepest.collectives.shared_memory_reduce import shared_allreduce
-from steepest.errors import ConfigurationError, PeerLostError, ProtocolError
-from steepest.messages.message import COORDINATOR, Kind, Message, server_peer, worker_peer
-from steepest.tensors.shared_memory import AVAILABLE, SHARED_FROM, allocate
-from steepest.transport import sockets
-from steepest.transport.channel import Address
-from steepest.transport.handshake import (
+from steepest.core.messages.message import COORDINATOR, Kind, Message, server_peer, worker_peer
+from steepest.core.tensors.shared_memory import AVAILABLE, SHARED_FROM, allocate
+from steepest.core.transport import sockets
+from steepest.core.transport.channel import Address
+from steepest.core.transport.handshake import (
     ACCEPTED_AT_ONCE,
     LOG_SECONDS,
     MOST_OPENINGS,
     OPENING_SECONDS,
 )
-from steepest.transport.sockets import WireTransport
-from steepest.transport.tls import encryption_with
+from steepest.core.transport.sockets import WireTransport
+from steepest.errors import ConfigurationError, PeerLostError, ProtocolError
+from steepest.tls.connections import encryption_with
 from tests.limits import limited
 from tests.members import together as members_together
 from tests.members import wire_group

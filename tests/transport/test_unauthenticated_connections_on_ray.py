@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
+from steepest.core.transport.handshake import MOST_OPENINGS
 from steepest.testing import linear_model_creator
-from steepest.transport.handshake import MOST_OPENINGS
 from tests.pairs import diagonal
 from tests.transport.unauthenticated_connections import UnauthenticatedConnections
 

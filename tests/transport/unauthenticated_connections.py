@@ -7,7 +7,7 @@ import errno
 import itertools
 import socket
 
-from steepest.transport.channel import Address
+from steepest.core.transport.channel import Address
 from tests.socket_ends import GREETING, RUDE, client_hello
 
 SAID = [said for said in RUDE.values() if b"M" * 32 not in said]

@@ -1,0 +1,149 @@
+"""Tensors in safetensors files, written in blocks, so that a disk that hangs is noticed.
+
+The format is a length (8 bytes, little-endian), a JSON header and the tensors' bytes, see
+https://github.com/huggingface/safetensors. It lacks some of torch's dtypes: complex numbers that it
+lacks are stored as pairs of reals, other values as bytes, along one more dimension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from steepest.core.tensors.dtypes import as_bytes
+from steepest.storage.blocks import Blocks, Progress, no_progress, write_blocks
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64", torch.bool: "BOOL",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+}  # fmt: skip
+_BLOCK = 4 << 20
+File = TypeVar("File")
+
+
+def write_tensors(
+    path: File,
+    tensors: Mapping[str, torch.Tensor],
+    progress: Progress = no_progress,
+    write: Callable[[File, Blocks], None] = write_blocks,  # type: ignore[assignment]
+    metadata: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Write a safetensors file, and return when it is on the disk.
+
+    Args:
+        path: the file; overwritten if it exists.
+        tensors: by name, on the CPU.
+        progress: called with `path` before the first and after each block.
+        write: writes blocks of at most 4 MB to `path`; it may begin anew.
+        metadata: of the file; None for none.
+
+    Returns:
+        JSON-able: "sha256" of the file, and "dtypes" by name of what is stored as another dtype.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    progress(path)
+    stored, dtypes = _to_stored(tensors)
+    order = sorted(stored, key=lambda name: (-stored[name].dtype.itemsize, name))  # aligned
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    at = 0
+    for name in order:
+        value = stored[name]
+        end = at + value.numel() * value.dtype.itemsize
+        header[name] = {
+            "dtype": _NAMES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    prologue = memoryview(len(text).to_bytes(8, "little") + text)
+    parts = (prologue, *(as_bytes(stored[name]).numpy().data for name in order))
+    digest = hashlib.sha256()
+
+    def blocks() -> Iterator[memoryview]:
+        nonlocal digest
+        digest = hashlib.sha256()
+        for part in parts:
+            for begin in range(0, len(part), _BLOCK):
+                block = part[begin : begin + _BLOCK]
+                digest.update(block)
+                yield block
+                progress(path)
+
+    write(path, blocks)
+    progress(path)
+    return {"sha256": digest.hexdigest(), "dtypes": dtypes}
+
+
+def read_tensors(path: Path, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file that `write_tensors` wrote.
+
+    Args:
+        path: the file.
+        about: what `write_tensors` returned.
+
+    Raises:
+        ValueError: the file has another checksum, or no such tensors.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    if digest.hexdigest() != about["sha256"]:
+        raise ValueError("it does not have its checksum")
+    try:
+        return _from_stored(load_file(path), about["dtypes"])
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype unknown to safetensors
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _to_stored(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    stored: dict[str, torch.Tensor] = {}
+    dtypes: dict[str, str] = {}
+    for name, value in tensors.items():
+        stored[name] = value
+        if value.dtype not in _NAMES:
+            dtypes[name] = str(value.dtype).removeprefix("torch.")
+            unit = value.dtype.to_real() if value.is_complex() else torch.uint8
+            stored[name] = (
+                as_bytes(value).view(unit).view(*value.shape, value.dtype.itemsize // unit.itemsize)
+            )
+    return stored, dtypes
+
+
+def _from_stored(
+    stored: Mapping[str, torch.Tensor], dtypes: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    tensors = dict(stored)
+    for name, told in dtypes.items():
+        dtype, value = getattr(torch, told, None), tensors.get(name)
+        if (
+            not isinstance(dtype, torch.dtype)
+            or dtype in _NAMES
+            or value is None
+            or not value.dim()
+        ):
+            raise ValueError(f"no {name!r} of {told!r} is stored")
+        unit = dtype.to_real() if dtype.is_complex else torch.uint8
+        if value.dtype is not unit or value.shape[-1] * unit.itemsize != dtype.itemsize:
+            raise ValueError(
+                f"{name!r}, of {value.dtype} and shape {tuple(value.shape)}, holds no {told}"
+            )
+        tensors[name] = as_bytes(value).view(dtype).view(value.shape[:-1])
+    return tensors

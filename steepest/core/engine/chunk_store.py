@@ -1,0 +1,210 @@
+"""What a server asks of each chunk that it holds: `ChunkStore`, of which it knows no more."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from steepest.core.messages.message import PushId
+from steepest.core.optim.spec import Hyperparameters
+from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.layout import Chunk
+
+
+@dataclass(slots=True)
+class StagedPush:
+    """One worker's staged gradient of one chunk, or the sum of several workers': ``unit / total * payload``."""
+
+    # The payload must not change before it is applied.
+
+    workers: frozenset[int]  # that contribute
+    payload: torch.Tensor | None  # flat bytes in the form of `codec`; None without any gradient
+    unit: float  # weight of one unit of the payload
+    total: float  # weight of the batch's samples
+    absent: frozenset[int]  # entries that have no gradient
+    codec: Codec | None  # None for the chunk's own dtype
+
+
+class ChunkStore(ABC):
+    """One chunk on its server: the state that it holds, and the pushes that are staged.
+
+    `ServerChunk` holds the dense parameters of the flat vector. A chunk that is opaque in the layout
+    (`Chunk.is_opaque`) is held by a store that whoever builds the roles passes in, see
+    `steepest.core.engine.stores.Stores`. A server holds many stores of several classes and treats all alike:
+
+    1. A gradient arrives. `fits` says whether its size can be right; `staging_buffer` returns memory for
+       it, unless it is lent; `codec_of` checks it. The server then puts a `StagedPush` into `staged`.
+       One that is not kept is given to `release`.
+    2. Where all members contribute to each version, `reduce` forms the mean as soon as the last push is
+       staged, and `squares` says its sum of squares; elsewhere `check` says that of each push. `culprits` is asked
+       only if a sum of squares is not finite.
+    3. The coordinator commits: `reduce` where it has not been called yet, `clip`, `apply`; then `forget`
+       for each push of the commit. A version without an update (NaN was found) is `forget` alone.
+    4. A new generation begins: `discard`. A push is dropped: `forget`.
+    5. State is read: `state` between two commits. State is installed: `check_state` for each record as it
+       arrives, `try_state` when all have, `clear_state`, `load_state` for each, `end_state`.
+    6. `counts` is asked for the job's statistics, at any time.
+    7. The weights have to lie in other memory, which holds their values: `move`.
+
+    All methods are called on the thread of the server's router, one at a time; none may wait for anything.
+    The same calls in the same order leave the same bits: copies of a chunk on two servers, replays and
+    recovery rely on that. A method that raises `ProtocolError` has changed nothing.
+
+    A store without bytes in the flat vector has empty `weights`, which no reader is sent: it answers
+    messages of its own, see `StoreService`.
+
+    Args:
+        chunk: of the layout.
+        weights: its bytes, flat uint8; empty for an opaque chunk.
+
+    Attributes:
+        is_opaque: whether the chunk is.
+        staged: the pushes that are neither committed nor dropped, by their names.
+        raised: the exception that code of a user's raised in the last `apply`; None if none did.
+    """
+
+    def __init__(self, chunk: Chunk, weights: torch.Tensor) -> None:
+        self.raised: BaseException | None = None
+        self.chunk, self.is_opaque = chunk, chunk.is_opaque
+        self.weights = weights
+        self.staged: dict[PushId, StagedPush] = {}
+        # All staging memory, by id; a connection that breaks within a payload drops its buffer.
+        self._buffers: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+        self._spare: dict[int, list[torch.Tensor]] = {}  # free staging memory, by size
+
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
+        """Return memory of `nbytes` bytes for one push; it is free again after `release`."""
+        if spare := self._spare.get(nbytes):
+            return spare.pop()
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._buffers[id(buffer)] = buffer
+        return buffer
+
+    def release(self, payload: torch.Tensor | None) -> None:
+        """Make the memory of a payload free for another push, if it is a staging buffer."""
+        if payload is not None and self._buffers.get(id(payload)) is payload:
+            self._spare.setdefault(payload.numel(), []).append(payload)
+
+    def own(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return a payload in a staging buffer of this server: itself, or a copy of it."""
+        if self._buffers.get(id(payload)) is payload:
+            return payload
+        buffer = self.staging_buffer(payload.numel())
+        buffer.copy_(payload)
+        return buffer
+
+    def contributors(self) -> set[int]:
+        """Return the workers whose gradients are staged."""
+        return {worker for push in self.staged.values() for worker in push.workers}
+
+    def forget(self, push: PushId) -> None:
+        """Drop a staged push; its memory is free for another one."""
+        self.release(self.staged.pop(push).payload)
+
+    def discard(self) -> None:
+        """Drop all staged pushes and the mean; their memory is free for other pushes."""
+        for push in self.staged.values():
+            self.release(push.payload)
+        self.staged.clear()
+        self.drop_mean()
+
+    @abstractmethod
+    def fits(self, size: int, codec: Codec | None) -> bool:
+        """Return whether a gradient may have so many bytes, as it is or in the form of a codec."""
+
+    @abstractmethod
+    def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
+        """Return the codec in whose form a gradient is, None for the chunk's own."""
+        # ProtocolError: its payload makes no sense.
+
+    @abstractmethod
+    def drop_mean(self) -> None:
+        """Forget the mean that `reduce` formed."""
+
+    @abstractmethod
+    def check(self, push: PushId) -> float:
+        """Return the sum of squares of a staged gradient, the mean over its samples."""
+        # Not finite if an element is not. 0 where squares are not computed.
+
+    @abstractmethod
+    def reduce(self, chosen: Iterable[PushId]) -> None:
+        """Form the weighted mean of staged pushes, added up in the given order."""
+
+    @abstractmethod
+    def squares(self) -> float:
+        """Return the sum of the squares of the mean; not finite when an element is not."""
+
+    @abstractmethod
+    def clip(self, factor: float) -> None:
+        """Multiply the mean by a factor."""
+
+    @abstractmethod
+    def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
+        """Return (worker, name of a parameter) of each NaN or infinity in some staged gradients, each once."""
+        # The worker is -1 where each gradient is finite and only their sum is not.
+
+    @abstractmethod
+    def apply(
+        self, hyper: Sequence[Hyperparameters], rate: float, buffer: torch.Tensor | None = None
+    ) -> None:
+        """Take one optimizer step with the mean, and drop the mean.
+
+        Args:
+            hyper: hyperparameters that a schedule changed, by group of the recipe.
+            rate: factor of the learning rates.
+            buffer: memory of the chunk's size for the new weights, when the old ones must not
+                change; None to change them in place.
+
+        Raises:
+            BaseException: what the user's optimizer raised, which is kept as `raised`; weights and
+                state may be updated in part.
+        """
+
+    @abstractmethod
+    def move(self, buffer: torch.Tensor) -> None:
+        """Have the weights lie in other memory, which holds their values already."""
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return what the store counts, by name, for the statistics of a job: nothing by default."""
+        return {}
+
+    @abstractmethod
+    def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
+        """Return the state beside the weights: (description, tensor) of each part.
+
+        The description has "name" (of the parameter), "key", "start", "stop" (the elements
+        of a parameter) and "plain" (whether the tensor stands for a value that is none).
+        """
+
+    @abstractmethod
+    def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
+        """Keep one record of the state, as `state` returned it; it takes effect with `end_state`.
+
+        Args:
+            about: its description.
+            value: its tensor, which becomes the chunk's without a copy.
+
+        Raises:
+            ProtocolError: the record is none of this chunk.
+        """
+
+    @abstractmethod
+    def end_state(self) -> None:
+        """Set the state of which all records have been loaded; ProtocolError: together they make no sense."""
+
+    @abstractmethod
+    def check_state(self, about: dict[str, Any], value: torch.Tensor) -> Any:
+        """Check that a record of `state` belongs to this chunk; ProtocolError otherwise."""
+
+    @abstractmethod
+    def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
+        """Check, on a copy of the chunk, that a step can be taken from some of its records; ProtocolError otherwise."""
+
+    @abstractmethod
+    def clear_state(self) -> None:
+        """Drop the state: the next step is as its first one."""

@@ -1,0 +1,84 @@
+"""Chunks of servers that end, given to the servers that follow them, in place where that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from steepest.core.engine.optimizer_records import state_fields, state_tensor
+from steepest.core.engine.server import Server
+from steepest.core.tensors.shared_memory import allocate
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class ChunkState:
+    """A chunk on its way to another process."""
+
+    weights: Bytes  # its bytes
+    # its optimizer's state, see `ServerChunk.state`: description and bytes of each tensor
+    records: list[tuple[dict[str, Any], Bytes]]
+
+
+class RetainedChunks:
+    """The chunks of a process' servers, of one layout, that have ended and handle no more messages."""
+
+    def __init__(self, servers: Sequence[Server] = ()) -> None:
+        self._chunks = {index: held for server in servers for index, held in server.chunks.items()}
+        self._vector = servers[0].vector if servers else None
+
+    def vector(self, nbytes: int) -> torch.Tensor:
+        """Return a flat vector for the next servers: that in which the kept chunks lie, if it has `nbytes`."""
+        if self._vector is None or self._vector.numel() != nbytes:
+            self._vector = allocate(nbytes)
+        return self._vector
+
+    def give(self, chunks: Iterable[int]) -> dict[int, ChunkState]:
+        """Return the state of some chunks, for servers in another process."""
+        return {index: self._state(index) for index in chunks}
+
+    def _state(self, index: int) -> ChunkState:
+        held = self._chunks[index]
+        records = []
+        for about, value in held.state():
+            fields = state_fields(about, value)
+            payload = fields.pop("payload")
+            records.append(
+                (fields, np.empty(0, dtype=np.uint8) if payload is None else payload.numpy())
+            )
+        return ChunkState(held.weights.numpy(), records)
+
+    def hand_over(self, servers: Iterable[Server], given: Mapping[int, ChunkState]) -> None:
+        """Give servers of the same layout their chunks.
+
+        Chunks come from `given`; those that are not there are kept here, and are copied or stay
+        where they are. What is kept of a given one is of an attempt that failed half-way.
+
+        Args:
+            servers: the next ones.
+            given: chunks of other processes.
+        """
+        for server in servers:
+            for index, held in server.chunks.items():
+                if (new := given.get(index)) is not None:
+                    records = [(about, _tensor(about, payload)) for about, payload in new.records]
+                    held.weights.numpy()[:] = new.weights
+                else:
+                    own = self._chunks[index]
+                    records = own.state()
+                    if own.weights.data_ptr() != held.weights.data_ptr():
+                        held.weights.copy_(own.weights)
+                held.clear_state()
+                for about, value in records:
+                    held.load_state(about, value)
+                held.end_state()
+
+
+def _tensor(about: dict[str, Any], payload: Bytes) -> torch.Tensor:
+    return state_tensor(about, torch.from_numpy(payload.copy()) if payload.size else None)

@@ -1,0 +1,540 @@
+"""The client: the driver's role, which asks for steps, reads the state and installs it."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from steepest.core.engine.commit_log import Commit
+from steepest.core.engine.optimizer_records import checked_state_size, state_fields, state_tensor
+from steepest.core.messages.driver import (
+    Ask,
+    Counters,
+    Failure,
+    GiveUp,
+    LogPage,
+    ReadCounters,
+    ReadLog,
+    Result,
+    Revoke,
+    Revoked,
+    Stop,
+    Stopped,
+    WorkerLost,
+)
+from steepest.core.messages.fields import RateChanges
+from steepest.core.messages.gradients import Weights
+from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
+from steepest.core.messages.schema import Body
+from steepest.core.messages.snapshots import (
+    Bases,
+    Install,
+    Installed,
+    InstallRefused,
+    Put,
+    PutReceived,
+    PutState,
+    Read,
+    ReadOn,
+    ReplaceState,
+    SnapshotEnd,
+    StateTensor,
+)
+from steepest.core.optim.portable import Record
+from steepest.core.tensors.layout import ParameterLayout
+from steepest.errors import (
+    ConfigurationError,
+    DeadlineError,
+    ModelRaisedError,
+    PeerLostError,
+    ProtocolError,
+    RemoteTraceback,
+    ShutdownError,
+    listed,
+)
+
+T = TypeVar("T")
+Holders = Sequence[Sequence[int]]
+#: What comes of the steps that a client has asked for, and of the processes that take them.
+Outcome = Result | Failure | WorkerLost | PeerLostError
+
+
+@dataclass
+class Snapshot:
+    """What a read returns, at one version over all servers."""
+
+    version: int
+    # the flat vector (uint8, of the layout's size); empty for a read of "standing" or "rows"
+    weights: torch.Tensor
+    # optimizer state, slice by slice, and rows, piece by piece; empty unless "state" or "rows" was read
+    records: list[Record] = field(default_factory=list)
+    # of the coordinator, see `RecoveredState`; empty where only weights were read
+    state: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0  # from the arrival of its first part to that of its last
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """The generation and version of a job, which only grow."""
+
+    generation: int
+    version: int
+
+
+@dataclass
+class _Read:
+    """A read that some servers have not answered yet."""
+
+    future: Future[Snapshot]
+    snapshot: Snapshot
+    awaited: set[int]  # servers that have not sent everything
+    # By (chunk, parameter, key, start), so that a message that comes twice changes nothing.
+    records: dict[tuple[Any, ...], Record | None] = field(default_factory=dict)  # None once taken
+    held: list[Peer] | None = None  # servers that wait for `take`; None where none has to
+    began: float = 0.0  # when the first part came
+
+    def begin(self) -> None:
+        """Note that a part comes."""
+        self.began = self.began or time.monotonic()
+
+
+@dataclass
+class _Install:
+    """A state that is being installed: first its parts are put on servers, then it is ordered."""
+
+    future: Future[Position]
+    version: int
+    unacknowledged: set[int]  # numbers of messages
+    anew: bool = False
+    state: dict[str, Any] | None = None
+
+
+class Client:
+    """The driver's role in a job: a state machine over messages.
+
+    Its methods are called on the router's thread. Futures are set there, too.
+    """
+
+    def __init__(
+        self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send
+    ) -> None:
+        # RESULT, FAILURE and WORKER_LOST, or the loss of a peer, in the order of events, for any thread
+        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.on_outcome: Callable[[], None] = lambda: None  # called when there is another one
+        # the newest generation and version that the client has heard of
+        self.position = Position(0, 0)
+        self._since = time.monotonic()  # when a step last ended
+        self._layout = layout
+        self._holders = holders
+        self._servers = num_servers
+        self._send = send
+        self._requests = 0
+        self._reads: dict[int, _Read] = {}
+        self._waiting = 0  # number of the last read that named its version
+        self._installs: dict[int, _Install] = {}
+        self._answers: dict[int, Future[Any]] = {}  # of requests that one message answers
+        self._ended: set[tuple[int, int]] = set()  # (worker, life) of each WORKER_LOST
+        self._failure: PeerLostError | None = None  # after which nothing is answered any more
+        # the first coordinator or server whose loss the client has heard of
+        self.lost_peer: Peer | None = None
+        # the failure by which the servers' chunks are of no version, see `Failure`
+        self.torn: Failure | None = None
+
+    def _tell(self, outcome: Outcome) -> None:
+        self.outcomes.put(outcome)
+        self.on_outcome()
+
+    def ask(self, steps: int, stats: bool, rates: RateChanges = ()) -> None:
+        """Ask the coordinator for more steps; each ends as one entry of `outcomes`."""
+        # After the loss of a server or the coordinator the only entry is that loss. stats: whether results have loss,
+        # metrics and timings; rates: that hold instead of the schedule's.
+        if self._failure is not None:
+            while not self.outcomes.empty():  # results of earlier steps, which came after the loss
+                self.outcomes.get()
+            self._tell(self._failure)
+            return
+        self._requests += 1
+        self._send(COORDINATOR, Ask(self._requests, steps, stats, rates).pack())
+
+    def revoke(self) -> Future[Position]:
+        """Take back the steps that are granted but not committed; return a future of the job's position after that."""
+        return self._request(Revoke)
+
+    def stop(self) -> Future[int]:
+        """Have workers stop after a step soon; the future is of the last version to come."""
+        return self._request(Stop)
+
+    def _request(self, make: Callable[[int], Body]) -> Future[Any]:
+        """Send the coordinator what `make` returns for a request's number."""
+        # Return the future of the message that answers it.
+        self._requests += 1
+        future: Future[Any] = Future()
+        self._answers[self._requests] = future
+        self._send(COORDINATOR, make(self._requests).pack())
+        return self._unless_failed(future)
+
+    def read(
+        self,
+        what: str,
+        at: int = 0,
+        *,
+        chunks: Sequence[int] | None = None,
+        table: int = 0,
+        since: Bases = (),
+        held: bool = False,
+    ) -> Future[Snapshot]:
+        """Read the job's state at one version over all servers.
+
+        Args:
+            what: "weights"; "state", which is the optimizer's and the coordinator's, too;
+                "standing", which is the version and the coordinator's state only; or "rows", which
+                is the values of one embedding table only.
+            at: the version, which may be one that is not committed yet; if the present one is a
+                later one, that is read. The future of an earlier read that named a version and has
+                not been answered is cancelled.
+
+        Returns:
+            A future, which is done when every server has answered.
+        """
+        self._requests += 1
+        if at:
+            earlier, self._waiting = self._reads.pop(self._waiting, None), self._requests
+            if earlier is not None:
+                earlier.future.cancel()
+        whole = what in ("weights", "state")
+        weights = self._layout.allocate() if whole else torch.empty(0)
+        read = _Read(Future(), Snapshot(-1, weights), set(range(self._servers)))
+        read.held = [] if held else None
+        self._reads[self._requests] = read
+        order = Read(self._requests, what, chunks, table, since, at)
+        self._send(COORDINATOR, order.pack())
+        return self._unless_failed(read.future)
+
+    def take(self, future: Future[Snapshot]) -> list[Record]:
+        """Return the records of a held read that have come since the last call.
+
+        Each server sends at most two further pieces until the next call. Those that are not taken are
+        part of the answer.
+        """
+        found: list[Record] = []
+        for sequence, read in self._reads.items():
+            if read.future is future:
+                found = [record for record in read.records.values() if record is not None]
+                read.records = dict.fromkeys(read.records)
+                self._go_on(sequence, read)
+        return found
+
+    def give_up(self, future: Future[Snapshot], error: Exception) -> None:
+        """Fail a held read, unless it is answered; servers send the rest at once, which is dropped."""
+        for sequence, read in list(self._reads.items()):
+            if read.future is future:
+                del self._reads[sequence]
+                self._go_on(sequence, read)
+                future.set_exception(error)
+
+    def _go_on(self, sequence: int, read: _Read) -> None:
+        """Have the servers that wait send further rows of a held read."""
+        waiting, read.held = read.held or [], []
+        for server in waiting:
+            self._send(server, ReadOn(sequence).pack())
+
+    def install(
+        self,
+        version: int,
+        weights: torch.Tensor | None,
+        records: list[Record] | None,
+        state: dict[str, Any] | None = None,
+    ) -> Future[Position]:
+        """Make these weights and this state those of the job.
+
+        Args:
+            version: the number that the weights have from now on.
+            weights: the flat vector, copied now; None to keep the servers' weights and optimizer
+                state.
+            records: optimizer state; None to leave it, and the order of samples, as they are.
+            state: of the coordinator, or parts of it, see `RecoveredState`; missing parts begin
+                anew, except the schedule, which is stepped to its place.
+
+        Returns:
+            A future of the job's position after it; fails with `PeerLostError` if a server or the
+            coordinator is lost before the answer, and with `ConfigurationError` if a server refuses
+            the state, of which nothing is installed then on any.
+        """
+        self._requests += 1
+        parts = [] if weights is None else self._puts(weights, records)
+        install = _Install(Future(), version, set(range(len(parts))), records is not None, state)
+        self._installs[self._requests] = install
+        for number, (server, part) in enumerate(parts):
+            self._send(server_peer(server), part(number).pack())
+        if not parts:
+            self._order(self._requests, install)
+        return self._unless_failed(install.future)
+
+    def _puts(
+        self, weights: torch.Tensor, records: list[Record] | None
+    ) -> list[tuple[int, Callable[[int], Put | PutState | ReplaceState]]]:
+        """Return the parts of a state: the server of each, and the message by its number."""
+        request = self._requests
+        parts: list[tuple[int, Callable[[int], Put | PutState | ReplaceState]]] = []
+        for index in (chunk.index for chunk in self._layout.chunks if not chunk.is_opaque):
+            view = self._layout.chunk_view(weights, index).clone()
+            put = partial(Put, request, chunk=index, payload=view)
+            parts += [(server, put) for server in self._holders[index]]
+        if records is not None:
+            for chunk, about, value in records:
+                fields = state_fields(about, value.clone())
+                parts += [
+                    (server, _state_part(request, chunk, fields)) for server in self._holders[chunk]
+                ]
+            parts += [(server, partial(ReplaceState, request)) for server in range(self._servers)]
+        return parts
+
+    def declare_lost(self, worker: int, life: int, why: str) -> None:
+        """Have the coordinator give up a worker's life that is silent or cut off."""
+        # A WORKER_LOST follows in `outcomes`.
+        self._send(COORDINATOR, GiveUp(worker, life, why).pack())
+
+    def counters(self) -> Future[Counters]:
+        """Return a future of the coordinator's counters."""
+        return self._request(ReadCounters)
+
+    def log_page(self, first: int) -> Future[LogPage]:
+        """Return a future of some entries of the coordinator's log, from entry `first` on."""
+        return self._request(lambda number: ReadLog(number, first))
+
+    def _unless_failed(self, future: Future[T]) -> Future[T]:
+        """Return a future, failed already if a peer is lost that would have to answer."""
+        if self._failure is not None:
+            self._fail_all(self._failure)
+        return future
+
+    # -- Role ----------------------------------------------------------------------------------
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """Return memory of the vector that is read, or new, for a payload; None without a read."""
+        # See `Role.destination`.
+        read = self._reads.get(message.sequence)
+        if read is None or (
+            message.source is not None and message.source.index not in read.awaited
+        ):
+            return None
+        read.begin()
+        if message.kind is Kind.WEIGHTS and 0 <= message.chunk < len(self._layout.chunks):
+            view = self._layout.chunk_view(read.snapshot.weights, message.chunk)
+            if view.numel() == size:
+                return view
+        elif message.kind is Kind.STATE:
+            return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
+        raise ProtocolError(
+            f"a client takes no {message.kind.name} of {size} bytes for chunk {message.chunk}"
+        )
+
+    def handle(self, source: Peer, message: Message) -> None:  # noqa: PLR0915
+        """Act on one message; ProtocolError: a client takes no such message."""
+        match message.kind:
+            case Kind.WORKER_LOST:
+                lost = WorkerLost.unpack(message)
+                if (life := (lost.worker, lost.life)) not in self._ended:
+                    self._ended.add(life)
+                    self._move_to(lost)
+                    self._tell(lost)
+            case Kind.RESULT:
+                self._end_step(Result.unpack(message))
+            case Kind.FAILURE:
+                self._end_step(Failure.unpack(message))
+            case Kind.WEIGHTS | Kind.STATE | Kind.SNAPSHOT_END:
+                if message.sequence in self._reads:
+                    self._take(source, message, self._reads[message.sequence])
+                elif message.kind is Kind.STATE and StateTensor.unpack(message).waits:
+                    self._send(source, ReadOn(message.sequence).pack())  # to its end
+            case Kind.PUT_RECEIVED:
+                self._acknowledge(source, PutReceived.unpack(message))
+            case Kind.INSTALLED:
+                self._move_to(Installed.unpack(message))
+                if (install := self._installs.pop(message.sequence, None)) is not None:
+                    install.future.set_result(self.position)
+            case Kind.INSTALL_REFUSED:
+                refused = InstallRefused.unpack(message)
+                self.lost_peer = self.lost_peer or refused.peer
+                if (install := self._installs.pop(refused.sequence, None)) is not None:
+                    why = f"nothing was installed: {refused.peer} is gone ({refused.why})"
+                    install.future.set_exception(PeerLostError(why))
+            case Kind.REVOKED:
+                self._move_to(revoked := Revoked.unpack(message))
+                self._answer(revoked.sequence, self.position)
+            case Kind.STOPPED:
+                stopped = Stopped.unpack(message)
+                self._answer(stopped.sequence, stopped.limit)
+            case Kind.COUNTERS:
+                counters = Counters.unpack(message)
+                self._answer(counters.sequence, counters)
+            case Kind.LOG_PAGE:
+                page = LogPage.unpack(message)
+                self._answer(page.sequence, page)
+            case _:
+                raise ProtocolError(f"a client does not take {message.kind.name}")
+
+    def _move_to(self, news: WorkerLost | Installed | Revoked) -> None:
+        self.position = max(self.position, Position(news.generation, news.version))
+
+    def _end_step(self, outcome: Result | Failure) -> None:
+        position = Position(outcome.generation, outcome.version)
+        if position > self.position:  # else it is a copy: a failure begins a generation
+            self.position, self._since = position, time.monotonic()
+            if isinstance(outcome, Failure) and outcome.reason == "optimizer":
+                self.torn = outcome
+            self._tell(outcome)
+
+    def _answer(self, sequence: int, answer: Any) -> None:
+        if (waiting := self._answers.pop(sequence, None)) is not None:
+            waiting.set_result(answer)
+
+    def _take(self, source: Peer, message: Message, read: _Read) -> None:
+        """Take a server's part of a snapshot, or its end."""
+        if source.index not in read.awaited:
+            return  # a copy
+        read.begin()
+        if message.kind is Kind.WEIGHTS:
+            weights = Weights.unpack(message)
+            view = self._layout.chunk_view(read.snapshot.weights, weights.chunk)
+            if weights.payload is not None and weights.payload.data_ptr() != view.data_ptr():
+                view.copy_(weights.payload)
+        elif message.kind is Kind.STATE:
+            part = StateTensor.unpack(message)
+            key = (part.chunk, part.name, part.key, part.start)
+            if key in read.records:
+                return  # a copy
+            if part.waits:
+                if read.held is None:
+                    self._send(source, ReadOn(message.sequence).pack())
+                else:
+                    read.held.append(source)
+            read.records[key] = (part.chunk, part.about, state_tensor(part.about, part.payload))
+        else:
+            self._end_snapshot(source, SnapshotEnd.unpack(message), read)
+
+    def _end_snapshot(self, source: Peer, end: SnapshotEnd, read: _Read) -> None:
+        """Note that a server sent its part; the last sets the read's future. ProtocolError: versions differ."""
+        if read.snapshot.version not in (-1, end.version):
+            raise ProtocolError(
+                f"versions {read.snapshot.version} and {end.version} in one snapshot"
+            )
+        if end.given_up:
+            error: Exception = DeadlineError(f"{source} gave up a snapshot: {end.given_up}")
+            if end.traceback:
+                error = ModelRaisedError(f"{source}: {end.given_up}")
+                error.__cause__ = RemoteTraceback(end.traceback)
+            self.give_up(read.future, error)
+            return
+        read.snapshot.version = end.version
+        read.snapshot.state |= end.state or {}
+        read.awaited.discard(source.index)
+        if not read.awaited:
+            del self._reads[end.sequence]
+            read.snapshot.records += [each for each in read.records.values() if each is not None]
+            read.snapshot.seconds = time.monotonic() - read.began
+            read.future.set_result(read.snapshot)
+
+    def _acknowledge(self, source: Peer, received: PutReceived) -> None:
+        """Note that a server has a part of a state; the last has it installed."""
+        # A part refused fails the installation.
+        install = self._installs.get(received.sequence)
+        if install is None or received.number not in install.unacknowledged:
+            return  # a copy
+        install.unacknowledged.discard(received.number)
+        if received.refused:
+            del self._installs[received.sequence]
+            why = f"{source} refuses the state, nothing of which is installed: {received.refused}"
+            install.future.set_exception(ConfigurationError(why))
+        elif not install.unacknowledged:
+            self._order(received.sequence, install)
+
+    def _order(self, sequence: int, install: _Install) -> None:
+        self._send(
+            COORDINATOR, Install(sequence, install.version, install.anew, install.state).pack()
+        )
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """Fail all futures, now and later, if a server or the coordinator is lost."""
+        if peer.role in ("server", "coordinator") and self._failure is None:
+            self._failure = PeerLostError(f"{peer} is gone ({reason})")
+            self.lost_peer = self.lost_peer or peer
+            self._fail_all(self._failure)
+            self._tell(self._failure)
+
+    def close(self) -> None:
+        """Fail all futures with `ShutdownError`: no message will arrive any more."""
+        self._fail_all(ShutdownError("the trainer is shut down"))
+
+    def _fail_all(self, error: PeerLostError | ShutdownError) -> None:
+        """Set an error as the result of all futures; none waits afterwards."""
+        reads, self._reads = self._reads, {}
+        installs, self._installs = self._installs, {}
+        answers, self._answers = self._answers, {}
+        futures: list[Future[Any]] = [*(read.future for read in reads.values()), *answers.values()]
+        futures += [install.future for install in installs.values()]
+        for future in futures:
+            future.set_exception(error)
+
+    def tick(self, now: float) -> None:
+        """Do nothing: deadlines are those of the callers, who wait for futures."""
+
+    def doing(self) -> str:
+        """Return what the driver has asked for and not been sent, in words, see `Role.doing`."""
+        found = []
+        for read in list(self._reads.values()):
+            servers = listed(map(server_peer, sorted(read.awaited)))
+            found.append(f"waits for the state that is read of {servers}")
+        for install in list(self._installs.values()):
+            parts = len(install.unacknowledged)
+            who = f"servers to take {parts} parts of" if parts else "the coordinator to install"
+            found.append(f"waits for {who} a state")
+        if self._answers:
+            found.append(f"waits for {len(self._answers)} answers of the coordinator")
+        seconds = time.monotonic() - self._since
+        known = f"knows of version {self.position.version}; no step has ended for {seconds:.1f} s"
+        return listed([known, *found])
+
+
+def _state_part(request: int, chunk: int, fields: dict[str, Any]) -> Callable[[int], PutState]:
+    return lambda number: PutState(request, chunk, number=number, **fields)
+
+
+def read_log(client: Client, first: int = 0) -> Future[list[Commit]]:
+    """Read the coordinator's log, page by page; called on the router's thread.
+
+    Args:
+        client: reads.
+        first: the entry with which to begin.
+
+    Returns:
+        A future of the commits, oldest first; fails with `ConfigurationError` if no log is kept.
+    """
+    everything: Future[list[Commit]] = Future()
+    commits: list[Commit] = []
+
+    def take(page: Future[LogPage]) -> None:
+        if page.exception() is not None:
+            everything.set_exception(page.exception())
+            return
+        entries = page.result().log
+        if entries is None:
+            everything.set_exception(
+                ConfigurationError("no log was kept: give RunConfig(keep_log=True)")
+            )
+            return
+        commits.extend(Commit.from_entry(entry) for entry in entries)
+        if first + len(commits) < page.result().length:
+            client.log_page(first + len(commits)).add_done_callback(take)
+        else:
+            everything.set_result(commits)
+
+    client.log_page(first).add_done_callback(take)
+    return everything

@@ -1,0 +1,126 @@
+"""The log of commits, from which a run is replayed serially."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.topology import HostMap
+from steepest.core.messages.fields import RateChanges
+from steepest.core.strategies.strategy import Strategy
+
+#: By worker, gradients of rows, see `steepest.embedding.delayed_rows.DelayedRows.state`.
+UnpushedRows = Mapping[int, Mapping[str, torch.Tensor]]
+
+
+class LoggedPush(NamedTuple):
+    """One worker's contribution to a commit.
+
+    Attributes:
+        worker, incarnation, sequence: the name of the push.
+        pulled: the version whose weights it was computed from.
+        share: its samples: with n shares in a step, part ``share % n`` of step ``share // n`` of
+            the plan.
+        row_versions: (count, version): so many requests for rows of embedding tables, in the order in
+            which the gradient needed them, were answered at that version; empty where all were at
+            `pulled`, or there were none.
+        own_rows: whether the push has the gradients of rows of its own samples, where those of rows
+            are pushed a step late; it has those of the step before either way.
+    """
+
+    worker: int
+    incarnation: int
+    sequence: int
+    pulled: int
+    share: int
+    row_versions: Sequence[Sequence[int]] = ()
+    own_rows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One update of the weights.
+
+    Attributes:
+        version: the number of the weights after it.
+        pushes: contributions, in the order in which they were added up.
+        hyperparameters: by parameter group, where a schedule changed them; None where it changed
+            none.
+        rate: factor of the learning rate (1 unless divided by the staleness).
+        skipped: whether it was left out because of NaN or infinity.
+        clip: factor of the gradient (1 unless its norm exceeded `clip_norm`).
+    """
+
+    version: int
+    pushes: tuple[LoggedPush, ...]
+    hyperparameters: list[dict[str, Any]] | None
+    rate: float
+    skipped: bool
+    clip: float = 1.0
+
+    @classmethod
+    def from_entry(cls, entry: list[Any]) -> Commit:
+        """Return the commit of an entry of the coordinator's log."""
+        version, pushes, *rest = entry
+        return cls(version, tuple(LoggedPush(*push) for push in pushes), *rest)
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """The number of updates between the pull and the application of each contribution."""
+        return tuple(self.version - 1 - push.pulled for push in self.pushes)
+
+
+@dataclass(frozen=True)
+class CommitLog:
+    """Every commit since training began, or since weights were last set or restored.
+
+    Attributes:
+        commits: in order, since the job was last put together again: in another size or strategy,
+            or after a death.
+        strategy, num_workers, devices_per_worker, seed: of the trainer.
+        hosts: of its workers and servers, which decide the order in which gradients were added up;
+            None for apart.
+        accumulate: micro-batches of each of its replicas in a step.
+        start: the version before the first of these commits.
+        plan: the samples of each share; None for the plan of a run's beginning.
+        cuts: the number of shares of each step, and of its micro-batches.
+        threads: torch threads of each worker, and of each server; None where they are not known.
+        rates: learning rates that were set instead of the schedule's.
+        unpushed: by worker, the gradients of rows that it had not pushed when this log begins.
+        earlier: the logs of the job before it was put together again, oldest first, each without
+            earlier ones.
+    """
+
+    commits: tuple[Commit, ...]
+    strategy: Strategy
+    num_workers: int
+    devices_per_worker: int
+    seed: int
+    hosts: HostMap | None = None
+    accumulate: int = 1
+    start: int = 0
+    plan: SamplePlan | None = None
+    cuts: tuple[int, int] = (0, 0)
+    threads: tuple[int, int] | None = None
+    rates: RateChanges = ()
+    unpushed: UnpushedRows = field(default_factory=dict, repr=False)
+    earlier: tuple[CommitLog, ...] = ()
+
+    @property
+    def parts(self) -> tuple[CommitLog, ...]:
+        """The logs of the job's earlier forms, oldest first, and this one."""
+        return (*self.earlier, self)
+
+    def samples(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the samples that were committed, as (epoch, begin, end) in the order of that epoch.
+
+        Those of a stream, which has no epochs, are left out.
+        """
+        for part in self.parts:
+            if part.plan is not None:
+                for push in (push for commit in part.commits for push in commit.pushes):
+                    yield from part.plan.places(push.share, *part.cuts)

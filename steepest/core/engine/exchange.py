@@ -1,0 +1,256 @@
+"""What a worker asks of whatever moves its gradients to servers and brings weights back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from steepest.core.engine.companion import Companion
+from steepest.core.engine.incoming_weights import Key
+from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.tensors.dtypes import Tensors
+from steepest.core.tensors.memory import Memory
+
+#: Receives messages until a condition holds, in the middle of the model's code; raises where it cannot come to hold any
+#: more. The text says what was awaited, for that error: "... was not sent".
+WaitUntil = Callable[[Callable[[], bool], str], None]
+
+
+class Arrived(NamedTuple):
+    """What has come of a message that an exchange received."""
+
+    complete: Key | None  # the generation and version of which all weights are here now
+    # whether the last push was left out of the servers' weights; None while that is not known
+    skipped: bool | None
+
+
+#: What comes of most messages.
+NOTHING_YET = Arrived(None, None)
+
+
+class Exchange(Protocol):
+    """A worker's end of what its strategy and its model exchange with servers; `PushPull` is that of dense models.
+
+    **What it promises.** A gradient leaves chunk by chunk, as it is computed; the weights that come of it arrive in
+    the replicas' flat vector. A push is named by the worker's life and `sequence`, and may be sent again after
+    `begin` with the same version: it has the same bytes then. It never blocks, and computes nothing in other threads.
+    What it keeps from one gradient for the next one, it keeps only once it has heard of `committed`: a step that is
+    repeated, or left out, leaves no trace. Messages may come late, twice, or of a generation that is over; it drops
+    these, and raises ProtocolError for what no correct process sends.
+
+    **When it is called.** All calls are made on the thread of the process' router, but `missing` and `doing`, which
+    any thread may call. First `begin_life`. Then, in any order:
+
+    - in each step `begin`, and `ready` for each trainable chunk as the backward pass completes it, in the middle of
+      the model's code; then `reported`, unless the gradient is pushed once more, and `end`, whose values go into the
+      REPORT. After an error there is no `end`.
+      Where a dense model may find that it has to compute anew, `hold_back` after `begin`; then `take_back` may be
+      called before `end`, and `ready` for each chunk again.
+    - `destination` before a payload is read and `receive` when it is here, for all messages of which the worker is
+      not told by name. Those of `kinds` come in the middle of a step, too, when the worker waits for weights, or the
+      exchange itself for what its model needs (`WaitUntil`); others only between two steps.
+    - `committed` or `left_out` when the last push was decided on, once or more.
+    - `begin_generation` when the members have changed: what was asked of them for later is void.
+    - `stand_at` before a user's function between two steps, which may use the models.
+    - `state` between two steps, where a copy of what the worker alone has is taken, and `load_state` before its first
+      step, or where another state is installed.
+
+    **How others attach.** An implementation for more than dense models stands around another one (`ExchangeAround`),
+    and passes on what does not concern it; an `Extension` puts it there. What replicas tell it of their batches they
+    tell its `companion`.
+    """
+
+    @property
+    def companion(self) -> Companion:
+        """What replicas are to tell of their batches."""
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of messages that are taken in the middle of a step."""
+
+    @property
+    def ready(self) -> Callable[[int, torch.Tensor, float, float, frozenset[int]], bool]:
+        """A function that pushes a complete chunk, see `ChunkReady`, and returns whether further ones are to come.
+
+        The chunk's bytes stay as they are until weights that come of the push are here.
+        """
+
+    @property
+    def has(self) -> Callable[[int | None, Key], bool]:
+        """A function that returns whether a parameter (None: all) is here whole, at such weights or later ones."""
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last push, from 1."""
+
+    @property
+    def bytes_pushed(self) -> int:
+        """Bytes to other processes in this step."""
+
+    @property
+    def bytes_pulled(self) -> int:
+        """Bytes from other processes, so far."""
+
+    @property
+    def arriving(self) -> Key:
+        """The newest generation and version of which any weights are here."""
+
+    def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
+        """Begin a life of the worker, of which it has had `incarnation` before."""
+
+    def begin_generation(self) -> None:
+        """Forget what was asked of the members of the generation before."""
+
+    def stand_at(self, generation: int, version: int) -> None:
+        """Note with which weights the models compute while no step is taken."""
+
+    def begin(self, generation: int, version: int, incarnation: int, *, is_last: bool) -> None:
+        """Begin a push of a gradient that is computed from a version's weights.
+
+        Args:
+            generation, version: of the weights.
+            incarnation: of the worker's lives the number.
+            is_last: whether no step is granted after this one.
+        """
+
+    def hold_back(self) -> None:
+        """Let no server have the whole gradient before `end`: it may be taken back until then."""
+
+    def take_back(self) -> None:
+        """Have servers drop what was pushed of the gradient as soon as it is pushed anew."""
+
+    def end(self) -> int:
+        """Return the push's sequence number, once the whole gradient has been sent."""
+
+    def use(self, vector: torch.Tensor) -> None:
+        """Write new weights to another flat vector from now on, which holds the present ones."""
+
+    def reported(self) -> dict[str, Any]:
+        """Return fields of the present gradient's `Report` beside those that the worker knows."""
+
+    def committed(self, sequence: int) -> None:
+        """Note that the last push, if that has this number, is part of the servers' weights."""
+
+    def left_out(self) -> None:
+        """Note that the last push was left out of the servers' weights: it changes nothing here."""
+
+    def missing(self, key: Key) -> str:
+        """Return in words which weights of a version have not come, and who sends them; "" for none."""
+
+    def doing(self) -> str:
+        """Return in words what the exchange waits for beside weights; "" for nothing."""
+
+    def destination(self, message: Message, size: int) -> Memory | None:
+        """Return memory for a payload, see `Role.destination`."""
+
+    def receive(self, source: Peer, message: Message) -> Arrived:
+        """Take a message; return what has come of it. ProtocolError: no correct process sends it."""
+
+    def state(self, step: int) -> dict[str, Tensors]:
+        """Return copies of what no server holds, after so many committed steps: by what it is of, what there is."""
+
+    def load_state(self, what: str, state: Mapping[str, torch.Tensor]) -> None:
+        """Set a part of what `state` returned, if it is one of this exchange; empty for none."""
+
+
+class ExchangeAround:
+    """An exchange that passes everything on to another one; what stands around that derives from it."""
+
+    # `ready` and `has`, called for each chunk or parameter, are those of the other exchange: no call is added.
+
+    def __init__(self, inner: Exchange) -> None:
+        self.inner = inner
+        self.companion: Companion = inner.companion
+        self.kinds: frozenset[Kind] = inner.kinds
+        self.ready = inner.ready
+        self.has = inner.has
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last push, from 1."""
+        return self.inner.sequence
+
+    @property
+    def bytes_pushed(self) -> int:
+        """Bytes to other processes in this step."""
+        return self.inner.bytes_pushed
+
+    @property
+    def bytes_pulled(self) -> int:
+        """Bytes from other processes, so far."""
+        return self.inner.bytes_pulled
+
+    @property
+    def arriving(self) -> Key:
+        """The newest generation and version of which any weights are here."""
+        return self.inner.arriving
+
+    def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
+        """See `Exchange`."""
+        self.inner.begin_life(incarnation, wait_until)
+
+    def begin_generation(self) -> None:
+        """See `Exchange`."""
+        self.inner.begin_generation()
+
+    def stand_at(self, generation: int, version: int) -> None:
+        """See `Exchange`."""
+        self.inner.stand_at(generation, version)
+
+    def begin(self, generation: int, version: int, incarnation: int, *, is_last: bool) -> None:
+        """See `Exchange`."""
+        self.inner.begin(generation, version, incarnation, is_last=is_last)
+
+    def hold_back(self) -> None:
+        """See `Exchange`."""
+        self.inner.hold_back()
+
+    def take_back(self) -> None:
+        """See `Exchange`."""
+        self.inner.take_back()
+
+    def end(self) -> int:
+        """See `Exchange`."""
+        return self.inner.end()
+
+    def use(self, vector: torch.Tensor) -> None:
+        """See `Exchange`."""
+        self.inner.use(vector)
+
+    def reported(self) -> dict[str, Any]:
+        """See `Exchange`."""
+        return self.inner.reported()
+
+    def committed(self, sequence: int) -> None:
+        """See `Exchange`."""
+        self.inner.committed(sequence)
+
+    def left_out(self) -> None:
+        """See `Exchange`."""
+        self.inner.left_out()
+
+    def missing(self, key: Key) -> str:
+        """See `Exchange`."""
+        return self.inner.missing(key)
+
+    def doing(self) -> str:
+        """See `Exchange`."""
+        return self.inner.doing()
+
+    def destination(self, message: Message, size: int) -> Memory | None:
+        """See `Exchange`."""
+        return self.inner.destination(message, size)
+
+    def receive(self, source: Peer, message: Message) -> Arrived:
+        """See `Exchange`."""
+        return self.inner.receive(source, message)
+
+    def state(self, step: int) -> dict[str, Tensors]:
+        """See `Exchange`."""
+        return self.inner.state(step)
+
+    def load_state(self, what: str, state: Mapping[str, torch.Tensor]) -> None:
+        """See `Exchange`."""
+        self.inner.load_state(what, state)

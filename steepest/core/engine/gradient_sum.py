@@ -1,0 +1,92 @@
+"""The sum of the gradients of one worker's batches, formed chunk by chunk as they are computed."""
+
+from __future__ import annotations
+
+import torch
+
+from steepest.core.engine.chunk_ready import NOTHING, ChunkReady
+from steepest.core.tensors.layout import ParameterLayout
+from steepest.errors import ModelError
+
+
+class GradientSum:
+    """A sum of the gradients of replicas and micro-batches (`count` in all), formed chunk by chunk."""
+
+    # total: the flat vector (uint8, of the layout's size) in which the sum is formed; chunk_ready: called with each
+    # chunk when the last batch has completed it.
+
+    def __init__(
+        self,
+        layout: ParameterLayout,
+        total: torch.Tensor,
+        count: int,
+        chunk_ready: ChunkReady,
+    ) -> None:
+        self._layout = layout
+        self._sum = total
+        self._batches_left = count
+        self._chunk_ready = chunk_ready
+        self._unit = 0.0  # weight of the first batch with a weight, of those that ended
+        self._weight = 0.0  # of the present batch
+        self._total = 0.0  # weight of the batches that ended
+        self._present: set[int] = set()
+
+    def begin(self, gradients: torch.Tensor) -> None:
+        """Begin the next batch, whose replica writes to `gradients`."""
+        self._batches_left -= 1
+        self._gradients = gradients
+        self._missing = list(self._layout.chunk_elements)
+
+    def begin_again(self) -> None:
+        """Begin the only batch again: all that was ready is not."""
+        self._missing = list(self._layout.chunk_elements)
+        self._present.clear()
+
+    def end(self, weight: float) -> None:
+        """End a batch of some weight; ModelError: `ready` was not called for every trainable parameter."""
+        for index in self._layout.trainable_chunks:
+            if self._missing[index] > 0:
+                names = ", ".join(
+                    repr(self._layout.entries[s.entry].name)
+                    for s in self._layout.chunks[index].slices
+                )
+                raise ModelError(
+                    "compute_gradients returned before it had called ready for each of "
+                    f"{names:.500}: call it once for "
+                    "every trainable parameter"
+                )
+        self._unit = self._unit or weight
+        self._total += weight
+
+    def ready(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
+        """Take an entry's gradient, or its part in a chunk, see `steepest.core.models.protocol.Ready`."""
+        # A chunk is added when the last of its entries is here, and passed on then if this is the last batch.
+        self._weight = weight
+        if present and weight:
+            self._present.add(entry)
+        chunks = self._layout.chunks_of[entry]
+        for index in chunks if chunk is None else (chunk,):
+            if len(chunks) == 1:
+                self._missing[index] -= self._layout.entries[entry].numel
+            else:
+                slices = self._layout.chunks[index].slices
+                self._missing[index] -= sum(s.stop - s.start for s in slices if s.entry == entry)
+            if self._missing[index] == 0:
+                self._complete(index)
+
+    def _complete(self, index: int) -> None:
+        """Add the batch's gradient of a chunk to the sum, and pass that on after the last batch."""
+        chunk = self._layout.chunks[index]
+        total = self._layout.chunk_view(self._sum, index).view(chunk.dtype)
+        own = self._layout.chunk_view(self._gradients, index).view(chunk.dtype)
+        if self._unit:
+            if self._weight:  # a batch without weight may hold NaN: a mean over nothing
+                total.add_(own.to(total.device), alpha=self._weight / self._unit)
+        elif own.data_ptr() != total.data_ptr():
+            total.copy_(own)
+        if self._batches_left == 0:
+            absent = frozenset(s.entry for s in chunk.slices if s.entry not in self._present)
+            unit, weight = self._unit or self._weight, self._total + self._weight
+            self._chunk_ready(
+                index, total.view(torch.uint8) if unit else NOTHING, unit, weight, absent
+            )

@@ -1,0 +1,275 @@
+"""How the roles of one job are made in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from steepest.core.engine.between_turns import BetweenTurns
+from steepest.core.engine.client import Client
+from steepest.core.engine.coordinator_role import CoordinatorRole
+from steepest.core.engine.exchange import Exchange
+from steepest.core.engine.extension import Extension
+from steepest.core.engine.job import Job
+from steepest.core.engine.optimizer_slices import disassemble
+from steepest.core.engine.push_pull import Compressor, PushPull
+from steepest.core.engine.replicas import Memory, Replicas, WorkShare
+from steepest.core.engine.server import Server, ServerMode
+from steepest.core.engine.worker import Worker
+from steepest.core.messages.message import COORDINATOR, Peer, server_peer, worker_peer
+from steepest.core.messages.permissions import Admission
+from steepest.core.models.protocol import Model
+from steepest.core.optim.arriving import ArrivingState
+from steepest.core.optim.spec import Schedule
+from steepest.core.protocol.closed_job import ClosedJob
+from steepest.core.protocol.commit_state import CommitState
+from steepest.core.protocol.coordinator import Coordinator
+from steepest.core.protocol.rates import with_rates
+from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.layout import ParameterLayout
+from steepest.core.transport.router import Role, Router
+from steepest.errors import ConfigurationError
+
+
+def build_replicas(
+    job: Job,
+    worker: int,
+    models: Sequence[Model],
+    devices: Sequence[torch.device],
+    before: Replicas | None = None,
+    memory: Memory | None = None,
+    extensions: Sequence[Extension] = (),
+) -> Replicas:
+    """Return a worker's replicas: its models, bound to flat vectors on their devices.
+
+    Args:
+        job: of the worker.
+        worker: its index.
+        models: one for each device.
+        devices: of the models.
+        before: the replicas of these models in an earlier job; they are returned, with another
+            index, where they fit this job, and their place in the data is kept in any case.
+        memory: for new replicas' weights and gradients, see `memory_for`.
+        extensions: of which one may have replicas of another kind.
+
+    Raises:
+        ConfigurationError: no extension has those that the strategy needs.
+    """
+    share = WorkShare(
+        first_index=worker * job.devices_per_worker,
+        shares=job.shares,
+        seed=job.seed,
+        accumulate=job.micro_batches,
+        updates=job.strategy.updates,
+        leased=not job.strategy.rule.together,
+        varies=job.global_batch_size is not None,
+        replicas=job.replicas,
+    )
+    made = (each.replicas(job, share, models, devices, memory) for each in extensions)
+    replicas = next((found for found in made if found is not None), None)
+    if replicas is not None:
+        pass
+    elif job.strategy.local:
+        raise ConfigurationError(
+            f"strategy {job.config.name!r} has workers with an optimizer of their own, for which nothing is "
+            "attached here: give build_replicas() the extension steepest.local_sgd.extension.LocalSgd()"
+        )
+    elif (
+        type(before) is Replicas
+        and before.leased == share.leased
+        and before.layout.chunks == models[0].layout.chunks
+    ):
+        before.renumber(share)
+        return before
+    else:
+        replicas = Replicas(models, devices, share, memory)
+    if before is not None:
+        replicas.take_over(before)
+    return replicas
+
+
+def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinator:
+    """Host the coordinator in this process; for `pause` see `CoordinatorRole`."""
+    chunks, schedule = job.description.layout.chunks, Schedule(job.server_spec, job.updates_before)
+    state = CommitState(
+        members=frozenset(range(job.num_workers)),
+        servers=tuple(range(job.num_servers)),
+        holding=frozenset(
+            server for chunk in chunks if chunk.trainable for server in job.holders[chunk.index]
+        ),
+        rule=job.strategy.rule,
+        schedule=schedule,
+        keep_log=job.keep_log,
+        witnessed=job.replication > 1,
+    )
+
+    def hyperparameters(step: int) -> list[dict[str, Any]]:
+        # under local SGD the rates are those of the workers' own optimizers
+        return with_rates(schedule.at(step), () if job.strategy.local else state.rates, step)
+
+    coordinator = Coordinator(
+        ClosedJob(state, step_timeout=job.step_timeout, replaces=job.workers_are_replaced),
+        hyperparameters,
+        nonfinite=job.strategy.nonfinite,
+        clip_norm=job.strategy.clips_updates,
+        scale_rate=job.strategy.scale_rate,
+    )
+    host_role(
+        router,
+        job,
+        COORDINATOR,
+        CoordinatorRole(
+            coordinator, router.sender(COORDINATOR), router.pump, pause, router.when_idle
+        ),
+    )
+    return coordinator
+
+
+def host_server(
+    router: Router,
+    job: Job,
+    index: int,
+    weights: torch.Tensor,
+    *,
+    shared: bool = False,
+    arriving: ArrivingState | None = None,
+) -> Server:
+    """Host a server in this process.
+
+    Args:
+        router: of the process.
+        job: of the server.
+        index: of the server.
+        weights: the flat vector (uint8, of the layout's size) with the initial values.
+        shared: whether workers compute with the weights in that very vector, so that the server
+            must update them there.
+        arriving: the state with which the model's optimizer arrives; under local SGD it is for
+            workers alone.
+    """
+    peer = server_peer(index)
+    if job.stores is not None:
+        job.stores.prepare()
+    server = Server(
+        index,
+        job.topology,
+        job.server_spec,
+        weights,
+        router.sender(peer),
+        router.in_use,
+        own_pending=router.own_pending if shared else None,
+        mode=ServerMode(
+            together=job.strategy.rule.together,
+            in_workers=job.strategy.in_workers,
+            checked=job.strategy.nonfinite != "pass" or job.strategy.clips_updates is not None,
+        ),
+    )
+    server.flush = router.pump
+    if arriving is not None and not job.strategy.local:
+        layout = job.description.layout
+        server.begin_with(disassemble(layout, arriving.state, arriving.plain))
+    host_role(router, job, peer, server)
+    return server
+
+
+def host_worker(
+    router: Router,
+    job: Job,
+    index: int,
+    replicas: Replicas,
+    wait: Callable[[], None] | None = None,
+    incarnation: int = 0,
+    extensions: Sequence[Extension] = (),
+) -> Worker:
+    """Host a worker in this process; it takes part after its `join` only.
+
+    Args:
+        router: of the process.
+        job: of the worker.
+        index: of the worker.
+        replicas: its copies of the model.
+        wait: called in the middle of a step to receive more of its weights; by default a turn of
+            the router.
+        incarnation: number of this life of the worker, from 0.
+        extensions: what the worker may exchange beside dense chunks; each stands around those before it.
+
+    Raises:
+        ConfigurationError: no extension has what the strategy or the models need.
+    """
+    peer = worker_peer(index)
+    send = router.sender(peer)
+    alone = job.num_workers == 1
+    own = index if job.strategy.in_workers else None
+    compressor = partial(_compressor, extensions)
+    exchange: Exchange = PushPull(
+        index, job.topology, replicas.weights, send, own, compressor, _route(job, index, extensions)
+    )
+    for extension in extensions:
+        exchange = extension.exchange(job, index, replicas, exchange, send)
+    replicas.use_exchange(exchange)
+    early = (wait or router.wait) if job.strategy.rule.together and not alone else None
+    # Where every worker contributes to each version, no weights come before it has computed its
+    # gradient, so that it may receive other workers' pushes meanwhile.
+    pump = (
+        router.pump_both_ways
+        if job.strategy.in_workers and job.strategy.rule.together
+        else router.pump
+    )
+    worker = Worker(
+        index,
+        replicas,
+        exchange,
+        send,
+        members=job.num_workers,
+        incarnation=incarnation,
+        between=BetweenTurns(
+            pump, router.finish, router.when_idle, wait=early, receive=wait or router.wait
+        ),
+    )
+    replicas.use_plan(job.plan(), job.seed)
+    host_role(router, job, peer, worker)
+    return worker
+
+
+def _route(job: Job, worker: int, extensions: Sequence[Extension]) -> Callable[[int], Peer]:
+    """Return who takes what a worker pushes to a server; ConfigurationError: nobody knows the host's aggregator."""
+    for extension in extensions:
+        if (route := extension.route(job, worker)) is not None:
+            return route
+    if job.places.aggregator_of(worker) is not None:
+        raise ConfigurationError(
+            f"the host of worker {worker} has an aggregator, of which nothing is known here: give host_worker() the "
+            "extension steepest.aggregation.extension.Aggregation(), or the job hosts that do not gather"
+        )
+    return server_peer
+
+
+def _compressor(
+    extensions: Sequence[Extension], layout: ParameterLayout, codec: Codec, packed: Sequence[bool]
+) -> Compressor:
+    """Return the compressor that an extension has; ConfigurationError: none has one."""
+    for extension in extensions:
+        if (found := extension.compressor(layout, codec, packed)) is not None:
+            return found
+    raise ConfigurationError(
+        f"gradients travel as {type(codec).__name__}, and this process can pack none: give host_worker() an "
+        "extension that has a compressor, or the strategy no codec"
+    )
+
+
+def host_role(router: Router, job: Job, peer: Peer, role: Role) -> None:
+    """Have a router deliver messages to a role, and admit what the job's messages may say."""
+    router.host(peer, role)
+    router.admit(Admission(job.lines, job.limits))
+    if job.description.attend is not None and peer.role in ("server", "worker"):
+        job.description.attend(router, peer, role)
+
+
+def host_client(router: Router, job: Job, index: int) -> Client:
+    """Host a client in this process."""
+    peer = Peer("client", index)
+    client = Client(job.description.layout, job.holders, job.num_servers, router.sender(peer))
+    host_role(router, job, peer, client)
+    return client

@@ -1,0 +1,123 @@
+"""Weights as they arrive at a reader: into its flat vector, or left in shared memory."""
+
+from __future__ import annotations
+
+import torch
+
+from steepest.core.messages.gradients import Weights
+from steepest.core.messages.message import Kind, Message
+from steepest.core.tensors.half_precision import narrow_size
+from steepest.core.tensors.layout import ParameterLayout
+from steepest.core.tensors.memory import Bytes, Memory, address_of, as_array, as_tensor
+from steepest.errors import ProtocolError
+
+#: Generation and version, which only grow.
+Key = tuple[int, int]
+
+
+def where_lent(message: Message, size: int) -> torch.Tensor:
+    """Return the memory in which a message's payload is lent, or `size` new bytes to receive it."""
+    return (
+        as_tensor(message.payload)
+        if message.payload is not None
+        else torch.empty(size, dtype=torch.uint8)
+    )
+
+
+class ArrivingWeights:
+    """A reader's flat vector of weights, to which chunks are written as they arrive, and each one's version."""
+
+    # reader: its name, for errors; vector: uint8, flat, of the layout's size, may be assigned another; wire_dtype: half
+    # precision in which float32 chunks may come; None for as they are.
+
+    def __init__(
+        self,
+        reader: str,
+        layout: ParameterLayout,
+        vector: torch.Tensor,
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        self.newest: Key = (-1, -1)  # generation and version of which any chunk has arrived
+        self._reader = reader
+        self._layout = layout
+        self._wire_dtype = wire_dtype
+        self.vector = vector
+        self._newest: list[Key] = [(-1, -1)] * len(layout.chunks)
+        dense = [chunk for chunk in layout.chunks if not chunk.is_opaque]
+        self._all = frozenset(chunk.index for chunk in dense)
+        self._trainable = frozenset(chunk.index for chunk in dense if chunk.trainable)
+        self._awaited: dict[Key, set[int]] = {}  # chunks still to come
+
+    @property
+    def vector(self) -> torch.Tensor:
+        """The flat vector."""
+        return self._vector
+
+    @vector.setter
+    def vector(self, vector: torch.Tensor) -> None:
+        self._vector = vector
+        layout = self._layout
+        # Made once: a chunk's bytes, and their address.
+        views = [as_array(layout.chunk_view(vector, chunk.index)) for chunk in layout.chunks]
+        self._views = [(view, address_of(view)) for view in views]
+
+    def chunk(self, index: int) -> Bytes:
+        """Return a chunk's bytes in the vector."""
+        return self._views[index][0]
+
+    def destination(self, message: Message, size: int) -> Memory | None:
+        """Return memory of `size` bytes for an arriving WEIGHTS: in the vector where that can be."""
+        # None to drop an old chunk. ProtocolError: there is no such chunk, or it has another size.
+        if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._layout.chunks):
+            raise ProtocolError(f"{self._reader} takes no payload of {message.kind.name}")
+        view, address = self._views[message.chunk]
+        is_new = (message.generation, message.version) > self._newest[message.chunk]
+        dtype = self._layout.chunks[message.chunk].dtype
+        if self._wire_dtype and size == narrow_size(dtype, view.nbytes, self._wire_dtype):
+            return where_lent(message, size) if is_new else None
+        if view.nbytes != size:
+            raise ProtocolError(f"chunk {message.chunk} has {view.nbytes} bytes, {size} arrive")
+        if message.payload is not None and address_of(message.payload) == address:
+            return message.payload
+        return view if is_new else None
+
+    def receive(self, message: Message) -> Weights | None:
+        """Write an arrived chunk to the vector; return its fields, or None for one not newer."""
+        # ProtocolError: it is no WEIGHTS.
+        if message.kind is not Kind.WEIGHTS:
+            raise ProtocolError(f"{self._reader} does not take {message.kind.name}")
+        weights = Weights.unpack(message)
+        payload = weights.payload
+        key = (weights.generation, weights.version)
+        if payload is None or key <= self._newest[weights.chunk]:
+            return None  # old, or a copy
+        self._newest[weights.chunk] = key
+        self.newest = max(self.newest, key)
+        view, address = self._views[weights.chunk]
+        if payload.nbytes != view.nbytes:
+            assert self._wire_dtype is not None
+            narrow = as_tensor(payload).view(self._wire_dtype)
+            as_tensor(view).view(torch.float32).copy_(narrow)
+        elif address_of(payload) != address:
+            as_tensor(view).copy_(as_tensor(payload))
+        if key not in self._awaited:
+            self._awaited[key] = set(self._all if weights.reload else self._trainable)
+        self._awaited[key].discard(weights.chunk)
+        return weights
+
+    def has(self, entry: int | None, key: Key) -> bool:
+        """Return whether a trainable parameter (None: all) is here whole, at a generation and version or later."""
+        chunks = self._trainable if entry is None else self._layout.chunks_of[entry]
+        return all(self._newest[chunk] >= key for chunk in chunks)
+
+    def missing(self, key: Key) -> list[int]:
+        """Return the chunks of a version that have not come, nor later ones; any thread may ask."""
+        chunks = self._awaited.get(key, self._trainable if self.newest[1] >= 0 else self._all)
+        return [chunk for chunk in chunks if self._newest[chunk] < key]
+
+    def completed(self, key: Key) -> bool:
+        """Return whether all chunks of a version are here; if so, it and earlier ones are not awaited any more."""
+        if self._awaited.get(key, {0}):
+            return False
+        self._awaited = {later: chunks for later, chunks in self._awaited.items() if later > key}
+        return True

@@ -1,0 +1,357 @@
+"""One job: the facts that all its processes share, and what its models are like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from steepest.core.data.protocol import Blocks
+from steepest.core.data.sampler import Remaining, SamplePlan
+from steepest.core.engine.opaque_parts import OpaqueParts
+from steepest.core.engine.stores import Stores
+from steepest.core.engine.topology import HostMap, Topology
+from steepest.core.messages.fields import Limits, Schema
+from steepest.core.messages.message import Peer
+from steepest.core.messages.permissions import TRAINING, Line
+from steepest.core.models.protocol import Model
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.strategies.strategy import Strategy
+from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
+from steepest.core.transport.router import Role, Router
+from steepest.errors import ConfigurationError, ModelError
+
+#: The most servers that hold an opaque chunk, where a strategy has a copy of all else everywhere.
+_OPAQUE_COPIES = 2
+
+ModelCreator = Callable[[int, int], Model]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What one worker's models are like; all workers must agree."""
+
+    layout: ParameterLayout
+    optimizer_spec: OptimizerSpec
+    samples: int | None  # of training data; None for streams
+    batch_size: int  # samples of one batch
+    blocks: Blocks | None = (
+        None  # of the data, see `steepest.core.data.protocol.Blocks`; None without
+    )
+    threads: int = 1  # torch's in the process that described the models
+    # whether replicas have values of their own beside trained parameters: buffers, or frozen parameters, which a model
+    # may change itself
+    changing: bool = False
+    # of models made for tests: called with each server and worker that is hosted in a process
+    attend: Callable[[Router, Peer, Role], None] | None = None
+    drop_last: bool = False  # of the data, see `SamplePlan`
+    notice: str = ""  # what users should know of the data and the model, which the driver logs
+    # what the models have beside the flat vector; None for nothing
+    opaque: OpaqueParts | None = None
+    # of the data, see `steepest.data.fingerprint`, as worker 0 has it; empty where nobody asks for one
+    fingerprint: dict[str, Any] = field(default_factory=dict, hash=False)
+    # the greatest norm of a gradient, unless the strategy says another
+    clip_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """The facts of one job, the same in every process.
+
+    Raises:
+        ConfigurationError: `global_batch_size` with data that choose their own batches; opaque
+            chunks that nothing is attached for, or that cannot be trained so.
+    """
+
+    description: Description
+    config: Strategy  # the strategy as the user chose it
+    num_workers: int
+    devices_per_worker: int
+    num_servers: int
+    seed: int  # of initial weights, order of samples and random state
+    step_timeout: float  # seconds within which a step must end
+    keep_log: bool = False  # whether the coordinator keeps every commit, for a replay
+    # where workers and servers run; by default each on a host of its own
+    hosts: HostMap | None = None
+    accumulate: int = 1  # micro-batches that each replica has at least for one gradient
+    # where the learning-rate schedule stands at step 0, see `updates_before`
+    schedule_offset: int = 0
+    replaces: bool = False  # whether a worker that is lost is replaced, where that can be
+    # samples of one batch of all replicas together; None for as many as the models' batch size makes
+    global_batch_size: int | None = None
+    # names of parameters that are trained although models are made with them frozen
+    unfrozen: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size is not None and self.description.samples is None:
+            raise ConfigurationError(
+                f"global_batch_size={self.global_batch_size} with data that choose their own "
+                "batches: their samples cannot be divided; give arrays, a map-style dataset or an "
+                "IndexedStream, or leave global_batch_size out"
+            )
+        strategy = self.strategy  # refuses settings that the models' `clip_norm` excludes
+        opaque, spec = self.description.opaque, self.description.optimizer_spec
+        if opaque is not None:
+            opaque.require(strategy, spec)
+        elif self.description.layout.opaque_chunks:
+            raise ConfigurationError(
+                "the model has opaque chunks in its layout, and nothing is attached that knows what they "
+                "stand for: give build_models() an extension that does"
+            )
+        self._require_form(strategy.codec)
+
+    def _require_form(self, codec: Codec | None) -> None:
+        """Check that a codec that is part of the method has a form for all gradients; ConfigurationError otherwise."""
+        if codec is None or not codec.everywhere:
+            return
+        layout = self.description.layout
+        for chunk in (layout.chunks[index] for index in layout.trainable_chunks):
+            if chunk.slices and (
+                chunk.dtype is not torch.float32 or codec.size(layout, chunk) is None
+            ):
+                entry = layout.entries[chunk.slices[0].entry]
+                raise ConfigurationError(
+                    f"{type(codec).__name__} of strategy {self.config.name!r} has no form for "
+                    f"{entry.name!r} of dtype {chunk.dtype}: codecs are of float32 gradients, and one "
+                    "with everywhere=True needs a size for each; train the model in float32"
+                )
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The greatest norm of a gradient: the strategy's, or else the models' own."""
+        own = self.config.clip_norm
+        return self.description.clip_norm if own is None else own
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The way of training."""
+        return replace(self.config, clip_norm=self.clip_norm)
+
+    @property
+    def cut(self) -> ChunkSpec:
+        """How models are cut into chunks, and which parameters are trained besides."""
+        return replace(self.strategy.cut, unfrozen=self.unfrozen)
+
+    @cached_property
+    def server_spec(self) -> OptimizerSpec:
+        """The optimizer that servers apply."""
+        return self.strategy.server_optimizer(self.description.optimizer_spec)
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The server that answers for each chunk."""
+        dense = self.places.beside_workers if self.replication == 1 else None
+        return self.description.layout.assign_servers(self.num_servers, dense)
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The servers that hold each chunk: the one that answers for it, then those with copies."""
+        hosts, count = self.places.servers, self.num_servers
+
+        def rank(owner: int, other: int) -> tuple[bool, int]:  # best where the owner's host is not
+            return hosts[other] == hosts[owner] and other != owner, (other - owner) % count
+
+        nearest = [
+            sorted(range(count), key=lambda other: rank(owner, other)) for owner in range(count)
+        ]
+        found = [
+            (owner, *(other for other in order if other != owner))
+            for owner, order in enumerate(nearest)
+        ]
+        opaque = min(self.replication, _OPAQUE_COPIES)
+        return tuple(
+            found[owner][: opaque if chunk.is_opaque else self.replication]
+            for chunk, owner in zip(self.description.layout.chunks, self.owners, strict=True)
+        )
+
+    @property
+    def replication(self) -> int:
+        """The number of servers that hold each chunk; 1 where one process has all of them."""
+        return 1 if self.num_workers == 1 else min(self.strategy.copies, self.num_servers)
+
+    @cached_property
+    def places(self) -> HostMap:
+        """The hosts of workers and servers, with aggregators where gradients may be added up."""
+        if self.hosts is None:
+            if self.strategy.in_workers:
+                return HostMap(tuple(range(self.num_workers)), tuple(range(self.num_servers)))
+            return HostMap.apart(self.num_workers, self.num_servers)
+        if self.strategy.rule.together and self.strategy.hierarchical and self.replication == 1:
+            return self.hosts
+        return replace(self.hosts, gathers=False)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The spread of the model over the job's processes."""
+        return Topology(
+            self.description.layout,
+            self.holders,
+            self.places,
+            self.wire_formats,
+            self.stores,
+        )
+
+    @cached_property
+    def stores(self) -> Stores | None:
+        """What makes the stores of the layout's opaque chunks; None without such chunks."""
+        opaque = self.description.opaque
+        return None if opaque is None else opaque.stores(self.description.layout, self.seed)
+
+    @property
+    def lines(self) -> Mapping[Line, Schema]:
+        """The messages that its roles may send to each other."""
+        opaque = self.description.opaque
+        return TRAINING if opaque is None else {**TRAINING, **opaque.lines}
+
+    @property
+    def limits(self) -> Limits:
+        """The numbers of workers, servers and chunks, which bound those in messages."""
+        return Limits(self.num_workers, self.num_servers, len(self.description.layout.chunks))
+
+    @property
+    def servers_in_workers(self) -> bool:
+        """Whether no process is a server only; a single worker always hosts its servers."""
+        return self.strategy.in_workers or (self.num_workers == 1 and not self.strategy.in_driver)
+
+    @property
+    def workers_are_replaced(self) -> bool:
+        """Whether a lost worker is replaced alone: its process held nothing that others need."""
+        if self.strategy.local:
+            return False
+        return self.replaces and not self.servers_in_workers
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return self.num_workers * self.devices_per_worker
+
+    @property
+    def shares(self) -> int:
+        """The number of workers' gradients that make one step."""
+        return self.strategy.rule.pushes_per_step(self.num_workers)
+
+    @property
+    def versions_per_step(self) -> int:
+        """The number of updates that make one step."""
+        return self.strategy.rule.versions_per_step(self.num_workers)
+
+    def step_of(self, version: int) -> int:
+        """Return the number of whole steps that the updates up to a version make."""
+        return version // self.versions_per_step
+
+    def version_of(self, step: int) -> int:
+        """Return the number of updates that a number of steps make."""
+        return step * self.versions_per_step
+
+    @property
+    def wire_formats(self) -> tuple[Codec | None, torch.dtype | None]:
+        """The formats in which float32 chunks are pushed and pulled; one worker pushes none that only saves bytes."""
+        codec, pulled = self.strategy.wire_formats
+        if self.num_workers > 1:
+            return codec, pulled
+        return (codec if codec is not None and codec.everywhere else None), None
+
+    @property
+    def compresses(self) -> bool:
+        """Whether workers have what compression has left out of their gradients as a state."""
+        codec = self.wire_formats[0]
+        return codec is not None and codec.lossy
+
+    @property
+    def workers_have_state(self) -> bool:
+        """Whether workers may have state that no server holds, see `WorkerState`."""
+        opaque = self.description.opaque
+        if opaque is not None and opaque.keeps_state(self.strategy):
+            return True
+        return self.description.changing or self.compresses or self.strategy.local
+
+    @property
+    def global_batch(self) -> int:
+        """The number of samples in one step."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size * self.strategy.updates
+        return self.parts * self.description.batch_size
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of batches that each replica computes for one gradient."""
+        # More than `accumulate` where a batch would otherwise have more samples than the models' batch size.
+        size, replicas = self.global_batch_size or 0, self.shares * self.devices_per_worker
+        return max(self.accumulate, -(-size // (replicas * self.description.batch_size)))
+
+    @property
+    def parts(self) -> int:
+        """The number of batches in one step."""
+        return self.shares * self.devices_per_worker * self.micro_batches * self.strategy.updates
+
+    def updates_before(self, step: int) -> int:
+        """Return the number of updates of each weight before a step, which the schedule counts."""
+        return step * self.strategy.updates + self.schedule_offset
+
+    def plan(
+        self, step: int = 0, remaining: Remaining | None = None, seed: int | None = None
+    ) -> SamplePlan | None:
+        """Return the plan of which worker gets which samples; None when the data are streams.
+
+        Args:
+            step: the first one of the plan.
+            remaining: samples of begun epochs that are still to come; None for none.
+            seed: of the order of samples; by default the job's.
+        """
+        samples, rest = self.description.samples, remaining or Remaining()
+        if samples is None:
+            return None
+        seed = self.seed if seed is None else seed
+        blocks = self.description.blocks
+        begun = tuple(each for each in rest.begun if each[1] != blocks)
+        return SamplePlan(
+            samples,
+            self.global_batch,
+            seed,
+            step,
+            rest.epoch,
+            rest.offset,
+            blocks,
+            rest.left,
+            begun,
+            self.description.drop_last,
+        )
+
+
+def _difference_of_opaque(first: OpaqueParts | None, other: OpaqueParts | None) -> str | None:
+    """Return in words how what replicas have beside the flat vector differs, or None when it does not."""
+    if first is None or other is None:
+        return None  # of which the layouts differ, if one has some
+    return first.difference(other)
+
+
+def check_agreement(
+    first: Description, other: Description, first_name: str, other_name: str
+) -> None:
+    """Check that two replicas, named for the error, are alike; ModelError says in what they are not."""
+    difference = _difference_of_opaque(first.opaque, other.opaque)
+    difference = difference or first.layout.difference(other.layout)
+    for what, a, b in (
+        ("batch size", first.batch_size, other.batch_size),
+        ("number of samples", first.samples, other.samples),
+        ("blocks of samples", first.blocks, other.blocks),
+        ("drop_last", first.drop_last, other.drop_last),
+        ("optimizer", first.optimizer_spec.name, other.optimizer_spec.name),
+        (
+            "parameter groups",
+            first.optimizer_spec.fixed_groups,
+            other.optimizer_spec.fixed_groups,
+        ),
+    ):
+        if difference is None and a != b:
+            difference = f"{what} {a!s:.2000}, the other has {b!s:.2000}"
+    if difference is not None:
+        raise ModelError(
+            f"replicas disagree: {first_name} has {difference} ({other_name}); model_creator must "
+            "build the same "
+            "model for every worker and device"
+        )

@@ -1,0 +1,104 @@
+"""A worker's models are made of the user's function, and described."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from steepest.core.engine.extension import Extension
+from steepest.core.engine.generators import seed_everything
+from steepest.core.engine.job import Description, ModelCreator, check_agreement
+from steepest.core.engine.opaque_parts import OpaqueParts
+from steepest.core.models.protocol import AsksForClipping, Attended, HasNotice, Model
+from steepest.core.models.step_size import StepSize, making_models
+from steepest.core.tensors.layout import ChunkSpec
+from steepest.errors import ModelError
+
+
+def build_models(
+    model_creator: ModelCreator,
+    worker: int,
+    devices: int,
+    seed: int,
+    cut: ChunkSpec,
+    size: StepSize | None = None,
+    extensions: Sequence[Extension] = (),
+) -> tuple[list[Model], Description]:
+    """Make a worker's models and describe them.
+
+    The global random state is seeded alike before each, so that initial weights do not depend on
+    the number of replicas.
+
+    Args:
+        model_creator: the user's, called with the worker's and the device's index.
+        worker: index of the worker.
+        devices: number of the worker's devices, each of which gets a model.
+        seed: of the job.
+        cut: how the models' parameters are cut into chunks.
+        size: of the job's steps; one batch of these models if it is not known.
+        extensions: of which one may know what the models have beside the flat vector.
+
+    Raises:
+        ModelError: something is not a `Model`, or two of them disagree.
+    """
+    models: list[Model] = []
+    for device in range(devices):
+        seed_everything(seed)
+        with making_models(size or StepSize(devices)):
+            model = model_creator(worker, device)
+        if not isinstance(model, Model):
+            raise ModelError(
+                f"model_creator({worker}, {device}) returned {type(model).__name__}: return a "
+                "steepest model, such as "
+                "TorchModel(module, loss=..., data=..., batch_size=..., optimizer=...)"
+            )
+        if cut != ChunkSpec():
+            model.relayout(cut)
+        models.append(model)
+    attend = models[0].attend if isinstance(models[0], Attended) else None
+    threads = torch.get_num_threads()
+    described = [
+        Description(
+            m.layout,
+            m.optimizer_spec,
+            None if m.data.size is None else _count("data.size", m.data.size),
+            _count("batch_size", m.batch_size),
+            getattr(m.data, "blocks", None),
+            threads,
+            bool(m.state()) or not all(entry.trainable for entry in m.layout.entries),
+            attend,
+            bool(getattr(m.data, "drop_last", False)),
+            " ".join(filter(None, (getattr(m.data, "notice", ""), _notice(m)))),
+            _opaque(m, extensions),
+            clip_norm=m.clip_norm if isinstance(m, AsksForClipping) else None,
+        )
+        for m in models
+    ]
+    for device, other in enumerate(described):
+        check_agreement(
+            described[0], other, f"worker {worker} device 0", f"worker {worker} device {device}"
+        )
+    return models, described[0]
+
+
+def _notice(model: Model) -> str:
+    """Return what users should know of a model."""
+    return model.notice if isinstance(model, HasNotice) else ""
+
+
+def _count(name: str, value: Any) -> int:
+    """Return a number of samples that a model has as an int; ModelError: it is no positive integer."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ModelError(
+            f"the model's {name} is {value!r:.200}: it must be a positive number of samples"
+        )
+    return int(value)
+
+
+def _opaque(model: Model, extensions: Sequence[Extension]) -> OpaqueParts | None:
+    """Return what a model has beside the flat vector, by the first extension that knows it."""
+    found = (extension.opaque(model) for extension in extensions)
+    return next((parts for parts in found if parts is not None), None)

@@ -1,0 +1,169 @@
+"""The weights that a server sends, and the memory that they and their readers need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.engine.incoming_weights import Key
+from steepest.core.engine.optimizer_records import state_fields
+from steepest.core.engine.topology import Topology
+from steepest.core.engine.weight_buffers import WeightBuffers
+from steepest.core.messages.gradients import Weights
+from steepest.core.messages.message import Peer, Send
+from steepest.core.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
+from steepest.core.tensors.half_precision import narrow, narrow_size
+
+
+class OutgoingWeights:
+    """What one server sends of its chunks, and the flat vectors in which it may lie. On the router's thread."""
+
+    # What is sent within a host is lent where it lies. Before weights change, `make_way` therefore returns other memory
+    # for the new ones where the old ones are being read, or has copies made of what has not been sent yet.
+
+    def __init__(
+        self,
+        index: int,
+        topology: Topology,
+        chunks: Mapping[int, ChunkStore],  # that the server holds, by index
+        # uint8, flat, of the layout's size: where the chunks lie at the beginning
+        vector: torch.Tensor,
+        send: Send,  # sends as the server
+        *,
+        # returns whether a part of a vector is being read, or has yet to be sent
+        in_use: Callable[[torch.Tensor], bool],
+        # copies the unsent part of the vector that new weights replace; None to write elsewhere
+        own_pending: Callable[[torch.Tensor], None] | None,
+        # server i lives with worker i, which is sent that server's copy of a chunk
+        in_workers: bool,
+    ) -> None:
+        self._index = index
+        self._hosts, self._holders = topology.hosts, topology.holders
+        self._host = self._hosts.servers[index]
+        self._wire_dtype = topology.wire_formats[1]
+        self._chunks = chunks
+        self._send = send
+        self._in_use = in_use
+        self._own_pending = own_pending
+        self._in_workers = in_workers
+        self._buffers = WeightBuffers(topology.layout.nbytes, in_use, vector)
+        # What workers of other hosts are sent in half precision, and by chunk: its version, bytes.
+        self._narrow_buffers = WeightBuffers(topology.layout.nbytes // 2, in_use)
+        self._narrowed: dict[int, tuple[Key, torch.Tensor]] = {}
+
+    @property
+    def vector(self) -> torch.Tensor:
+        """The flat vector in which the server's first chunk lies."""
+        weights = (held.weights for held in self._chunks.values() if held.chunk.nbytes)
+        return self._buffers.of(next(weights, torch.empty(0)))
+
+    @property
+    def buffers_held(self) -> int:
+        """The number of flat vectors that take memory: one, and those for readers' old versions."""
+        return self._buffers.held + self._narrow_buffers.held
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def send(
+        self,
+        reader: Peer,
+        held: ChunkStore,
+        at: Key,
+        sequence: int = 0,
+        *,
+        reload: bool = False,
+        skipped: bool = False,
+    ) -> None:
+        """Send a reader a chunk at a generation and version, if it gets that from this server."""
+        # Opaque chunks are not sent. sequence: the request's, or 0; reload: all chunks are sent, frozen too;
+        # skipped: the reader's last push was left out.
+        if held.is_opaque:
+            return  # workers ask for what they need
+        holders = self._holders[held.chunk.index]
+        own = self._in_workers and reader.role == "worker" and reader.index in holders
+        if self._index != (reader.index if own else holders[0]):
+            return
+        payload = self._as_sent(held, reader, at)
+        generation, version = at
+        chunk = held.chunk.index
+        weights = Weights(generation, sequence, version, chunk, reload, skipped, payload)
+        self._send(reader, weights.pack())
+
+    def _as_sent(self, held: ChunkStore, reader: Peer, at: Key) -> torch.Tensor:
+        """Return a chunk's weights as a reader receives them."""
+        # Rounded to a wire dtype once for all workers of other hosts.
+        chunk, wire_dtype = held.chunk, self._wire_dtype
+        if reader.role not in ("worker", "aggregator"):
+            # A client may be slow to read; weights that change in place cannot be lent to it.
+            return held.weights if self._own_pending is None else held.weights.clone()
+        size = narrow_size(chunk.dtype, chunk.nbytes, wire_dtype)
+        if size is None or wire_dtype is None or not chunk.trainable:
+            return held.weights
+        if self._hosts.host_of(reader) == self._host:
+            return held.weights
+        narrowed_at, narrowed = self._narrowed.get(chunk.index, ((-1, -1), held.weights))
+        if narrowed_at != at:
+            begin = chunk.start // 2
+            narrowed = self._narrow_buffers.free(begin, begin + size)
+            if not narrow(held.weights, wire_dtype, narrowed):
+                narrowed = held.weights
+            self._narrowed[chunk.index] = (at, narrowed)
+        return narrowed
+
+    def answer(self, order: Snapshot, at: Key) -> tuple[list[ChunkStore], SnapshotEnd]:
+        """Send a SNAPSHOT's reader the dense chunks that this server answers for: weights, optimizer state.
+
+        Returns:
+            The opaque chunks whose state the reader is to be sent, too; and what it is sent at last.
+        """
+        reader, holders = order.reader, self._holders
+        asked = [held for i, held in self._chunks.items() if holders[i][0] == self._index]
+        wanted = [h for h in asked if order.chunks is None or h.chunk.index in order.chunks]
+        for held in wanted if order.what in ("weights", "state") else ():
+            self.send(reader, held, at, order.sequence)
+        for held in wanted if order.what == "state" else ():
+            for about, value in () if held.is_opaque else held.state():
+                fields = state_fields(about, value.clone())
+                part = StateTensor(order.sequence, held.chunk.index, **fields)
+                self._send(reader, part.pack())
+        generation, version = at
+        end = SnapshotEnd(generation, order.sequence, version, order.state)
+        all_state = order.what not in ("weights", "standing")
+        return [held for held in wanted if held.is_opaque and all_state], end
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def make_way(self, held: ChunkStore) -> torch.Tensor | None:
+        """Return memory of a chunk's size that nobody reads, for its new weights; None to write them in place."""
+        if held.is_opaque:
+            return None
+        if self._own_pending is not None:
+            self._own_pending(held.weights)
+            return None
+        if not self._in_use(held.weights):
+            return None
+        return self._buffers.free(held.chunk.start, held.chunk.stop)
+
+    def end_commit(self) -> None:
+        """Count a commit; now and then free the memory that no reader has needed for a while."""
+        if self._buffers.look():
+            self._free_unneeded()
+
+    def _free_unneeded(self) -> None:
+        """Move the chunks out of vectors that were not needed of late, and free those vectors."""
+        dense = [held for held in self._chunks.values() if not held.is_opaque]
+        for held in dense:
+            chunk = held.chunk
+            buffer = self._buffers.moved(held.weights, chunk.start, chunk.stop)
+            if buffer is not None:
+                buffer.copy_(held.weights)
+                held.move(buffer)
+        chunks = [held.chunk for held in dense]
+        self._buffers.shrink([held.weights for held in dense], [(c.start, c.stop) for c in chunks])
+        self._narrowed.clear()
+        sizes = [(c, narrow_size(c.dtype, c.nbytes, self._wire_dtype)) for c in chunks]
+        self._narrow_buffers.shrink(
+            [], [(c.start // 2, c.start // 2 + size) for c, size in sizes if size]
+        )

@@ -1,0 +1,162 @@
+"""States that clients put on a server part by part, which are installed as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.engine.optimizer_records import state_tensor
+from steepest.core.messages.message import Kind, Message, Peer, Send
+from steepest.core.messages.snapshots import Put, PutReceived, PutState, ReplaceState
+from steepest.errors import ProtocolError
+
+_MOST_PUTS = 16  # states of one client that are not installed
+_MOST_TEXT = 2000  # characters of why a part is refused
+_PARTS: Mapping[Kind, type[Put | PutState | ReplaceState]] = {
+    part.KIND: part for part in (Put, PutState, ReplaceState)
+}
+
+
+@dataclass(slots=True)
+class _Put:
+    """A state that a client puts, as far as it has come: weights by chunk, optimizer state."""
+
+    weights: dict[int, torch.Tensor] = field(default_factory=dict)
+    state: list[tuple[int, dict[str, Any], torch.Tensor]] = field(default_factory=list)
+    replaces_state: bool = False
+
+
+class PutStates:
+    """The states that clients have put on one server and that are not installed yet."""
+
+    # index: for errors; send: sends as the server; make_way: called before a chunk's weights change; returns the memory
+    # for the new ones, or None for in place; checked: whether an optimizer step is tried before a state may be
+    # installed.
+
+    def __init__(
+        self,
+        server: int,
+        chunks: Mapping[int, ChunkStore],
+        send: Send,
+        make_way: Callable[[ChunkStore], torch.Tensor | None],
+        *,
+        checked: bool,
+    ) -> None:
+        self._server = server
+        self._chunks = chunks
+        self._send = send
+        self._make_way = make_way
+        self._checked = checked
+        self._puts: dict[tuple[Peer, int], _Put] = {}  # by client and request
+        self._installed: dict[Peer, int] = {}  # the last request of each client
+        self._lost: set[Peer] = set()  # clients that are lost, whose states may be installed yet
+
+    def __len__(self) -> int:
+        """Return the number of states that have come, whole or in part, and are not installed."""
+        return len(self._puts)
+
+    def receive(self, source: Peer, message: Message) -> None:
+        """Keep a part of a state; answer its client, unless that state is installed already."""
+        # ProtocolError: a chunk or optimizer that is not here, no step can be taken from it, or too many states of one
+        # client.
+        part = _PARTS[message.kind].unpack(message)
+        if part.sequence <= self._installed.get(source, 0):
+            return
+        try:
+            self._keep(source, part)
+        except ProtocolError as error:
+            why = str(error)[:_MOST_TEXT]
+            self._send(source, PutReceived(part.sequence, part.number, why).pack())
+            raise
+        self._send(source, PutReceived(part.sequence, part.number).pack())
+
+    def _keep(self, source: Peer, part: Put | PutState | ReplaceState) -> None:
+        """Add a part to its state; ProtocolError: see `receive`."""
+        match part:
+            case Put():
+                if part.payload is None or part.chunk not in self._chunks:
+                    raise ProtocolError(
+                        f"PUT of {part.payload} for chunk {part.chunk} at server {self._server}"
+                    )
+                self._put_of(source, part).weights[part.chunk] = part.payload
+            case PutState():
+                value = state_tensor(part.about, part.payload)
+                if (held := self._chunks.get(part.chunk)) is None:
+                    raise ProtocolError(
+                        f"optimizer state for chunk {part.chunk}: server {self._server} does not "
+                        "hold it"
+                    )
+                held.check_state(part.about, value)
+                put = self._put_of(source, part)
+                if put.replaces_state:
+                    raise ProtocolError("optimizer state after REPLACE_STATE, its last message")
+                put.state.append((part.chunk, part.about, value))
+            case ReplaceState():
+                put = self._put_of(source, part)
+                try:
+                    self._try(put)
+                except ProtocolError:
+                    del self._puts[source, part.sequence]
+                    raise
+                put.replaces_state = True
+
+    def _put_of(self, source: Peer, part: Put | PutState | ReplaceState) -> _Put:
+        """Return the state of which a message is a part; ProtocolError: this is one state too many."""
+        key = (source, part.sequence)
+        if key not in self._puts and sum(other == source for other, _ in self._puts) >= _MOST_PUTS:
+            raise ProtocolError(
+                f"{source} has put {_MOST_PUTS} states that it has not had installed"
+            )
+        if source in self._lost or key not in self._puts:
+            self._puts = {
+                other: put for other, put in self._puts.items() if other[0] not in self._lost
+            }
+            self._lost.clear()
+            self._puts[key] = _Put()
+        return self._puts[key]
+
+    def _try(self, put: _Put) -> None:
+        """Check that a step can be taken from a put, where that is tried, and from opaque chunks' state always."""
+        # ProtocolError: it cannot.
+        tried = [index for index, held in self._chunks.items() if self._checked or held.is_opaque]
+        parts: dict[int, list[tuple[dict[str, Any], torch.Tensor]]] = {at: [] for at in tried}
+        for at, about, value in put.state:
+            if at in parts:
+                parts[at].append((about, value))
+        for index in tried:
+            self._chunks[index].try_state(parts[index])
+
+    def install(self, client: Peer, sequence: int) -> bool:
+        """Install what a client has put under a request's number."""
+        # Return whether weights and optimizer state are all new. Weights being read stay as they are, in other memory;
+        # nothing changes if no part has come.
+        put = self._puts.pop((client, sequence), None)
+        if put is None:
+            return False
+        if client not in self._lost:
+            self._installed[client] = sequence
+        self._puts = {
+            key: other for key, other in self._puts.items() if key[0] != client or key[1] > sequence
+        }
+        for index, payload in put.weights.items():
+            held = self._chunks[index]
+            if (buffer := self._make_way(held)) is not None:
+                held.move(buffer)
+            held.weights.copy_(payload)
+        if put.replaces_state:
+            for held in self._chunks.values():
+                held.clear_state()
+            for index, about, value in put.state:
+                self._chunks[index].load_state(about, value)
+            for held in self._chunks.values():
+                held.end_state()
+        return put.replaces_state
+
+    def lost(self, peer: Peer) -> None:
+        """Note that a client's channel is closed: its successor numbers requests from one again."""
+        self._installed.pop(peer, None)
+        self._lost |= {source for source, _ in self._puts if source == peer}

@@ -1,0 +1,649 @@
+"""The replicas of one worker: copies of a model whose gradients are added up before they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from steepest.core.data.batch_size import batch_size_of
+from steepest.core.data.protocol import Indices
+from steepest.core.data.sampler import SamplePlan, even_share, step_seed
+from steepest.core.engine.chunk_ready import NOTHING, ChunkReady
+from steepest.core.engine.companion import Companion
+from steepest.core.engine.exchange import Exchange
+from steepest.core.engine.generators import HeldGenerators, seed_everything
+from steepest.core.engine.gradient_sum import GradientSum
+from steepest.core.engine.open_streams import OpenStreams
+from steepest.core.engine.sample_places import Place, SamplePlaces
+from steepest.core.messages.fields import RateChanges
+from steepest.core.models.protocol import (
+    Arrive,
+    Computed,
+    FollowsCommits,
+    FollowsData,
+    Gathers,
+    Model,
+    SaysClipping,
+    SaysHyper,
+    Share,
+    TakesBack,
+    WeighsBatches,
+    all_here,
+    validate_computed,
+)
+from steepest.core.models.write_check import refusal
+from steepest.core.optim.spec import ScheduleState
+from steepest.core.tensors.dtypes import Tensors
+from steepest.core.tensors.layout import Entry, ParameterLayout
+from steepest.core.tensors.shared_memory import allocate, forget_writes, make_writable
+from steepest.errors import ConfigurationError, ModelError
+
+if TYPE_CHECKING:
+    from steepest.core.data.stream_place import StreamPlace
+
+#: The results of batches, and the seconds for loading and for computing them.
+Batches = tuple[list[Computed], float, float]
+
+#: State of a worker's own optimizer by "parameter/key", the keys of plain values, and the
+#: state of its schedule.
+InnerOptimizerState = tuple[dict[str, torch.Tensor], list[str], ScheduleState | None]
+
+#: Flat vectors for weights and for gradients, which processes of the same host may read in place.
+Memory = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerResult:
+    """The result of one step on one worker."""
+
+    loss: float  # mean over its replicas, by weight
+    weight: float  # of its samples in means
+    samples: int
+    metrics: dict[str, float]  # means, by name
+    timings: dict[str, float]  # seconds, by what they were spent on
+
+
+def memory_for(layout: ParameterLayout) -> Memory:
+    """Return memory for the weights and gradients of replicas that will be made."""
+    # Its pages are taken already, which may last longer than copying to them.
+    return layout.allocate(), allocate(layout.nbytes).zero_()
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A batch that was loaded before its turn."""
+
+    place: Place
+    batch: Any  # None where loading it raised
+    error: BaseException | None
+    generators: HeldGenerators  # as they were after it was loaded
+    seconds: float  # that loading it took
+
+
+@dataclass(frozen=True)
+class WorkShare:
+    """The part of each step's work that is a worker's."""
+
+    first_index: int  # of its first replica among all replicas of the job
+    shares: int  # in a step, one for each worker's gradient that makes it
+    seed: int
+    accumulate: int = 1  # micro-batches of each replica, one after the other, for one gradient
+    updates: int = 1  # gradients of each replica in a step, see `steepest.local_sgd.replicas`
+    leased: bool = False  # shares come one by one: the next one is not known beforehand
+    varies: bool = False  # whether `accumulate` may change with the job's size
+    replicas: int = 1  # of all workers together
+
+
+class _Able:
+    """What models can do besides, asked once: isinstance() of a protocol takes microseconds."""
+
+    def __init__(self, models: Sequence[Model]) -> None:
+        # by replica
+        self.batches = [each if isinstance(each, WeighsBatches) else None for each in models]
+        self.data = [each if isinstance(each, FollowsData) else None for each in models]
+        self.back = [each if isinstance(each, TakesBack) else None for each in models]
+        # in any number
+        self.commits = [each for each in models if isinstance(each, FollowsCommits)]
+        # of the first
+        self.hyper = models[0] if isinstance(models[0], SaysHyper) else None
+        self.clipping = models[0] if isinstance(models[0], SaysClipping) else None
+
+
+class Replicas:
+    """All replicas of one worker, on its devices.
+
+    On the CPU, replicas share one copy of the weights and compute in turn. On GPUs each has a copy
+    on its own device. Gradients are added up in replica order, chunk by chunk, in units of the
+    first replica's weight: ``sum(weight_i * gradient_i) == unit * payload``, so that with equal
+    batches (and with one replica always) nothing is multiplied. Micro-batches are added up in the
+    same way. Used on the thread of the process' router.
+
+    Args:
+        models: one for each device, in order.
+        devices: of the models.
+        share: of the job's work.
+        memory: for weights and gradients, see `memory_for`.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Model],
+        devices: Sequence[torch.device],
+        share: WorkShare,
+        memory: Memory | None = None,
+    ) -> None:
+        self.models = tuple(models)
+        self._able = _Able(models)
+        # batch size and data of each model, with which the job divides its samples
+        self.settings = [(model.batch_size, model.data) for model in models]
+        self.layout = models[0].layout
+        # the flat vector of weights, uint8, of the layout's size
+        self.weights, self._sum = memory or (self.layout.allocate(), allocate(self.layout.nbytes))
+        self._memory = self.weights
+        accumulate = share.accumulate
+        self.first_index = share.first_index
+        self.worker = share.first_index // len(models)
+        self._replicas = share.replicas
+        self._places = SamplePlaces(len(models), share.shares, accumulate * share.updates)
+        self.leased = share.leased
+        self._seed = share.seed
+        self._devices = tuple(devices)
+        in_sum = accumulate == 1 and not share.varies  # whether replica 0 writes but once
+        scratch = self._sum if in_sum and len(models) == 1 else self.layout.allocate()
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, device in enumerate(devices):
+            # Weights are shared; replica 0 writes to the sum itself, if it writes only once.
+            if device.type == "cpu":
+                self._own.append((self.weights, self._sum if index == 0 and in_sum else scratch))
+            else:
+                self._own.append((self.weights.to(device), self._sum.to(device)))
+        for model, (weights, gradients) in reversed(list(zip(models, self._own, strict=True))):
+            model.bind(weights, gradients)  # the first replica last: its initial values count
+        if self._devices[0].type != "cpu":
+            self.weights.copy_(self._own[0][0])
+        #: the state to begin with, until the first weights and frozen parameters have come
+        self._first: Mapping[str, torch.Tensor] | None = {}
+        #: by replica: the share and number of the next micro-batch, and the iterator that yields it
+        self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
+        self._loaded: _Loaded | None = None  # a batch of a step to come
+        self._streams = OpenStreams(len(models))
+        self._division = (self.first_index, self._replicas)  # with which streams are open
+        # that loading a batch of the last share took while its weights were awaited
+        self.seconds_ahead = 0.0
+        # where this worker's gradients go; None until a process hosts the worker
+        self.exchange: Exchange | None = None
+        self._companion = Companion()  # of that exchange
+        # learning rates that a user has set, for replicas that have an optimizer
+        self.rates: RateChanges = ()
+        # has servers drop what was pushed of the present share; None between two shares
+        self.take_back: Callable[[], None] | None = None
+
+    def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
+        """Set the sample plan, and the seed of the job."""
+        # plan: None when the data are streams, which go on where they are. Those that are divided are opened again
+        # where this worker has another part of them now.
+        division = (self.first_index, self._replicas)
+        redivided = division != self._division and _divides(self.models[0].data)
+        self._division = division
+        if plan is not None or self._places.plan is not None or redivided:
+            self._drop_batches()
+        self._places.use(plan)
+        self._seed = seed
+
+    def use_exchange(self, exchange: Exchange) -> None:
+        """Set `exchange`, and tell its companion of the batches from now on."""
+        self.exchange, self._companion = exchange, exchange.companion
+        self._companion.attach(self.models, self.load, self.places)
+
+    def meet(self, member: Any, wait: Callable[[Callable[[], bool]], None]) -> None:
+        """Tell models that gather values of all workers how they reach these, see `Gathers`."""
+        for replica, model in enumerate(self.models):
+            if isinstance(model, Gathers):
+                model.meet(member, wait, partial(self._last_share, replica))
+
+    def _last_share(self, replica: int, step: int) -> Indices | None:
+        """Return the samples of a replica's last micro-batch of a step; None where they are not known."""
+        number = step * self._places.shares + self.worker
+        if self._places.plan is None or step < self._places.plan.start_step:
+            return None
+        found = list(islice(self._places.indices((number, replica, 0)), self._places.micros))
+        return next((indices for indices in reversed(found) if len(indices)), None)
+
+    def take_over(self, other: Replicas) -> None:
+        """Continue where earlier replicas of the same models were in the data."""
+        self._batches, self._first = other._batches, other._first
+        self._loaded = other._loaded
+        self._streams, self._division = other._streams, other._division
+
+    def begin_with(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Give every model a state (see `Model.state`)."""
+        # It is set again when the first weights have come, which bring installed frozen parameters.
+        self._first = state
+        for model in self.models:
+            model.load_state(state)
+
+    def states(self, names: Sequence[str] = ()) -> list[Tensors]:
+        """Return each replica's state (see `Model.state`), with these frozen parameters even if as installed."""
+        found = []
+        for model in self.models:
+            state = Tensors(model.state())
+            for name in names:
+                if name not in state and name in self.layout.index:
+                    state[name] = self.layout.entry_view(
+                        self.weights, self.layout.index[name]
+                    ).clone()
+            found.append(state)
+        return found
+
+    def renumber(self, share: WorkShare) -> None:
+        """Become another worker's replicas; the weights lie in memory of their own again."""
+        # `accumulate` changes only if it `varies`.
+        self.first_index = share.first_index
+        self.worker = share.first_index // len(self.models)
+        plan, micros = self._places.plan, share.accumulate * share.updates
+        self._places = SamplePlaces(len(self.models), share.shares, micros)
+        self._places.use(plan)
+        self._replicas = share.replicas
+        if self.weights.data_ptr() != self._memory.data_ptr():
+            self._memory.copy_(self.weights)
+            self._move(self._memory)
+
+    def adopt(self, weights: torch.Tensor) -> bool:
+        """Use a vector of weights (uint8, flat) that other processes write, instead of this worker's own."""
+        # Return if it is used. The models may write to it, as they may to their own: that is private to this process,
+        # and undone when they have computed.
+        if weights.data_ptr() == self.weights.data_ptr():
+            return True
+        if not make_writable(weights, whole_pages=self.layout.on_pages):
+            return False
+        self._move(weights)
+        return True
+
+    def _move(self, weights: torch.Tensor) -> None:
+        """Have the models on the CPU use another flat vector, which holds the weights already."""
+        self.weights = weights
+        for index, (device, (_, gradients)) in enumerate(
+            zip(self._devices, self._own, strict=True)
+        ):
+            if device.type == "cpu":
+                self._own[index] = (weights, gradients)
+                self.models[index].move(weights)
+
+    def forget_writes(self) -> None:
+        """Undo what the models themselves have written to shared weights."""
+        forget_writes(self.weights)
+
+    def refuse_writes(self) -> None:
+        """Undo what models wrote to shared weights in a step."""
+        # ModelError names the first trained parameter among them.
+        if (changed := forget_writes(self.weights)) and (behind := self.trained_behind(changed[0])):
+            raise ModelError(refusal(behind[0].name))
+
+    def trained_behind(self, offset: int) -> list[Entry]:
+        """Return the trained entries that end behind an offset in the weights, by their place."""
+        behind = (e for e in self.layout.entries if e.trainable and e.offset + e.nbytes > offset)
+        return sorted(behind, key=lambda entry: entry.offset)
+
+    @property
+    def hyper(self) -> list[dict[str, Any]] | None:
+        """The hyperparameters of the last gradient's update, where a model says them; see `Model`."""
+        return None if self._able.hyper is None else self._able.hyper.hyper
+
+    @property
+    def clip(self) -> float | None:
+        """The greatest norm of the last gradient's update, where a model says it; see `Model`."""
+        return None if self._able.clipping is None else self._able.clipping.clip_step
+
+    @property
+    def vectors(self) -> list[torch.Tensor]:
+        """The flat vectors of weights of which the models' parameters are views."""
+        return list({id(weights): weights for weights, _ in self._own}.values())
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the weights on the CPU lie in memory that another process lends."""
+        return self.weights.data_ptr() != self._memory.data_ptr()
+
+    def weights_changed(self) -> None:
+        """Copy new weights to the devices; on the CPU the models see them as they are."""
+        # With the first weights all replicas take the frozen parameters that were installed; later they keep their own.
+        for device, (weights, _) in zip(self._devices, self._own, strict=True):
+            if device.type != "cpu":
+                weights.copy_(self.weights, non_blocking=True)
+        if self._first is not None:
+            state, self._first = self._first, None
+            for model in self.models:
+                model.load_state(state)
+
+    @property
+    def follow_commits(self) -> bool:
+        """Whether models are told of commits, see `go_on`."""
+        return not self.leased and bool(self._able.commits)
+
+    def go_on(self, version: int) -> None:
+        """Tell models that do more than to compute gradients that all weights of a version are here, see `Model`."""
+        if self.follow_commits:
+            for model in self._able.commits:
+                model.go_on(version)
+
+    def _next_batch(self, number: int, replica: int, micro: int, count: int) -> Any:
+        """Return the next micro-batch of one replica on this worker, of `count` that are not empty in the share."""
+        kept, source, places = self._batches[replica], self.models[replica].data, self._places
+        step, plan = places.step_of(number), places.plan
+        if kept is None or (plan is not None and kept[0] != (number, micro)):
+            if (divide := getattr(source, "divide", None)) is not None:
+                divide(self.first_index + replica, self._replicas)
+            if plan is None and _divides(source):
+                self._streams.begin(replica, source, step, micro)
+            shares = places.indices((number, replica, micro))
+            kept = (number, micro), source.open(shares, prefetch=not self.leased)
+        self._batches[replica] = None  # an iterator that raises is exhausted
+        try:
+            batch = next(kept[1])
+        except StopIteration:
+            raise ModelError(
+                "the source of the training data ended: its open() must yield a batch for each "
+                "share"
+            ) from None
+        if plan is None and _divides(source):
+            index = self.first_index + replica
+            self._streams.took(
+                replica, source, (step, micro), (index, self._replicas), places.micros
+            )
+        # In the next step the replica has the same place.
+        following = (number, micro + 1) if micro + 1 < count else (number + places.shares, 0)
+        self._batches[replica] = (following, kept[1])
+        return batch
+
+    def places(self, number: int) -> list[Place]:
+        """Return the places of a share's batches, in the order in which they are computed."""
+        return self._places.of(number)
+
+    def load_ahead(self, number: int) -> None:
+        """Load the first batch of a share that is computed soon, unless one is loaded; raise where it is computed."""
+        if (
+            self._loaded is None
+            and not self._companion.takes_ahead
+            and (places := self.places(number))
+        ):
+            batch: Any = None
+            error: BaseException | None = None
+            began = time.perf_counter()
+            try:
+                batch = self._load_batch(places[0])
+            except BaseException as raised:  # noqa: BLE001 - the user's code may call sys.exit()
+                error = raised
+            seconds = time.perf_counter() - began
+            self._loaded = _Loaded(places[0], batch, error, HeldGenerators(), seconds)
+
+    def load(self, place: Place) -> Any:
+        """Seed all generators as for the batch of a place, and return the batch."""
+        if self._places.plan is not None:
+            return self._take_batch(place)
+        if (kept := self._streams.kept(place)) is not None:
+            self._seed_for(place)
+            return kept
+        batch = self._take_batch(place)
+        self._streams.keep(place, batch)
+        return batch
+
+    def skip_batches(self) -> None:
+        """Take further batches of streams if the last share is computed again: these would raise again."""
+        self._streams.forget_batches()
+
+    def stream_place(self) -> StreamPlace | None:
+        """Return where the job is in its pass over a stream; None where that is not known."""
+        return self._streams.places[0]
+
+    def continue_streams(self, place: StreamPlace | None) -> None:
+        """Set where the job is in its pass over streams that are opened from now on; None to begin them anew."""
+        self._streams.places = [place] * len(self.models)
+        if place is None and self._places.plan is None:
+            self._drop_batches()
+
+    def _drop_batches(self) -> None:
+        """Drop all batches that are loaded, and have sources opened again."""
+        self._streams.forget_batches()
+        self._batches = [None] * len(self.models)
+        self._loaded = None
+        self._companion.forget()
+
+    def _take_batch(self, place: Place) -> Any:
+        """Seed all generators as for the batch of a place; return it, perhaps loaded beforehand."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None or (loaded.place != place and self._places.plan is not None):
+            return self._load_batch(place)
+        self.seconds_ahead = loaded.seconds
+        if loaded.error is not None:
+            raise loaded.error
+        if loaded.place != place:  # a stream goes on where it is
+            self._seed_for(place)
+        else:
+            loaded.generators.go_on()
+        return loaded.batch
+
+    def _seed_for(self, place: Place) -> None:
+        """Seed all generators as for the batch of a place."""
+        step, part = self._places.step_of(place[0]), self._places.part_of(place)
+        seed_everything(step_seed(self._seed, step, part))
+
+    def _load_batch(self, place: Place) -> Any:
+        """Seed all generators for the batch of a place, and return the batch that the source has."""
+        self._seed_for(place)
+        number, replica, micro = place
+        return self._next_batch(number, replica, micro, self._places.counts(number)[replica])
+
+    def look_ahead(self, number: int) -> None:
+        """Look at the share after one whose gradient is pushed, if that is to be done now."""
+        self._companion.look_ahead(number)
+
+    def compute(
+        self,
+        number: int,
+        chunk_ready: ChunkReady,
+        metrics: bool,
+        arrive: Arrive = all_here,
+    ) -> WorkerResult:
+        """Compute the gradient of one share of the samples.
+
+        Args:
+            number: of the share: with n shares in a step, it is part ``number % n`` of step
+                ``number // n``.
+            chunk_ready: called with each complete chunk during the backward pass, on the router's
+                thread.
+            metrics: whether to compute the model's metrics, too.
+            arrive: returns when the weights of an entry (of all, with None) are here.
+
+        Raises:
+            ModelError: the model breaks its protocol. Also what the model raises.
+        """
+        places = self.places(number)
+        if not places:
+            arrive(None)
+            self._tell_place((number, 0, 0), empty=True)
+            self._nothing(chunk_ready)
+        self._companion.begin_share(places, chunk_ready)
+        result = summarize_batches([self._compute_each(places, chunk_ready, metrics, arrive)])
+        self._companion.end_share(chunk_ready)
+        return result
+
+    def _tell_place(self, place: Place, *, empty: bool = False) -> None:
+        """Tell a model of the place of its next batch, if it asks for that; see `Model`."""
+        replica = place[1]
+        if (model := self._able.data[replica]) is not None:
+            where = self._places.where(place)
+            model.take_place(
+                where._replace(empty=empty, leased=self.leased),
+                self.first_index + replica,
+                self._replicas,
+            )
+
+    def _nothing(self, chunk_ready: ChunkReady) -> None:
+        """Call `chunk_ready` without a gradient for an empty share's chunks, but for those that the companion has."""
+        for chunk in self.layout.trainable_chunks:
+            if not self.layout.chunks[chunk].is_opaque:
+                chunk_ready(chunk, NOTHING, 0.0, 0.0, frozenset())
+
+    def _compute_each(
+        self, places: Sequence[Place], chunk_ready: ChunkReady, metrics: bool, arrive: Arrive
+    ) -> Batches:
+        """Compute the gradient of some batches of a share."""
+        collector = GradientSum(self.layout, self._sum, len(places), chunk_ready)
+        results: list[Computed] = []
+        companion = self._companion
+        loading = computing = self.seconds_ahead = 0.0
+        for place in places:
+            began, replica = time.perf_counter(), place[1]
+            batch = companion.take(place, self.load)
+            loaded = time.perf_counter()
+            companion.begin_batch(place)
+            if (weighs := self._able.batches[replica]) is not None:
+                weighs.expect(self._places.share_of(place, places if self._is_update else None))
+            self._tell_place(place)
+            if self._devices[replica].type != "cpu":
+                arrive(None)  # the model computes with copies on its device
+                arrive = all_here
+            collector.begin(self._own[replica][1])
+            with self._lets_take_back(replica, collector if len(places) == 1 else None):
+                result = validate_computed(
+                    self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive)
+                )
+            results.append(result)
+            arrive(None)
+            arrive = all_here
+            collector.end(result.weight)
+            companion.end_batch(result.weight)
+            loading += loaded - began
+            computing += time.perf_counter() - loaded
+        return results, loading + self.seconds_ahead, computing
+
+    @property
+    def may_take_back(self) -> bool:
+        """Whether a model may take back a gradient before its `compute_gradients` has returned, see `Model`."""
+        return self._able.back[0] is not None
+
+    @contextlib.contextmanager
+    def _lets_take_back(self, replica: int, collector: GradientSum | None) -> Iterator[None]:
+        """Let a model take back its gradient in this context, if that is all of a share's."""
+        take_back, model = self.take_back, self._able.back[replica]
+        if not self.may_take_back or model is None or take_back is None or collector is None:
+            yield
+            return
+
+        def begin_again() -> None:
+            collector.begin_again()
+            take_back()
+
+        model.take_back = begin_again
+        try:
+            yield
+        finally:
+            model.take_back = None
+
+    def left_out(self) -> None:
+        """Undo what the last share changed here, of which servers made no update: nothing."""
+
+    def inner_state(self, step: int) -> InnerOptimizerState | None:
+        """Return the state of the worker's own optimizer after so many steps: None, it has none."""
+        return None
+
+    def load_inner_state(
+        self,
+        state: Mapping[str, torch.Tensor],
+        plain: Sequence[Any],
+        schedule: ScheduleState | None,
+    ) -> None:
+        """Set what `inner_state` returned, if the worker has an optimizer of its own."""
+
+    @property
+    def _is_update(self) -> bool:
+        """Whether the gradient of a share makes an update by itself."""
+        return self.leased
+
+    def warmup(self) -> None:
+        """Compute one gradient on every replica and drop it; models keep their state."""
+        for replica, model in enumerate(self.models):
+            shares = [np.arange(min(model.batch_size, model.data.size or 1))]
+            batch = next(iter(model.data.open(shares)))
+            _expect(model, Share(len(shares[0]), len(shares[0])))
+            before = model.state()  # such as running means, which a forward pass changes
+            with self._companion.rehearsal(model):
+                model.compute_gradients(batch, lambda *_: None, False)
+            model.load_state(before)
+            self._batches[replica] = None
+
+    def evaluate(self, data: Any, batch_size: int | None, part: int, parts: int) -> WorkerResult:
+        """Return loss and metrics over a part of a data set, computed by the first replica.
+
+        Args:
+            data: as `Model.source` takes it.
+            batch_size: by default that of a DataLoader, else the model's.
+            part: which of `parts` equal ranges.
+            parts: number of ranges.
+
+        Raises:
+            ConfigurationError: the data are none, or have no known length.
+        """
+        began = time.perf_counter()
+        model = self.models[0]
+        size = batch_size_of(data, batch_size) or model.batch_size
+        source = model.source(data, size)
+        if source.size is None:
+            raise ConfigurationError(
+                f"evaluate() was given a {type(data).__name__} of unknown length: give arrays, a "
+                "map-style dataset or an IndexedStream"
+            )
+        begin, end = even_share(source.size, part, parts)
+        shares = [np.arange(i, min(i + size, end)) for i in range(begin, end, size)]
+        results = []
+        for share, batch in zip(shares, source.open(shares), strict=True):
+            _expect(model, Share(len(share), len(share)))
+            results.append(validate_computed(model.evaluate(batch)))
+        return WorkerResult(*_mean(results), {"evaluate": time.perf_counter() - began})
+
+
+def _divides(source: Any) -> bool:
+    """Return whether a source gives each replica a part of its samples."""
+    return hasattr(source, "divide") and getattr(source, "divides", True)
+
+
+def _expect(model: Model, share: Share | None) -> None:
+    """Tell a model of its next batch, if it asks for that."""
+    if isinstance(model, WeighsBatches):
+        model.expect(share)
+
+
+def summarize_batches(parts: Sequence[Batches]) -> WorkerResult:
+    """Return means by weight over all batches, and the seconds that they took."""
+    results, loading, computing = parts[0] if parts else ([], 0.0, 0.0)
+    for more, longer, further in parts[1:]:
+        results, loading, computing = results + more, loading + longer, computing + further
+    return WorkerResult(*_mean(results), {"data": loading, "compute": computing})
+
+
+def _mean(results: Sequence[Computed]) -> tuple[float, float, int, dict[str, float]]:
+    """Return (mean loss, weight, number of samples, mean metrics) over some batches, by weight."""
+    if len(results) == 1 and results[0].weight:
+        (only,) = results
+        return only.loss, only.weight, only.samples, dict(only.metrics)
+    weight = sum(result.weight for result in results)
+    samples = sum(result.samples for result in results)
+    results = [result for result in results if result.weight]
+    if not results:
+        return 0.0, 0.0, samples, {}
+    loss = sum(result.loss * result.weight for result in results) / weight
+    names = sorted({name for result in results for name in result.metrics})
+    metrics = {
+        name: sum(r.metrics[name] * r.weight for r in results if name in r.metrics)
+        / sum(r.weight for r in results if name in r.metrics)
+        for name in names
+    }
+    return loss, weight, samples, metrics

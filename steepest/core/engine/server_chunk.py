@@ -1,0 +1,448 @@
+"""One chunk on its server: its weights, optimizer, staged pushes and their mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from steepest.core.engine.chunk_store import ChunkStore, StagedPush
+from steepest.core.engine.generators import about_to_change
+from steepest.core.messages.message import PushId
+from steepest.core.optim.own_values import OwnValues, is_own, may_be_own
+from steepest.core.optim.portable import Packed, check_packed, pack_all, unpack
+from steepest.core.optim.spec import Hyperparameters, OptimizerSpec
+from steepest.core.optim.torch_without_compiler import take_step
+from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.layout import Chunk, ParameterLayout
+from steepest.core.tensors.squares import sum_of_squares
+from steepest.errors import ConfigurationError, ProtocolError
+
+#: State of torch's optimizers that has an element for each of the parameter's.
+_READ_BY_FUSED_KERNELS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum")
+
+
+class ServerChunk(ChunkStore):
+    """One chunk on its server: weights, optimizer, staged pushes and their weighted mean.
+
+    Args:
+        chunk: of the layout.
+        layout: of the model.
+        spec: the optimizer; None to add pushes to the weights.
+        weights: the chunk's bytes; updated in place, or in memory that `apply` is given.
+        checked: whether to compute squares, in which NaN and infinity show.
+        keeps_mean: whether payloads may change once their mean is formed, and not only when it is
+            applied.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        layout: ParameterLayout,
+        spec: OptimizerSpec | None,
+        weights: torch.Tensor,
+        checked: bool = True,
+        keeps_mean: bool = False,
+    ) -> None:
+        super().__init__(chunk, weights)
+        # flat, of the chunk's dtype; None before `reduce`, and where no push weighs anything
+        self.mean: torch.Tensor | None = None
+        # entries of which no push in the mean has a gradient
+        self.absent: frozenset[int] = frozenset()
+        self._layout = layout
+        self._spec = spec
+        self._checked = checked and chunk.dtype.is_floating_point
+        self._sum: torch.Tensor | None = None  # memory for a mean of several
+        self._codec_raised: Exception | None = None  # of the mean, told when its update is applied
+        self._sum_views: list[torch.Tensor] = []  # the slices in it
+        self._names = [layout.entries[piece.entry].name for piece in chunk.slices]
+        self._parameters = [
+            torch.nn.Parameter(view, requires_grad=chunk.dtype.is_floating_point)
+            for view in layout.slice_views(chunk, weights)
+        ]
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._groups: list[int] = []
+        if chunk.trainable and spec is not None:
+            slices = list(zip(self._names, self._parameters, strict=True))
+            self._optimizer, self._groups = spec.build(slices)
+        self._is_torchs = type(self._optimizer).__module__.startswith("torch.optim")
+        self._lends_mean = not keeps_mean and self._leaves_gradients()
+        self._own = self._keeps_values(spec)
+        self._counts = spec is not None and self._own is not None and bool(spec.own)
+        # records of state by slice, of which `end_state` makes state
+        self._loading: dict[torch.nn.Parameter, Packed] = {}
+
+    def _leaves_gradients(self) -> bool:
+        """Return whether a step leaves gradients as they are, which lie in other processes' memory."""
+        # Torch's optimizers do, except for SGD's step on many tensors at once with Nesterov momentum.
+        if self._optimizer is None or getattr(self._optimizer, "keeps_gradients", False):
+            return True
+        at_once = any(group.get("foreach") for group in self._optimizer.param_groups)
+        return self._is_torchs and not at_once
+
+    def _keeps_values(self, spec: OptimizerSpec | None) -> OwnValues | None:
+        """Return what a user's optimizer keeps beside its state; None for others, which keep nothing."""
+        known = self._is_torchs or getattr(self._optimizer, "keeps_gradients", False)
+        if self._optimizer is None or spec is None or known:
+            return None
+        return OwnValues(self._optimizer, [spec.groups[at][1] for at in self._groups])
+
+    def fits(self, size: int, codec: Codec | None) -> bool:
+        """Return whether a gradient may have so many bytes, see `ChunkStore.fits`."""
+        packed = codec.size(self._layout, self.chunk) if codec is not None else None
+        return size == self.chunk.nbytes or size == packed
+
+    def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
+        """Return the codec in whose form a gradient is, see `ChunkStore.codec_of`."""
+        if payload is None or codec is None:
+            return None
+        if payload.numel() != codec.size(self._layout, self.chunk):
+            return None
+        codec.check(self._layout, self.chunk, payload)
+        return codec
+
+    def drop_mean(self) -> None:
+        """Forget the mean that `reduce` formed."""
+        self.mean = None
+
+    @property
+    def _accumulator(self) -> torch.Tensor:
+        if self._sum is None:
+            memory = torch.empty_like(self.weights)
+            self._sum = memory.view(self.chunk.dtype)
+            self._sum_views = self._layout.slice_views(self.chunk, memory)
+        return self._sum
+
+    def check(self, push: PushId) -> float:
+        """Return the sum of the squares of one staged gradient, see `ChunkStore.check`."""
+        staged = self.staged[push]
+        if staged.payload is None or not self._checked:
+            return 0.0
+        try:
+            values = self._values(staged)
+        except Exception:  # noqa: BLE001 - a user's codec, which raises again in `reduce`
+            return 0.0
+        factor = staged.unit / staged.total if staged.total else 1.0
+        return sum_of_squares(values) * (factor * factor)  # `**` raises on overflow
+
+    def _values(self, push: StagedPush) -> torch.Tensor:
+        """Return a payload's elements: half precision as it is, other formats unpacked."""
+        assert push.payload is not None
+        if push.codec is None:
+            return push.payload.view(self.chunk.dtype)
+        if push.codec.elements is not None:
+            return push.payload.view(push.codec.elements)
+        return self._unpacked(
+            [push], push.unit, torch.empty_like(self.weights).view(self.chunk.dtype)
+        )
+
+    def _unpacked(
+        self, pushes: Sequence[StagedPush], total: float, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum of packed payloads, each times ``unit / total``, written to `out`."""
+        out.zero_()
+        for codec in dict.fromkeys(push.codec for push in pushes):
+            assert codec is not None
+            same = [
+                (p.payload, p.unit / total)
+                for p in pushes
+                if p.payload is not None and p.codec is codec
+            ]
+            codec.add(self._layout, self.chunk, same, out)
+        return out
+
+    def reduce(self, chosen: Iterable[PushId]) -> None:
+        """Form the weighted mean of staged pushes, added up in the given order, as `mean`.
+
+        The mean may be a payload itself, which must not change before `apply` then (see
+        `keeps_mean`). It is None where no push has a gradient of any weight.
+        """
+        pushes = [self.staged[push] for push in chosen]
+        total = math.fsum(push.total for push in pushes)
+        pushes = [push for push in pushes if push.payload is not None and push.unit != 0.0]
+        if not pushes or total == 0.0:
+            self.mean = None
+            return
+        self.absent = frozenset.intersection(*[push.absent for push in pushes])
+        coded = [push for push in pushes if push.codec is not None]
+        if packed := [push for push in coded if not _lies_as_elements(push)]:
+            try:
+                self.mean = self._unpacked(packed, total, self._accumulator)
+                for push in pushes:
+                    if push not in packed:
+                        _add(self.mean, self._values(push), push.unit / total)
+                for codec in dict.fromkeys(push.codec for push in packed):
+                    assert codec is not None
+                    codec.finish(self._layout, self.chunk, self.mean)
+            except Exception as error:  # noqa: BLE001 - a user's codec; raised where its update is applied
+                self._codec_raised, self.mean = error, self._accumulator.zero_()
+            return
+        wide = not coded
+        (first, unit), *rest = [(self._values(push), push.unit) for push in pushes]
+        result = first
+        if rest or unit != total or not self._lends_mean or not wide:
+            result = self._accumulator
+            # Divided by a count, so that the mean of equal values is that value.
+            if all(other == unit for _, other in rest):
+                if rest and wide:
+                    torch.add(first, rest.pop(0)[0], out=result)
+                else:
+                    result.copy_(first)
+                for gradient, _ in rest:
+                    _add(result, gradient)
+                if unit != total:
+                    result.div_(total / unit)
+            else:
+                result.copy_(first).mul_(unit / total)
+                for gradient, other in rest:
+                    _add(result, gradient, other / total)
+        self.mean = result
+
+    def squares(self) -> float:
+        """Return the sum of the squares of the mean; not finite when an element is not."""
+        return sum_of_squares(self.mean) if self._checked and self.mean is not None else 0.0
+
+    def clip(self, factor: float) -> None:
+        """Multiply the mean by a factor, in memory of its own, because payloads must not change."""
+        if self.mean is not None and factor != 1.0:
+            self.mean = torch.mul(self.mean, factor, out=self._accumulator)
+
+    def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
+        """Return (worker, parameter) of NaN and infinity, see `ChunkStore.culprits`."""
+        found = []
+        for push in chosen:
+            if self.staged[push].payload is not None:
+                payload = self._values(self.staged[push]).to(self.chunk.dtype).view(torch.uint8)
+                views = self._layout.slice_views(self.chunk, payload)
+                for name, view in zip(self._names, views, strict=True):
+                    if not bool(torch.isfinite(view).all()):
+                        found.append((push.worker, name))
+        return found or [(-1, self._names[0])]
+
+    def _raise_of_codec(self) -> None:
+        """Raise what a user's codec raised in `reduce`, as an optimizer's error."""
+        if (error := self._codec_raised) is not None:
+            self._codec_raised, self.raised = None, error
+            raise error
+
+    def apply(
+        self, hyper: Sequence[Hyperparameters], rate: float, buffer: torch.Tensor | None = None
+    ) -> None:
+        """Take one optimizer step with the mean, and drop it, see `ChunkStore.apply`."""
+        self._raise_of_codec()
+        if self.mean is None and not self._counts:
+            return
+        if self._optimizer is None:
+            assert self.mean is not None
+            old, new = self.weights, self.weights if buffer is None else buffer
+            torch.add(old.view(self.chunk.dtype), self.mean, out=new.view(self.chunk.dtype))
+            self.weights = new
+            self.mean = None
+            return
+        if buffer is not None:
+            buffer.copy_(self.weights)
+            self.move(buffer)
+        self.set_hyperparameters(hyper)
+        if rate != 1.0:
+            own = [group["lr"] for group in self._optimizer.param_groups]
+            for group in self._optimizer.param_groups:
+                group["lr"] = group["lr"] * rate
+        if self.mean is not None:  # else it counts a step without gradients
+            views = self._sum_views
+            if self.mean is not self._sum:
+                views = self._layout.slice_views(self.chunk, self.mean.view(torch.uint8))
+            for piece, parameter, view in zip(
+                self.chunk.slices, self._parameters, views, strict=True
+            ):
+                parameter.grad = None if piece.entry in self.absent else view
+        if not self._is_torchs:
+            about_to_change()  # it may draw random numbers
+        try:
+            self._step(self._optimizer)
+        except BaseException as error:
+            self.raised = error
+            raise
+        finally:
+            for parameter in self._parameters:
+                parameter.grad = None
+            if rate != 1.0:
+                for group, lr in zip(self._optimizer.param_groups, own, strict=True):
+                    group["lr"] = lr
+            self.mean = None
+
+    def move(self, buffer: torch.Tensor) -> None:
+        """Have the weights lie in other memory, which holds their values already."""
+        self.weights = buffer
+        for parameter, view in zip(
+            self._parameters, self._layout.slice_views(self.chunk, buffer), strict=True
+        ):
+            parameter.data = view
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step; unfused if only some have momentum: torch's fused SGD cannot begin it for a part of them."""
+        fused: list[dict[str, Any]] = []
+        if optimizer.state and isinstance(optimizer, torch.optim.SGD):
+            begun = {bool(optimizer.state.get(p)) for p in self._parameters if p.grad is not None}
+            if len(begun) > 1:
+                fused = [group for group in optimizer.param_groups if group.get("fused")]
+        for group in fused:
+            group["fused"] = False
+        try:
+            take_step(optimizer)
+        finally:
+            for group in fused:
+                group["fused"] = True
+
+    def set_hyperparameters(self, hyper: Sequence[Hyperparameters]) -> None:
+        """Set some hyperparameters of the optimizer, by group of the recipe; others stay as they are."""
+        if self._optimizer is None:
+            return
+        for at, group in enumerate(self._optimizer.param_groups):
+            for key, value in hyper[self._groups[at]].items():
+                plain = tuple(value) if isinstance(value, list) else value
+                if self._own is None:
+                    group[key] = plain
+                else:
+                    self._own.give(at, key, plain)
+
+    def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
+        """Return the optimizer's state: (description, tensor) of each slice and key.
+
+        The description has "name" (of the parameter), "key", "start", "stop" (of the slice) and
+        "plain" (whether the tensor stands for a value that is none), see
+        `steepest.core.optim.portable.pack`. What the optimizer keeps in a parameter group, or in itself,
+        is there for each slice of the group.
+
+        Raises:
+            ConfigurationError: the optimizer keeps something that cannot be carried.
+        """
+        records: list[tuple[dict[str, Any], torch.Tensor]] = []
+        if self._optimizer is None:
+            return records
+        groups = self._group_of_slices()
+        changed = (
+            {} if self._own is None else {at: self._own.changed(at) for at in {*groups} - {-1}}
+        )
+        for piece, name, parameter, group in zip(
+            self.chunk.slices, self._names, self._parameters, groups, strict=True
+        ):
+            own = changed.get(group, {})
+            try:
+                packed = pack_all({**self._optimizer.state.get(parameter, {}), **own})
+            except TypeError as error:
+                raise ConfigurationError(
+                    f"{type(self._optimizer).__name__} keeps {error} of {name}, of which it had "
+                    "nothing in its first steps: it would be lost in checkpoints and where servers "
+                    "change"
+                ) from error
+            for key, (value, plain) in sorted(packed.items()):
+                about = {"name": name, "key": key, "start": piece.start, "stop": piece.stop}
+                records.append(({**about, "plain": plain}, value))
+        return records
+
+    def _group_of_slices(self) -> list[int]:
+        """Return the index of the optimizer's group that has each slice; -1 for none."""
+        assert self._optimizer is not None
+        groups = enumerate(self._optimizer.param_groups)
+        of = {id(parameter): at for at, group in groups for parameter in group["params"]}
+        return [of.get(id(parameter), -1) for parameter in self._parameters]
+
+    def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
+        """Keep one record of the optimizer's state, see `state`; it takes effect with `end_state`."""
+        # value: its tensor, which becomes the optimizer's without a copy. ProtocolError: the record is none of this
+        # chunk.
+        parameter = self.check_state(about, value)
+        self._loading.setdefault(parameter, {})[about["key"]] = value, about["plain"]
+
+    def end_state(self) -> None:
+        """Set the state of which all records have been loaded; see `ChunkStore.end_state`."""
+        loading, self._loading = self._loading, {}
+        if not loading or self._optimizer is None:
+            return
+        for parameter, group in zip(self._parameters, self._group_of_slices(), strict=True):
+            try:
+                values = unpack(loading.get(parameter, {}))
+            except ValueError as error:
+                raise ProtocolError(
+                    f"optimizer state of chunk {self.chunk.index} that makes no sense: {error}"
+                ) from error
+            own = {key: value for key, value in values.items() if is_own(key)}
+            if own and self._own is not None and group >= 0:
+                self._own.load(group, own)
+            if len(own) < len(values):
+                state = {key: value for key, value in values.items() if key not in own}
+                self._optimizer.state[parameter] = state
+
+    def check_state(self, about: dict[str, Any], value: torch.Tensor) -> torch.nn.Parameter:
+        """Return the slice to which a record of `state` belongs; ProtocolError: it is none of this chunk."""
+        missing = [name for name in ("key", "start", "plain") if name not in about]
+        key = str(about.get("key", ""))
+        unknown = is_own(key) and (self._own is None or not may_be_own(key))
+        try:
+            if missing or unknown or self._optimizer is None:
+                raise ValueError("it has none such")
+            if about["plain"]:
+                check_packed(value)
+        except ValueError as error:
+            raise ProtocolError(
+                f"optimizer state {about!r:.200} makes no sense for chunk {self.chunk.index}: {error}"
+            ) from error
+        for piece, name, parameter in zip(
+            self.chunk.slices, self._names, self._parameters, strict=True
+        ):
+            if name == about["name"] and piece.start == about["start"]:
+                if not about["plain"] and key in _READ_BY_FUSED_KERNELS:
+                    self._check_form(key, value, parameter, self._optimizer)
+                return parameter
+        raise ProtocolError(
+            f"no slice of {about['name']!r} at {about['start']} in chunk {self.chunk.index}"
+        )
+
+    @staticmethod
+    def _check_form(
+        key: str, value: torch.Tensor, parameter: torch.Tensor, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Check that state has its parameter's size and dtype, as torch's fused kernels do not."""
+        # ProtocolError otherwise.
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if fused and (value.numel(), value.dtype) != (parameter.numel(), parameter.dtype):
+            raise ProtocolError(
+                f"optimizer state {key} of {value.numel()} elements and {value.dtype} for a slice "
+                f"of {parameter.numel()} and {parameter.dtype}"
+            )
+
+    def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
+        """Step a copy of the chunk from some of its records; ProtocolError: that cannot be done."""
+        if self._optimizer is None:
+            return
+        twin = ServerChunk(self.chunk, self._layout, self._spec, self.weights.clone())
+        try:
+            for about, value in records:
+                twin.load_state(about, value.clone())
+            twin.end_state()
+            twin.mean = torch.zeros_like(twin.weights).view(self.chunk.dtype)
+            twin.apply([{} for _ in self._spec.groups] if self._spec is not None else [], 1.0)
+        except Exception as error:
+            raise ProtocolError(
+                f"optimizer state with which no step can be taken: {error}"
+            ) from error
+
+    def clear_state(self) -> None:
+        """Drop the optimizer's state: the next step is as its first one."""
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+            self._loading.clear()
+            if self._own is not None:
+                self._own.clear()
+
+
+def _lies_as_elements(push: StagedPush) -> bool:
+    """Return whether a payload is a chunk's elements, in its own dtype or a narrower one."""
+    return push.codec is None or push.codec.elements is not None
+
+
+def _add(total: torch.Tensor, gradient: torch.Tensor, factor: float = 1.0) -> None:
+    """Add a gradient times a factor to a sum; half precision is widened as it is added."""
+    total.add_(gradient, alpha=factor) if factor != 1.0 else total.add_(gradient)

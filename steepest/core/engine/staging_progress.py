@@ -1,0 +1,120 @@
+"""How much of each gradient is staged on one server, and what its squares say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.messages.message import PushId, worker_peer
+from steepest.core.protocol.push_tracking import MOST_CULPRITS
+from steepest.errors import listed
+
+#: The sum of squares of a whole gradient, None where it is not checked, and (worker, parameter) of
+#: each NaN or infinity in it.
+Found = tuple[float | None, list[tuple[int, str]]]
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How much of a gradient is staged: of one push, or of all members' pushes of a version."""
+
+    missing: int  # trainable chunks that are not staged yet
+    # by chunk: of each staged one that this server answers for
+    squares: dict[int, float] = field(default_factory=dict)
+    # by chunk: (worker, parameter) of NaN and infinity
+    culprits: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
+
+
+class StagingProgress:
+    """The number of staged chunks of each gradient, which says when it is whole on one server."""
+
+    # Where all members contribute to a version, their gradients count as one: `reduce`. Elsewhere each push counts by
+    # itself: `count`. chunks: trainable chunks of the server; answers_for: those whose squares it reports (another
+    # server does for a copy).
+
+    def __init__(self, chunks: int, answers_for: Container[int], checked: bool) -> None:
+        self._chunks = chunks
+        self._answers_for = answers_for
+        self._checked = checked
+        self._version = _Progress(chunks)
+        self._pushes: dict[PushId, _Progress] = {}
+        self.newest: dict[int, PushId] = {}  # by worker, the last push of which a chunk has come
+
+    @property
+    def pushes(self) -> list[PushId]:
+        """The pushes of which some chunks are staged and others missing."""
+        return list(self._pushes)
+
+    def in_words(self) -> str:
+        """Return which pushes have come in part; any thread may ask."""
+        partial = [
+            f"push {push.sequence} of {worker_peer(push.worker)} lacks {progress.missing} of "
+            f"{self._chunks} chunks"
+            for push, progress in list(self._pushes.items())
+        ]
+        return listed(partial) or "none has come in part"
+
+    def is_partial(self, push: PushId) -> bool:
+        """Return whether some chunks of a push are staged and others missing."""
+        return push in self._pushes
+
+    @property
+    def version_is_whole(self) -> bool:
+        """Whether every chunk of the next version is reduced."""
+        return self._version.missing == 0
+
+    def reduce(self, held: ChunkStore) -> Found | None:
+        """Form a chunk's mean of all members' pushes."""
+        # Return what the means of all chunks showed, if it was the last.
+        order = sorted(held.staged)
+        held.reduce(order)
+        return self._note(self._version, held, held.squares(), order)
+
+    def take_back(self, held: ChunkStore) -> None:
+        """Note that a reduced chunk of a version that is not whole lacks a gradient again."""
+        self._version.missing += 1
+        self._version.squares.pop(held.chunk.index, None)
+        self._version.culprits.pop(held.chunk.index, None)
+
+    def count(self, push: PushId, held: ChunkStore) -> Found | None:
+        """Note one more staged chunk of a push; return what its gradient showed, if it was the last chunk."""
+        progress = self._pushes.get(push)
+        if progress is None:
+            progress = self._pushes[push] = _Progress(self._chunks)
+        found = self._note(progress, held, held.check(push), [push])
+        if found is not None:
+            del self._pushes[push]
+        return found
+
+    def _note(
+        self, progress: _Progress, held: ChunkStore, squares: float, pushes: Sequence[PushId]
+    ) -> Found | None:
+        """Note one more staged chunk of some pushes; return what was found, if it was the last."""
+        chunk = held.chunk.index
+        if not math.isfinite(squares):
+            progress.culprits[chunk] = held.culprits(pushes)
+        if chunk in self._answers_for:
+            progress.squares[chunk] = squares
+        progress.missing -= 1
+        if progress.missing:
+            return None
+        # Sorted, so that the sum is the same in whatever order chunks were staged.
+        total = sum(sorted(progress.squares.values())) if self._checked else None
+        return total, list(chain.from_iterable(progress.culprits.values()))[:MOST_CULPRITS]
+
+    def forget(self, push: PushId) -> None:
+        """Forget a push that is dropped."""
+        self._pushes.pop(push, None)
+
+    def begin_version(self) -> None:
+        """Count the chunks of a new version from none on."""
+        self._version = _Progress(self._chunks)
+
+    def clear(self) -> None:
+        """Forget all pushes, and begin a version."""
+        self.newest.clear()
+        self._pushes.clear()
+        self.begin_version()

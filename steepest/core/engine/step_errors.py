@@ -1,0 +1,68 @@
+"""Why a step failed, in words for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from steepest.core.messages.driver import Failure
+from steepest.core.messages.message import Peer, worker_peer
+from steepest.errors import (
+    DeadlineError,
+    ModelError,
+    ModelRaisedError,
+    NonFiniteError,
+    RemoteTraceback,
+    described_error,
+)
+
+
+def raise_step_error(
+    failure: Failure,
+    hosts: Mapping[Peer, str],  # where processes run, as far as that is known
+    late: Sequence[tuple[str, str, str]] = (),  # name, samples in words, frames of users' code
+) -> NoReturn:
+    """Raise the error that a failed step stands for.
+
+    Raises:
+        ModelError: the model was used in a way that steepest refuses.
+        ModelRaisedError: the user's model, data or schedule raised; its traceback is the cause.
+        NonFiniteError: a gradient holds NaN or infinity.
+        DeadlineError: processes did not do their part in time; users' code in which they are is
+            the cause.
+    """
+    step = failure.step + 1
+    if failure.reason == "raised":
+        assert failure.worker is not None
+        host = hosts.get(worker_peer(failure.worker))
+        who = f"worker {failure.worker}{f' on {host}' if host else ''}"
+        described = {"kind": failure.kind, "error": failure.error, "traceback": failure.traceback}
+        own = described_error(described, f"{who}, step {step}: ")
+        if isinstance(own, ModelError):
+            raise own
+        raise ModelRaisedError(
+            f"{who}: the model or its data raised in step {step}: {failure.error}; nothing of the "
+            "step was applied: mend them and step again"
+        ) from RemoteTraceback(failure.traceback)
+    if failure.reason == "schedule":
+        raise ModelRaisedError(
+            f"the learning-rate schedule raised in step {step}: {failure.error}; nothing of the "
+            "step was applied: it must give every step's hyperparameters"
+        ) from RemoteTraceback(failure.traceback)
+    if failure.reason == "nonfinite":
+        found = ", ".join(
+            f"{name!r} of worker {worker}"
+            if worker >= 0
+            else f"{name!r} (the sum over workers overflows)"
+            for worker, name in failure.culprits[:5]
+        )
+        raise NonFiniteError(
+            f"step {step}: the gradient of {found} holds NaN or infinity; nothing of the step was "
+            "applied: lower the learning rate, or look at the data and the loss"
+        )
+    frames = "\n".join(f"{name} is in:\n{where}" for name, _, where in late if where)
+    raise DeadlineError(
+        f"step {step} was not committed within {failure.seconds:g} s: still waiting for "
+        f"{', '.join(failure.awaited)}; nothing of it was applied"
+        + "".join(f"; {name} computes {samples}" for name, samples, _ in late if samples)
+    ) from (RemoteTraceback(frames) if frames else None)

@@ -1,0 +1,69 @@
+"""How servers hold what a job's models have beside the flat vector: `Stores`, and messages of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from steepest.core.engine.chunk_store import ChunkStore
+from steepest.core.messages.message import Kind, Message, Peer, Send
+from steepest.core.messages.snapshots import Snapshot, SnapshotEnd
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.tensors.layout import Chunk
+
+#: The generation and version at which a server is.
+Position = tuple[int, int]
+
+
+class StoreService(Protocol):
+    """What one server does about its opaque chunks beside staging and committing.
+
+    Used on the thread of the server's router, as the stores are.
+    """
+
+    kinds: Collection[Kind]  # of the messages that it takes, which the server does not know
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """Return the memory for the payload of such a message, see `Role.destination`."""
+
+    def handle(self, source: Peer, message: Message, at: Position) -> None:
+        """Act on such a message while the server is at a position; ProtocolError: it is refused."""
+
+    def reached(self, at: Position) -> None:
+        """Answer what has waited for this position; called after each commit and at each new generation."""
+
+    def read(self, order: Snapshot, stores: Sequence[ChunkStore], end: SnapshotEnd) -> None:
+        """Send a snapshot's reader the state of some stores as it is now, at once or in pieces, and then `end`."""
+
+    def lost(self, peer: Peer) -> None:
+        """Forget what a lost peer has asked for."""
+
+    def tick(self, now: float) -> None:
+        """Look at the time, in seconds that do not go back; called now and then."""
+
+
+class Stores(Protocol):
+    """Makes the stores of a job's opaque chunks, the same in all processes."""
+
+    def prepare(self) -> None:
+        """Do what takes long, such as compilation, before a process joins the job."""
+
+    def make(self, chunk: Chunk, spec: OptimizerSpec | None, *, checked: bool) -> ChunkStore:
+        """Return the store of an opaque chunk, as it is before the first step.
+
+        Args:
+            chunk: of the job's layout.
+            spec: the optimizer of the dense parameters; None where pushes are added.
+            checked: whether to compute squares, in which NaN and infinity show.
+        """
+
+    def serve(self, server: int, stores: Mapping[int, ChunkStore], send: Send) -> StoreService:
+        """Return what answers messages for one server.
+
+        Args:
+            server: its index.
+            stores: that it holds, by index of the chunk, dense ones among them.
+            send: sends as the server.
+        """

@@ -1,0 +1,104 @@
+"""Which processes of a job share a host, which hold a chunk, and how it travels between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from steepest.core.engine.stores import Stores
+from steepest.core.messages.message import Peer, aggregator_peer, worker_peer
+from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.layout import ParameterLayout
+
+
+@dataclass(frozen=True)
+class HostMap:
+    """The hosts on which the workers and servers of a job run, by number.
+
+    Example:
+        >>> hosts = HostMap(workers=(0, 0, 1), servers=(0, 1), gathers=True)
+        >>> hosts.aggregators
+        {0: (0, 1)}
+    """
+
+    workers: tuple[int, ...]  # the host of each worker
+    servers: tuple[int, ...]  # the host of each server
+    # whether what several workers of a host and servers of other hosts exchange passes through an aggregator
+    gathers: bool = False
+
+    @classmethod
+    def apart(cls, workers: int, servers: int) -> HostMap:
+        """Return the hosts of a job in which every process has one of its own."""
+        return cls(tuple(range(workers)), tuple(range(workers, workers + servers)))
+
+    @cached_property
+    def aggregators(self) -> dict[int, tuple[int, ...]]:
+        """The workers of each aggregator, by its index: that of the host's first server, in whose process it is."""
+        # A host with a server and several workers has one.
+        found: dict[int, tuple[int, ...]] = {}
+        for host in sorted(set(self.servers)) if self.gathers else ():
+            workers = tuple(worker for worker, where in enumerate(self.workers) if where == host)
+            if len(workers) > 1:
+                found[self.servers.index(host)] = workers
+        return found
+
+    @cached_property
+    def beside_workers(self) -> tuple[int, ...]:
+        """The servers that hold the dense parameters: those on hosts with workers.
+
+        All servers, if a host with workers has none. A step's weights leave when all its gradients
+        have come, so what servers elsewhere hold takes each worker's link first one way, then the
+        other; beside workers, each link is used both ways at once.
+
+        Example:
+            >>> HostMap(workers=(0, 1), servers=(2, 0, 1)).beside_workers
+            (1, 2)
+        """
+        servers, working = enumerate(self.servers), set(self.workers)
+        if not working <= set(self.servers):
+            return tuple(range(len(self.servers)))
+        return tuple(server for server, host in servers if host in working)
+
+    def aggregator_of(self, worker: int) -> int | None:
+        """Return the index of a worker's aggregator, or None if it has none."""
+        return next(
+            (aggregator for aggregator, workers in self.aggregators.items() if worker in workers),
+            None,
+        )
+
+    def reader_of(self, worker: int) -> Peer:
+        """Return the peer to which servers send a worker's weights: its aggregator, or itself."""
+        aggregator = self.aggregator_of(worker)
+        return worker_peer(worker) if aggregator is None else aggregator_peer(aggregator)
+
+    def host_of(self, peer: Peer) -> int | None:
+        """Return the host of a worker, a server or an aggregator; None for other peers."""
+        where = (
+            self.workers
+            if peer.role == "worker"
+            else self.servers
+            if peer.role in ("server", "aggregator")
+            else ()
+        )
+        return where[peer.index] if peer.index < len(where) else None
+
+    def beside(self, worker: int, server: int) -> bool:
+        """Return whether the worker and the server of some indices share a host."""
+        return self.workers[worker] == self.servers[server]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How a model is spread over the processes of a job, the same in all of them."""
+
+    layout: ParameterLayout
+    # the servers of each chunk: the first answers for it, the others have copies, updated alike
+    holders: Sequence[Sequence[int]]
+    hosts: HostMap  # where workers and servers run, and which workers have an aggregator
+    # how float32 chunks are pushed to servers of other hosts, and in which dtype they are pulled from there; None for
+    # as they are
+    wire_formats: tuple[Codec | None, torch.dtype | None] = (None, None)
+    stores: Stores | None = None  # makes servers' stores of opaque chunks; None without such chunks

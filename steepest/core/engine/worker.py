@@ -1,0 +1,609 @@
+"""A worker: computes gradients of its samples, pushes them and takes new weights, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from steepest.core.engine.between_turns import BetweenTurns, apart_from_models
+from steepest.core.engine.exchange import Exchange
+from steepest.core.engine.generators import HeldGenerators, about_to_change
+from steepest.core.engine.incoming_weights import Key
+from steepest.core.engine.replicas import Replicas, WorkerResult
+from steepest.core.engine.waiting_calls import WaitingCall, WaitingCalls, into_future
+from steepest.core.messages.gradients import Report
+from steepest.core.messages.membership import Failed, Grant, Join, Lease, Members
+from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, Send
+from steepest.core.models.protocol import all_here
+from steepest.core.tensors.memory import Memory
+from steepest.errors import (
+    MessageTooLargeError,
+    ModelError,
+    PeerLostError,
+    ShutdownError,
+    describe_error,
+    listed,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_MOST_METRICS = 10_000  # all workers' fit into one message
+
+
+class _AbandonedError(Exception):
+    """A step was given up in its middle; this is raised through the model's code."""
+
+
+class _PausedError(Exception):
+    """A step stops in its middle for calls that wait for its end, and is begun again afterwards."""
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """A pushed gradient of a share, computed from `version`. Its chunks lie where the replicas' next gradient will."""
+
+    share: int
+    version: int
+    result: WorkerResult
+    # the arguments of each call of `ChunkReady`
+    pushes: list[tuple[int, torch.Tensor, float, float, frozenset[int]]]
+    about: dict[str, Any]  # what the exchange reports of it
+
+
+class Worker:
+    """A worker's role: the training loop as a state machine over messages.
+
+    It computes inside `handle`, when a message brings what was missing for a step: a grant or lease
+    of the coordinator, or the last chunk of new weights. Used on the router's thread.
+
+    Args:
+        index: of the worker.
+        replicas: its copies of the model.
+        exchange: pushes its gradients and receives weights.
+        send: sends as the worker.
+        members: number of workers, each of which has one share of a step that is granted.
+        incarnation: number of this life of the worker, from 0.
+        between: has the process' router move bytes during a step.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        replicas: Replicas,
+        exchange: Exchange,
+        send: Send,
+        *,
+        members: int = 1,
+        incarnation: int = 0,
+        between: BetweenTurns,
+    ) -> None:
+        self.version = -1  # of the weights that are here whole; -1 for none
+        self.generation = 0  # the newest one that the worker has begun
+        # number of the share that is computed, or whose batch is loaded; None between two steps
+        self.computing: int | None = None
+        self._index = index
+        self._replicas = replicas
+        self._exchange = exchange
+        self._send = send
+        self._members = members
+        self._incarnation = incarnation
+        self._between = between
+        self._stepping = self._stopped = self._paused = False
+        # Of the step that is being computed: its weights until all are here, the messages that came
+        # meanwhile, whether a generation began meanwhile, and seconds of waiting for weights.
+        self._arriving: Key | None = None
+        self._deferred: list[tuple[Peer, Message]] = []
+        self._superseded = False
+        self._waiting = 0.0
+        self._calling = False  # whether a function between two steps runs
+        exchange.begin_life(incarnation, self._wait_until)
+        self._taken_within_steps = exchange.kinds
+        self._defect: BaseException | None = None  # raised by this process' own code, not a model's
+        self._reported = 0  # bytes of weights in the reports so far
+        self._limit = -1  # the version up to which steps are granted
+        self._lease: tuple[int, int] | None = None  # share of the samples, version to compute from
+        self._stats = True
+        self._baseline = 0  # generation since which arriving weights count
+        self._floor = 0  # version at which the generation began: weights before it are out of date
+        self._complete = (0, -1)
+        self._pushed = (0, -1)  # generation and version of the last push
+        self._computed: _Computed | None = (
+            None  # the last gradient, while it may be asked for again
+        )
+        self._granted = (0, -1)  # generation and version of the last lease
+        self._calls = WaitingCalls()
+        self._failure: PeerLostError | None = None  # after which no newer version will come
+        self._since = time.perf_counter()  # when the last step or call began, or the role did
+        self._waited = 0.0  # seconds between the last report and the weights that followed it
+        self._pushed_at = 0.0
+
+    @property
+    def newest_generation(self) -> int:
+        """The newest generation of which a message is here, handled or deferred to a step's end."""
+        return max(
+            [self.generation, *(m.generation for _, m in self._deferred if m.kind is Kind.MEMBERS)]
+        )
+
+    def join(self) -> None:
+        """Send the coordinator JOIN: this worker is ready for a generation."""
+        self._send(COORDINATOR, Join(self._incarnation).pack())
+
+    def at_version(
+        self, generation: int, version: int, function: Callable[[Replicas], T]
+    ) -> Future[T]:
+        """Run a function on the replicas as soon as they hold the weights of a version.
+
+        It runs on the router's thread, between two steps.
+
+        Args:
+            generation: begun by then.
+            version: or a later one.
+            function: called once.
+
+        Returns:
+            A future of what the function returns or raises; fails with `PeerLostError` if a server
+            or the coordinator is lost before.
+        """
+        future: Future[T] = Future()
+        run = into_future(partial(function, self._replicas), future)
+        self._await(WaitingCall(generation, version, run, future.set_exception))
+        return future
+
+    def exactly_at(
+        self, generation: int, version: int, function: Callable[[Replicas], T]
+    ) -> Future[T | None]:
+        """Run a function on the replicas after the step that made a version, before the next one.
+
+        What the replicas have of their own (buffers, say) is as of that version then; of its
+        weights some may be on their way. One such call waits at a time.
+
+        Args:
+            generation: begun by then.
+            version: any.
+            function: called at most once.
+
+        Returns:
+            A future as of `at_version`; None if a step was begun from that version already, or
+            another such call has taken this one's place.
+        """
+        future: Future[T | None] = Future()
+        run = into_future(partial(function, self._replicas), future)
+        fail, miss = future.set_exception, partial(future.set_result, None)
+        self._await(WaitingCall(generation, version, run, fail, miss))
+        return future
+
+    def _is_past(self, version: int) -> bool:
+        """Return whether a step was begun from a version, or from a later one."""
+        begun, computed = self._pushed, self._computed
+        return (
+            self.version > version
+            or (begun[0] == self.generation and begun[1] >= version)
+            or (computed is not None and computed.version >= version)
+        )
+
+    def _await(self, call: WaitingCall) -> None:
+        self._calls.add(call)
+        if self._run_calls():  # weights may have come while a function waited for the exchange
+            self._go_on()
+            self._take_deferred()
+        if self._failure is not None and not self._stopped:
+            self._calls.fail(self._failure)
+
+    # -- Role ----------------------------------------------------------------------------------
+
+    def destination(self, message: Message, size: int) -> Memory | None:
+        """Return the memory for an arriving payload, see `Exchange.destination`."""
+        return self._exchange.destination(message, size)
+
+    def handle(self, source: Peer, message: Message) -> None:
+        """Act on one message, then take steps as long as nothing is missing for the next one.
+
+        In the middle of a step only what the exchange takes then is taken; other messages are deferred to its
+        end.
+
+        Raises:
+            ProtocolError: a worker takes no such message.
+        """
+        if self._stepping and message.kind not in self._taken_within_steps:
+            self._deferred.append((source, message))
+            self._superseded |= (
+                message.kind is Kind.MEMBERS and message.generation > self.generation
+            )
+            return
+        self._take(source, message)
+        if self._stepping:
+            return
+        self._go_on()
+        self._take_deferred()
+
+    def _take_deferred(self) -> None:
+        """Act on the messages that came in the middle of a step."""
+        while self._deferred and not self._stepping:
+            self._take(*self._deferred.pop(0))
+            self._go_on()
+
+    def _take(self, source: Peer, message: Message) -> None:
+        """Note what a message brings, without taking a step."""
+        match message.kind:
+            case Kind.GRANT:
+                self._take_grant(Grant.unpack(message))
+            case Kind.LEASE:
+                self._take_lease(Lease.unpack(message))
+            case Kind.MEMBERS:
+                self._begin_generation(Members.unpack(message))
+            case _:
+                complete, skipped = self._exchange.receive(source, message)
+                if skipped is not None:
+                    self._note_decision(skipped)
+                if complete is not None:
+                    self._complete = max(self._complete, complete)
+                    self._take_version()
+
+    def _note_decision(self, skipped: bool) -> None:
+        """Have those know of it that keep something of the last push: whether it was left out of new weights."""
+        if skipped:
+            self._exchange.left_out()
+            self._replicas.left_out()
+        else:
+            self._exchange.committed(self._exchange.sequence)
+
+    def _begin_generation(self, begun: Members) -> None:
+        """Begin a generation: grants before it are void, and weights too if they are sent anew."""
+        if begun.generation <= self.generation:
+            return  # a copy
+        self.generation = begun.generation
+        self._limit = self._floor = begun.version
+        self._lease = None
+        self._exchange.begin_generation()
+        if not begun.again:  # weights may be others, or what the models do
+            self._computed = None
+        if begun.reload:
+            self._baseline = begun.generation
+            self.version = -1
+            self._take_version()
+        self._run_calls()
+
+    def _go_on(self) -> None:
+        """Take a step if one is granted and its weights are here, or on their way; again where it has paused."""
+        while True:
+            self._paused = False
+            self._go_once()
+            if not self._paused or self._deferred:
+                return
+
+    def _go_once(self) -> None:
+        if self._stopped:
+            return
+        if self._floor <= self.version and self._complete[0] <= self.generation:
+            share = self._next_share(self.version)
+            if share is not None:
+                self._step(share, self.version)
+            elif self._begins_early():
+                share = self._next_share(self.version + 1)
+                if share is not None:
+                    self._arriving = (self.generation, self.version + 1)
+                    self._waited = time.perf_counter() - self._pushed_at
+                    self._step(share, self.version + 1)
+
+    def _begins_early(self) -> bool:
+        """Return whether the next version is on its way and this worker has nothing else to do."""
+        pushed = self._pushed == (self.generation, self.version)
+        return (
+            self._between.wait is not None
+            and pushed
+            # a user's loop goes on with all of the weights alone, and a copy of its state is as of then
+            and not (self._calls.are_exact and self._replicas.follow_commits)
+            and self._exchange.arriving == (self.generation, self.version + 1)
+        )
+
+    def give_up(self) -> Future[None]:
+        """Take no more steps, abandon the present one if its weights are on their way; return a future of its end."""
+        self._stopped = self._superseded = True
+        return self.at_version(0, -1, lambda replicas: None)
+
+    def leave(self) -> None:
+        """Fail all calls that wait: the worker has no role any more."""
+        error = PeerLostError(f"worker {self._index} gets another role")
+        self._calls.fail(error, least_version=-1)
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """Fail the calls that wait for weights, if the coordinator or a server is lost."""
+        # The driver hears of the loss from other processes, or from Ray.
+        if peer.role in ("coordinator", "server"):
+            self._failure = PeerLostError(f"worker {self._index}: {peer} is gone ({reason})")
+            self._calls.fail(self._failure)
+
+    def tick(self, now: float) -> None:
+        """Do nothing: the coordinator has each step's deadline."""
+
+    def doing(self) -> str:
+        """Return what the worker computes or waits for, in words, see `Role.doing`."""
+        share, arriving = self.computing, self._arriving
+        since, pushed_at = self._since, self._pushed_at
+        if self._calling:
+            text = "runs a function between two steps"
+        elif share is not None and not self._stepping:
+            text = f"loads the first batch of share {share}"
+        elif share is not None:
+            text = f"computes share {share} from the weights of version {self._pushed[1]}"
+            weights = "" if arriving is None else self._exchange.missing(arriving)
+            coming = [words for words in (weights, self._exchange.doing()) if words]
+            text += f" (still to come: {listed(coming)})" if coming else ""
+        elif self._stopped:
+            text = f"has version {self.version}, and takes no more steps"
+        elif self.version < self._floor or self._pushed == (self.generation, self.version):
+            wanted = max(self._floor, self.version + 1)
+            missing = self._exchange.missing((self.generation, wanted))
+            text = f"waits for the weights of version {wanted}"
+            text += f" (still to come: {missing})" if missing else ""
+            since = pushed_at or since
+        else:
+            text = f"has version {self.version}, and waits to be granted a step"
+            since = pushed_at + self._waited if pushed_at else since
+        return f"{text}, for {time.perf_counter() - since:.1f} s"
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _take_grant(self, grant: Grant) -> None:
+        if grant.generation == self.generation:
+            self._stats, self._replicas.rates = grant.stats, grant.rates
+            self._limit = max(self._limit, grant.limit)
+
+    def _take_lease(self, lease: Lease) -> None:
+        """Take a share of the samples for the next step, unless the message is old or a copy."""
+        if lease.generation == self.generation:
+            self._stats = lease.stats
+            if (lease.generation, lease.version) > self._granted:  # else it is a copy
+                self._granted = (lease.generation, lease.version)
+                self._lease = (lease.share, lease.version)
+                self._exchange.committed(lease.committed)
+
+    def _next_share(self, version: int) -> int | None:
+        """Return the number of the share to compute from the weights of a version; None if none."""
+        if self._pushed == (self.generation, version):
+            return None
+        if self._lease is not None:
+            share, needed = self._lease
+            if version < needed:
+                return None
+            self._lease = None
+            return share
+        return version * self._members + self._index if version < self._limit else None
+
+    def _take_version(self) -> None:
+        """Use the newest version of which all weights are here."""
+        generation, version = self._complete
+        if generation >= self._baseline and version != self.version:
+            self.version = version
+            if not self._stepping:
+                self._waited = time.perf_counter() - self._pushed_at if self._pushed_at else 0.0
+            self._replicas.weights_changed()
+            if not self._stepping and (self._stopped or version >= self._limit):
+                self._replicas.go_on(version)  # else a step follows, in which they go on
+            self._run_calls()
+
+    def _run_calls(self, begins: int = -1) -> bool:
+        """Run the calls whose version is here, or is about to `begin`, unless a step is computed."""
+        # Return whether any ran.
+        if self._stepping:
+            return False
+        ready = self._calls.take_ready(self.generation, self.version, begins)
+        if not ready:
+            return False
+        # such a function may wait for what its models need, and no step begins meanwhile
+        self._stepping, self._since = True, time.perf_counter()
+        self._calling = True
+        self._superseded = self._stopped
+        self._exchange.stand_at(self.generation, self.version)
+        try:
+            about_to_change()
+            self._replicas.go_on(self.version)
+            for call in ready:
+                missed = call.miss is not None and self._is_past(call.version)
+                call.miss() if call.miss is not None and missed else call.run()
+        finally:
+            self._stepping = self._calling = False
+        self._replicas.forget_writes()
+        if self._defect is not None:
+            raise self._defect
+        self._run_calls(begins)  # those that came while these waited
+        return True
+
+    def _step(self, share: int, version: int) -> None:
+        """Take one step: compute and push a share from a version, then run calls that waited."""
+        if self._calls.are_exact:
+            self._run_calls(version)
+        self._stepping, self._superseded, self._waiting = True, False, 0.0
+        self.computing, self._since = share, time.perf_counter()
+        try:
+            self._compute(share, version)
+        finally:
+            self._stepping, self._arriving, self.computing = False, None, None
+        self._run_calls()
+
+    def _arrive(self, entry: int | None) -> None:
+        """Wait, amid a step, for a parameter's weights, or all."""
+        # _AbandonedError: a new generation, or the sender is lost.
+        if self._arriving is None or self._exchange.has(entry, self._arriving):
+            return
+        assert self._between.wait is not None
+        began, generators = time.perf_counter(), HeldGenerators()
+        while not self._exchange.has(entry, self._arriving):
+            if self._superseded or self._failure is not None:
+                raise _AbandonedError("the step was given up before its weights had come")
+            with self._own_work(), apart_from_models():
+                self._between.wait()
+        generators.go_on()
+        self._waiting += time.perf_counter() - began
+        if entry is None:
+            self._arriving = None
+
+    def wait_within(self, has_come: Callable[[], bool]) -> None:
+        """Receive messages in the middle of a model's step, or of a function between two, until something has come.
+
+        Where a call waits for the end of that, an exception goes through the model, and the step is taken again later.
+        """
+        self._wait_until(has_come, "what other workers gather was not sent", pauses=True)
+
+    def _wait_until(self, has_come: Callable[[], bool], why: str, pauses: bool = False) -> None:
+        """Receive messages in a forward pass until what it needs has come, see `WaitUntil`."""
+        # _AbandonedError: a new generation, or a server is lost. Between two steps, in a user's function, a lost server
+        # is PeerLostError.
+        began, generators = time.perf_counter(), HeldGenerators()
+        while not has_come():
+            if self._superseded or self._failure is not None:
+                reason = f"{why}: the job's processes change"
+                raise PeerLostError(reason) if self._calling else _AbandonedError(reason)
+            if pauses and self._calls.has_ready(self.generation, self.version):
+                reason = f"{why}: a call waits"
+                raise PeerLostError(reason) if self._calling else _PausedError(reason)
+            with self._own_work(), apart_from_models():
+                self._between.receive()
+        generators.go_on()
+        self._waiting += time.perf_counter() - began
+
+    def _compute(self, share: int, version: int) -> None:
+        """Compute and push the gradient of a share, then send REPORT, or FAILED with the error."""
+        before, self._pushed = self._pushed, (self.generation, version)
+        is_last = version + 1 >= self._limit
+        self._exchange.begin(self.generation, version, self._incarnation, is_last=is_last)
+        if self._replicas.may_take_back:
+            self._exchange.hold_back()
+        self._between.finish()
+        try:
+            result = self._compute_once(share, version)
+            self._replicas.refuse_writes()
+            if len(result.metrics) > _MOST_METRICS:
+                raise ModelError(
+                    f"it has {len(result.metrics)} metrics, at most {_MOST_METRICS} fit: leave "
+                    "some out"
+                )
+        except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
+            if self._defect is None:
+                self._replicas.forget_writes()
+                self._computed = None
+                if isinstance(error, _PausedError):
+                    self._pushed, self._paused = before, True
+                    return
+                if not isinstance(error, _AbandonedError):
+                    self._replicas.skip_batches()
+                self._fail(version, error)
+                return
+        if self._defect is not None:
+            raise self._defect
+        report = self._report(result, version)
+        try:
+            self._send(COORDINATOR, report.pack())
+        except MessageTooLargeError as error:
+            self._fail(version, error)
+            return
+        self._pushed_at = time.perf_counter()
+        self._between.pump()
+        self._replicas.look_ahead(share)
+        if self._lease is None and version + 1 < self._limit:
+            self._between.when_idle(partial(self._load_next, version + 1))
+
+    def _load_next(self, version: int) -> None:
+        """Load the next step's first batch, while the weights of its version are awaited."""
+        granted = version == self._pushed[1] + 1 and version < self._limit
+        if granted and not self._stepping and not self._stopped:
+            self._since = time.perf_counter()
+            self.computing = version * self._members + self._index
+            self._replicas.load_ahead(self.computing)
+            self.computing = None
+
+    def _report(self, result: WorkerResult, version: int) -> Report:
+        """Return the report of a gradient that has been sent, computed from a version."""
+        sequence = self._exchange.end()
+        pulled = self._exchange.bytes_pulled - self._reported
+        self._reported += pulled
+        stats: dict[str, Any] = {}
+        if self._stats:
+            waited = self._waited + self._waiting - self._replicas.seconds_ahead
+            timings = {**result.timings, "wait": max(waited, 0.0)}
+            stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
+        moved = (self._exchange.bytes_pushed, pulled)
+        if self._computed is not None:
+            stats |= self._computed.about
+        return Report(
+            *(
+                self.generation,
+                self._incarnation,
+                sequence,
+                version,
+                result.weight,
+                result.samples,
+                *moved,
+            ),
+            **stats,
+            hyper=self._replicas.hyper,
+            clip=self._replicas.clip,
+        )
+
+    def _compute_once(self, share: int, version: int) -> WorkerResult:
+        """Push the gradient of a share."""
+        # One computed from the same weights is pushed again where another worker failed.
+        done, self._computed = self._computed, None
+        if done is None or (done.share, done.version) != (share, version):
+            pushes: list[Any] = []
+
+            def push(*chunk: Any) -> None:
+                pushes.append(chunk)
+                self._push(*chunk)
+
+            def take_back() -> None:
+                pushes.clear()
+                self._exchange.take_back()
+
+            self._replicas.take_back = take_back
+            arrive = all_here if self._arriving is None else self._arrive
+            result = self._replicas.compute(share, push, self._stats, arrive)
+            self._replicas.take_back = None
+            # a worker without samples in this step has waited, and computed nothing
+            result.timings["compute"] = max(result.timings["compute"] - self._waiting, 0.0)
+            done = _Computed(share, version, result, pushes, self._exchange.reported())
+        else:
+            self._arrive(None)
+            for chunk in done.pushes:
+                self._push(*chunk)
+        self._computed = done
+        return done.result
+
+    def _push(
+        self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
+    ) -> None:
+        """Push a complete chunk, and let bytes move; see `ChunkReady`."""
+        # A small last one leaves with the report: one wake-up.
+        with self._own_work():
+            if self._exchange.ready(chunk, payload, unit, total, absent):
+                self._between.pump()
+
+    @contextlib.contextmanager
+    def _own_work(self) -> Iterator[None]:
+        """Run own code within the model's."""
+        # What it raises becomes _AbandonedError, so that it is not reported as the model's.
+        try:
+            yield
+        except _AbandonedError:
+            raise
+        except ShutdownError as error:
+            raise _AbandonedError("the process is shut down") from error
+        except BaseException as error:
+            self._defect = error
+            raise _AbandonedError("the process cannot go on") from error
+
+    def _fail(self, version: int, error: BaseException) -> None:
+        """Send the coordinator FAILED with an error of the user's code, unless it was abandoned."""
+        if isinstance(error, _AbandonedError):
+            log.debug("worker %d: step at version %d abandoned", self._index, version)
+            return
+        failed = Failed(self.generation, self._incarnation, version, **describe_error(error))
+        self._send(COORDINATOR, failed.pack())

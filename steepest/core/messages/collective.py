@@ -1,0 +1,73 @@
+"""The messages between the members of a collective."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated
+
+from steepest.core.messages.fields import COUNT, TEXT, Schema
+from steepest.core.messages.message import Kind
+from steepest.core.messages.permissions import Line, lines
+from steepest.core.messages.schema import Body, Generation, Header, Payload, Sequence, body
+
+#: Number of a call of a user's function in which members take part; 0 during a step.
+Call = Annotated[int, Header("version")]
+
+
+@body(Kind.DATA)
+class Data(Body):
+    """The bytes of one message of a collective operation.
+
+    A member sends it to another member, during a call of a user's function or during a step.
+    """
+
+    generation: Generation  # the membership during a step; 0 during a call
+    # the sender's count of its messages to this member in this call or generation, from 0
+    sequence: Sequence
+    call: Call  # number of the call of a user's function; 0 during a step
+    # 0 if the receiver may read the payload in the sender's memory, -1 if it must copy it
+    lent: Annotated[int, Header("chunk")] = -1
+    payload: Payload = None  # the bytes of the tensor
+
+
+@body(Kind.CONNECTED)
+class Connected(Body):
+    """A channel between two members is open.
+
+    The member that has opened it sends it to the other one, which then sends the messages that it
+    has kept for the first.
+    """
+
+
+@body(Kind.ABORT)
+class Abort(Body):
+    """The sender takes no further part in a call or generation.
+
+    A member sends it to all others when it gives an operation up or its user's function raised;
+    their operations in progress end with a `PeerLostError`.
+    """
+
+    generation: Generation  # this and call: as in `Data`
+    call: Call
+    reason: Annotated[str, TEXT] = ""  # in words
+
+
+@body(Kind.PART)
+class Part(Body):
+    """One worker's values of a gathering in a user's own loop.
+
+    A member sends it to all others when its loop gathers, and once more, with those of other workers that it knows,
+    when the members change. A copy of one that is there changes nothing. Without a payload, the sender asks for all
+    parts that the receiver knows.
+    """
+
+    number: Annotated[int, Header("version")]  # of the step, or of the batch, at which the loop is
+    sequence: Sequence  # the count of gatherings there before
+    region: Annotated[int, COUNT]  # before or after the step, or at the end of an epoch
+    owner: Annotated[int, COUNT]  # the rank of the worker
+    payload: Payload = None  # see `steepest.loop.kept.pack`
+
+
+#: The messages of members, which a process accepts that hosts one.
+MEMBERS: Mapping[Line, Schema] = MappingProxyType(
+    lines({("member", "member"): (Data, Connected, Abort, Part)})
+)

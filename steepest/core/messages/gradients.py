@@ -1,0 +1,278 @@
+"""The messages of a step: pushes of gradients, reports, what is staged, commits, weights."""
+
+from collections.abc import Sequence as Row
+from dataclasses import field
+from typing import Annotated, Any
+
+from steepest.core.messages.fields import (
+    ANYTHING,
+    COUNT,
+    CULPRITS,
+    FACTOR,
+    FLAG,
+    NUMBER,
+    PUSHES,
+    READERS,
+    RECORD,
+    ROW_VERSIONS,
+    STATE,
+    WORKER,
+    many,
+    numbers_by_name,
+    plain_by_name,
+)
+from steepest.core.messages.message import Kind, PushId
+from steepest.core.messages.schema import (
+    Body,
+    Chunk,
+    Generation,
+    Header,
+    Incarnation,
+    Payload,
+    Sequence,
+    Version,
+    body,
+)
+
+#: The version whose weights a gradient was computed from.
+Pulled = Annotated[int, Header("version")]
+#: Sample weight of one unit of a payload: the weighted gradient is the payload times this.
+Unit = Annotated[float, Header("weight", weighs=True)]
+#: Summed weight of the samples behind a gradient.
+Total = Annotated[float, Header("total", weighs=True)]
+#: Indices, in the layout's entries, of the parameters of a chunk that have no gradient.
+Absent = Annotated[Row[int], many(COUNT)]
+
+
+@body(Kind.PUSH)
+class Push(Body):
+    """One chunk of a gradient.
+
+    A worker sends it during its backward pass, as soon as the chunk is complete, to each server
+    that holds the chunk; or, where its host has an aggregator and the server is on another host, to
+    the aggregator. Until it has sent the last chunk to any server it may take the gradient back: its next
+    push from the same version, with a higher sequence number, takes the place of this one. A user of a
+    parameter server sends an update of its arrays in this form, as generation 0, incarnation 0, and in
+    units of 1.
+    """
+
+    generation: Generation  # this and incarnation: of the worker as it computed the gradient
+    incarnation: Incarnation
+    sequence: Sequence  # the worker's count of its pushes; the same for all chunks of one gradient
+    pulled: Pulled  # version of the weights from which the gradient was computed
+    chunk: Chunk
+    unit: Unit = 0.0  # sample weight that the payload is to be multiplied by
+    total: Total = 0.0  # summed weight of the samples behind the gradient
+    # indices, in the layout's entries, of parameters of the chunk without a gradient
+    absent: Absent = ()
+    # in the chunk's dtype, in half precision, or compressed; None: no gradient, which counts as zero
+    payload: Payload = None
+
+
+@body(Kind.HOST_PUSH)
+class HostPush(Body):
+    """One chunk of the sum of the gradients of a host's workers.
+
+    An aggregator sends it to the server of another host that owns the chunk, once each worker of
+    its host has pushed the chunk. If the sum holds NaN or infinity, the aggregator sends the
+    gradients one by one instead, each as a HOST_PUSH of one push.
+    """
+
+    generation: Generation
+    pulled: Pulled  # version of the weights from which the gradients were computed
+    chunk: Chunk
+    unit: Unit  # sample weight that the payload is to be multiplied by
+    total: Total  # summed weight of the samples behind all of the gradients
+    # that are added up, in the order of their workers
+    pushes: Annotated[tuple[PushId, ...], PUSHES]
+    # indices, in the layout's entries, of parameters without a gradient in any of the pushes
+    absent: Absent = ()
+    payload: Payload = None  # as in `Push`
+
+
+@body(Kind.VERSION_STAGED)
+class VersionStaged(Body):
+    """The gradients of all members for the next version are reduced on one server.
+
+    A server sends it to the coordinator when all its trainable chunks are reduced, under a rule
+    that commits all pushes of a version together.
+    """
+
+    generation: Generation  # of the pushes
+    version: Version  # of the weights from which the gradients were computed
+    # sum of squares of the mean gradient, over the chunks whose first holder this server is; None where gradients are
+    # not checked
+    squares: Annotated[float | None, NUMBER] = None
+    # (worker, parameter's name) for each NaN or infinity; worker -1 where only the sum is not finite
+    culprits: Annotated[Row[Row[Any]], CULPRITS] = ()
+
+
+@body(Kind.PUSH_STAGED)
+class PushStaged(Body):
+    """Every chunk of one push has arrived at one server.
+
+    A server sends it to the coordinator, under a rule that commits pushes one by one.
+    """
+
+    generation: Generation
+    incarnation: Incarnation
+    sequence: Sequence
+    pulled: Pulled  # version of the weights from which the gradient was computed
+    worker: Annotated[int, WORKER]  # that pushed
+    # of this push's gradient, as in `VersionStaged`; so are culprits
+    squares: Annotated[float | None, NUMBER] = None
+    culprits: Annotated[Row[Row[Any]], CULPRITS] = ()
+
+    @property
+    def push(self) -> PushId:
+        """The push that is staged."""
+        return PushId(self.worker, self.incarnation, self.sequence)
+
+
+@body(Kind.REPORT)
+class Report(Body):
+    """Every chunk of a gradient has been sent, and what the step was like.
+
+    A worker sends it to the coordinator right after the last PUSH of the gradient.
+    """
+
+    generation: Generation
+    incarnation: Incarnation
+    sequence: Sequence
+    pulled: Pulled  # version of the weights from which the gradient was computed
+    total: Annotated[float, Header("total", weighs=True)]  # summed weight of its samples
+    samples: Annotated[int, COUNT]
+    bytes_pushed: Annotated[int, COUNT]  # of this gradient, that were sent to other processes
+    # of weights received from other processes since the last report
+    bytes_pulled: Annotated[int, COUNT]
+    # mean over the samples, by weight; None, with metrics and timings empty, where no statistics were asked for
+    loss: Annotated[float | None, NUMBER] = None
+    # means over the samples, by name
+    metrics: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
+    # seconds, by part of the step: "data", "compute", "wait"
+    timings: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
+    # (count, version): so many requests for rows of tables, in the order in which the gradient needed them, were
+    # answered at that version; empty where all were at `pulled`, or there were none
+    row_versions: Annotated[Row[Row[int]], ROW_VERSIONS] = ()
+    # whether the push has this step's gradients of rows, where these are pushed a step late
+    own_rows: Annotated[bool, FLAG] = False
+    # for each parameter group, the hyperparameters of a worker's own loop that differ from the optimizer's own; None
+    # where none does, or the worker has no loop of its own
+    hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
+    # the greatest norm of this update's gradient, as a worker's own loop says it; None for that of the job, if any
+    clip: Annotated[float | None, NUMBER] = None
+
+
+@body()
+class Decision(Body):
+    """A decision of the coordinator; base of the messages that all servers get in one order.
+
+    Servers that hold copies remember the decisions, so that a new coordinator can continue from
+    them.
+    """
+
+    generation: Generation  # this and version: of a server once it has carried the decision out
+    version: Version
+    # from 1; 0 where servers hold no copies and remember nothing
+    number: Annotated[int, COUNT] = field(default=0, kw_only=True)
+    # the coordinator's ledger and counters after the decision, for a new coordinator
+    state: Annotated[dict[str, Any] | None, STATE] = field(default=None, kw_only=True)
+    # state of the hyperparameters' schedule, in each MEMBERS and each hundredth commit
+    schedule: Annotated[dict[str, Any] | None, RECORD] = field(default=None, kw_only=True)
+
+
+@body(Kind.COMMIT)
+class Commit(Decision):
+    """The order to apply these pushes as the next version.
+
+    The coordinator sends it to every server when the pushes are staged on all servers and reported
+    by their workers. Servers apply it and send the new weights to the readers.
+
+    Attributes:
+        rate: factor of the learning rate, for this update alone.
+        pushes: the pushes, in the order in which they are added up.
+        readers: (worker, sequence number) of each process that is sent the new weights; the number
+            is that of the push that it awaits them for, 0 for a training worker.
+        hyper: for each parameter group, the hyperparameters that differ from the optimizer's own;
+            None where none does.
+        skip: whether the version is made without applying anything, because of NaN or infinity.
+        clip: factor of the mean gradient, from clipping by its norm.
+        entry: the commit's entry in the log, if a log is kept and servers remember decisions.
+    """
+
+    rate: Annotated[float, Header("weight", FACTOR)]
+    pushes: Annotated[tuple[PushId, ...], PUSHES]
+    readers: Annotated[Row[Row[int]], READERS]
+    hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
+    skip: Annotated[bool, FLAG] = False
+    clip: Annotated[float, NUMBER] = 1.0
+    entry: Annotated[list[Any] | None, many(ANYTHING)] = None
+
+
+@body(Kind.DISCARD)
+class Discard(Decision):
+    """The order to forget pushes that will not be committed.
+
+    The coordinator sends it to every server when a rule drops pushes, when a user's push holds NaN
+    or infinity, or when a process died before its push arrived at all servers.
+    """
+
+    pushes: Annotated[tuple[PushId, ...], PUSHES]
+    # (worker, 0) of each worker that is sent the present weights for its next push
+    readers: Annotated[Row[Row[int]], READERS] = ()
+
+
+@body(Kind.REFRESH)
+class Refresh(Decision):
+    """The order to send the present weights to workers that hold older ones.
+
+    The coordinator sends it to every server when workers get a lease, or training ends, under a
+    rule that commits pushes one by one.
+    """
+
+    readers: Annotated[Row[Row[int]], READERS]  # (worker, 0) of each of these workers
+
+
+@body(Kind.LOGGED)
+class Logged(Body):
+    """A commit is remembered in another process than the coordinator's, and outlives that one.
+
+    Server 1 sends it to the coordinator after it has applied the commit, where chunks have copies.
+    """
+
+    generation: Generation
+    version: Version  # that the commit made
+
+
+@body(Kind.WEIGHTS)
+class Weights(Body):
+    """One chunk of the weights.
+
+    A server sends it to the readers of a commit or snapshot; in training also the aggregator of a
+    host to the workers of that host, as soon as the chunk has come.
+    """
+
+    generation: Generation
+    # of the reader's request, or a user's push, that it answers; 0 for training workers
+    sequence: Sequence
+    version: Version  # of these weights
+    chunk: Chunk
+    # whether all chunks are sent, those that are not trained too, as when a generation begins
+    reload: Annotated[bool, FLAG] = False
+    # whether the reader's last committed push was left out, because of NaN or infinity
+    skipped: Annotated[bool, FLAG] = False
+    # in the chunk's dtype or in half precision
+    payload: Payload = None
+
+
+@body(Kind.WEIGHTS_SHARED)
+class WeightsShared(Body):
+    """The memory in which the weights of a host lie.
+
+    An aggregator sends it to the workers of its host before the first weights of a generation. A
+    worker that can map the memory uses it as its own weights.
+    """
+
+    generation: Generation
+    # the flat vector of all weights, in shared memory
+    payload: Payload = None

@@ -1,0 +1,163 @@
+"""Peers, message kinds, and the one type of message that travels between processes."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Peer(NamedTuple):
+    """A role and its index, such as ``Peer("worker", 2)``; the name used in every error."""
+
+    role: str
+    index: int  # type: ignore[assignment]  # hides tuple.index, which has no use here
+
+    def __str__(self) -> str:
+        return self.role if self.role == "coordinator" else f"{self.role} {self.index}"
+
+
+COORDINATOR = Peer("coordinator", 0)
+WHOLE = -1  # the chunk index of a message about no chunk, or about all of them
+
+
+def worker_peer(index: int) -> Peer:
+    """Return the peer of worker `index`."""
+    return Peer("worker", index)
+
+
+def server_peer(index: int) -> Peer:
+    """Return the peer of server `index`."""
+    return Peer("server", index)
+
+
+def aggregator_peer(index: int) -> Peer:
+    """Return the peer of the aggregator beside server `index`."""
+    return Peer("aggregator", index)
+
+
+def member_peer(rank: int) -> Peer:
+    """Return the peer of the member of a collective with this rank."""
+    return Peer("member", rank)
+
+
+class PushId(NamedTuple):
+    """The identity of a push, by which it is applied at most once, however often it is sent."""
+
+    worker: int  # that computed it, or a parameter server's user
+    incarnation: int  # number of lives of the worker before the one that computed it
+    sequence: int  # the worker's own count of its pushes
+
+
+class Kind(enum.IntEnum):
+    """The kinds of messages.
+
+    The dataclass of each kind, in the module that is named, says who sends it to whom, and when.
+    """
+
+    # steepest.core.messages.gradients
+    PUSH = 1
+    HOST_PUSH = 2
+    VERSION_STAGED = 3
+    PUSH_STAGED = 4
+    REPORT = 5
+    COMMIT = 6
+    DISCARD = 7
+    REFRESH = 8
+    LOGGED = 9
+    WEIGHTS = 10
+    WEIGHTS_SHARED = 11
+    # steepest.core.messages.membership
+    JOIN = 12
+    MEMBERS = 13
+    WORKER_JOINED = 14
+    WORKER_ENDED = 15
+    GRANT = 16
+    LEASE = 17
+    FAILED = 18
+    # steepest.core.messages.driver
+    ASK = 19
+    RESULT = 20
+    FAILURE = 21
+    REVOKE = 22
+    REVOKED = 23
+    STOP = 24
+    STOPPED = 25
+    GIVE_UP = 26
+    WORKER_LOST = 27
+    READ_COUNTERS = 28
+    COUNTERS = 29
+    READ_LOG = 30
+    LOG_PAGE = 31
+    # steepest.core.messages.snapshots
+    READ = 32
+    SNAPSHOT = 33
+    STATE = 34
+    SNAPSHOT_END = 35
+    PUT = 36
+    PUT_STATE = 37
+    REPLACE_STATE = 38
+    PUT_RECEIVED = 39
+    INSTALL = 40
+    INSTALLED = 41
+    INSTALL_REFUSED = 42
+    INSTALL_PUT = 43
+    # steepest.core.messages.users
+    PUSHED = 44
+    PUSH_COMMITTED = 45
+    PUSH_REFUSED = 46
+    USER_LEFT = 47
+    # steepest.core.messages.collective
+    DATA = 48
+    CONNECTED = 49
+    ABORT = 50
+    PART = 54
+    # steepest.embedding.row_messages, but for READ_ON, which is of steepest.core.messages.snapshots
+    PULL_ROWS = 51
+    ROWS = 52
+    READ_ON = 53
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """A message as it travels: a header of fixed places, some named values, and at most one payload.
+
+    Each kind has a dataclass, its body (`steepest.core.messages.schema`), whose `pack` makes the message
+    and whose `unpack` reads it; the body's fields say what the places of the header and the named
+    values mean in that kind.
+
+    Attributes:
+        kind: says which body it has.
+        generation, incarnation, sequence, version, chunk, weight, total: places of the header; 0,
+            or -1 for the chunk, where the body has no such field.
+        meta: the other fields of the body by name, or None: plain values, integers of at most 64 bits.
+        payload: contiguous one-dimensional uint8 memory, or None: a CPU tensor, or, in a process
+            that does without torch, a NumPy array. The receiver has what its role's `destination`
+            returned. The sender leaves it unchanged until the receiver is known to be done with it.
+        source, target: the sending and the receiving role; set by the router.
+        admitted: whether the receiving router has checked the message, see `Admission`; does not
+            travel.
+    """
+
+    kind: Kind
+    generation: int = 0
+    incarnation: int = 0
+    sequence: int = 0
+    version: int = 0
+    chunk: int = -1
+    weight: float = 0.0
+    total: float = 0.0
+    meta: dict[str, Any] | None = None
+    payload: Any = None
+    source: Peer | None = None
+    target: Peer | None = None
+    admitted: bool = False
+
+    def values(self) -> dict[str, Any]:
+        """Return `meta`, or an empty dict where it is None."""
+        return self.meta if self.meta is not None else {}
+
+
+#: How a role sends a message to a peer. Never blocks.
+Send = Callable[[Peer, Message], None]

@@ -1,0 +1,239 @@
+"""The messages by which clients read one version of the state, or install another state."""
+
+from collections.abc import Sequence as Row
+from dataclasses import field
+from typing import Annotated, Any
+
+from steepest.core.messages.fields import (
+    CHUNK,
+    COUNT,
+    FLAG,
+    PEER,
+    PUTS,
+    STATE,
+    TEXT,
+    many,
+    nothing_or,
+    one_of,
+    row,
+)
+from steepest.core.messages.gradients import Decision
+from steepest.core.messages.message import Kind, Peer
+from steepest.core.messages.schema import (
+    Body,
+    Chunk,
+    Generation,
+    Header,
+    Payload,
+    Sequence,
+    Version,
+    body,
+)
+
+#: The number of a message among those of one put, from 0; by it the message is acknowledged.
+Number = Annotated[int, Header("version")]
+_WHAT = one_of("weights", "state", "standing", "rows")
+#: Rows that a reader has: (chunk, life, version) of shards of tables, see `TableShard.life`.
+Bases = Row[Row[int]]
+_BASES = many(row(CHUNK, COUNT, COUNT))
+
+
+@body(Kind.READ)
+class Read(Body):
+    """A request for a snapshot: one version over all servers.
+
+    The driver's client, or a user of a parameter server, sends it to the coordinator.
+    """
+
+    sequence: Sequence
+    # "weights"; "state": the optimizer's and the coordinator's too; "standing": version and coordinator's state alone;
+    # "rows": the values of one embedding table alone
+    what: Annotated[str, _WHAT] = "weights"
+    chunks: Annotated[Row[int] | None, many(CHUNK)] = None  # that are wanted; None for all
+    table: Annotated[int, COUNT] = 0  # number of that table in its group
+    # the rows that the reader has: of these shards it is sent what has changed, if known, or all rows
+    since: Annotated[Bases, _BASES] = ()
+    # the version that is wanted, or the present one if that is later; until it is committed the request waits, or until
+    # a later one of the reader takes its place
+    at: Version = 0
+
+
+@body(Kind.SNAPSHOT)
+class Snapshot(Body):
+    """The order to send a reader what it asked for.
+
+    The coordinator sends it to every server between two commits, so that all send one version.
+    """
+
+    generation: Generation
+    sequence: Sequence  # this, what, chunks, table and since: of the request, see `Read`
+    version: Version  # that the servers are at
+    reader: Annotated[Peer, PEER]  # that asked
+    what: Annotated[str, _WHAT]
+    chunks: Annotated[Row[int] | None, many(CHUNK)] = None
+    table: Annotated[int, COUNT] = 0
+    since: Annotated[Bases, _BASES] = ()
+    # of the coordinator, to be passed on to the reader; None where only weights are read
+    state: Annotated[dict[str, Any] | None, STATE] = None
+
+
+@body()
+class _Tensor(Body):
+    """One tensor of optimizer state: elements [start, stop) of a flattened parameter of a chunk."""
+
+    sequence: Sequence  # of the request to which it belongs
+    chunk: Chunk
+    name: Annotated[str, TEXT]
+    key: Annotated[str, TEXT]  # of the tensor in the optimizer's state of that parameter
+    start: Annotated[int, COUNT]
+    stop: Annotated[int, COUNT]
+    # it stands for a value that is none, see `steepest.core.optim.portable`
+    plain: Annotated[bool, FLAG]
+    dtype: Annotated[str, TEXT]  # without "torch."
+    shape: Annotated[Row[int], many(COUNT)]
+    payload: Payload = field(default=None, kw_only=True)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The description of the tensor, as checkpoints and servers have it."""
+        names = ("name", "key", "start", "stop", "plain", "dtype", "shape")
+        return {name: getattr(self, name) for name in names}
+
+
+@body(Kind.STATE)
+class StateTensor(_Tensor):
+    """One tensor of optimizer state, or an array of some rows of tables, in a snapshot.
+
+    A server sends it to the client that reads "state" or "rows".
+    """
+
+    # whether the server sends more when a READ_ON has come
+    waits: Annotated[bool, FLAG] = field(default=False, kw_only=True)
+
+
+@body(Kind.READ_ON)
+class ReadOn(Body):
+    """A request for the next rows of a snapshot, or its end.
+
+    The client sends it to the server of each STATE that waits for it, so that rows lie in the
+    server's memory once, and not a second time in what it has yet to send.
+    """
+
+    sequence: Sequence
+
+
+@body(Kind.SNAPSHOT_END)
+class SnapshotEnd(Body):
+    """The end of a snapshot from one server: all that it has of it was sent before.
+
+    A server sends it to the reader.
+    """
+
+    generation: Generation
+    sequence: Sequence
+    version: Version
+    # of the coordinator, where the reader asked for "state" or "standing"
+    state: Annotated[dict[str, Any] | None, STATE] = None
+    given_up: Annotated[str, TEXT] = ""  # why the rest is not sent, in words; empty where all was
+    # of the optimizer that raised, from a parameter server by itself; it sends such an end also instead of the weights
+    # that a push makes, under the push's number
+    traceback: Annotated[str, TEXT] = ""
+
+
+@body(Kind.PUT)
+class Put(Body):
+    """One chunk of weights, to be installed later.
+
+    A client sends it to every server that holds the chunk.
+    """
+
+    sequence: Sequence  # the client's count of its requests; one for all messages of a put
+    number: Number  # of this message among those of the put, from 0
+    chunk: Chunk
+    payload: Payload = None  # in the chunk's dtype
+
+
+@body(Kind.PUT_STATE)
+class PutState(_Tensor):
+    """One tensor of optimizer state, to be installed later.
+
+    A client sends it to every server that holds the chunk.
+    """
+
+    number: Number = field(default=0, kw_only=True)  # as in `Put`
+
+
+@body(Kind.REPLACE_STATE)
+class ReplaceState(Body):
+    """The put replaces all optimizer state, even if it holds no tensor of it.
+
+    A client sends it to every server, after all other messages of the put, when it installs weights
+    together with optimizer state.
+    """
+
+    sequence: Sequence
+    number: Number  # as in `Put`
+
+
+@body(Kind.PUT_RECEIVED)
+class PutReceived(Body):
+    """A server has received one message of a put.
+
+    The server sends it to the client.
+    """
+
+    sequence: Sequence
+    number: Number  # of the message that was received
+    # why the server does not take it, in words; empty if it does
+    refused: Annotated[str, TEXT] = ""
+
+
+@body(Kind.INSTALL)
+class Install(Body):
+    """A request to make a put the state of the job.
+
+    A client sends it to the coordinator when servers have acknowledged all messages of the put.
+    """
+
+    sequence: Sequence
+    version: Version  # that the state has from now on
+    # whether the shares of the samples begin anew at that version
+    anew: Annotated[bool, FLAG] = False
+    # of the coordinator, or parts of it, see `RecoveredState`; None to keep its ledger and counters
+    state: Annotated[dict[str, Any] | None, nothing_or(STATE)] = None
+
+
+@body(Kind.INSTALLED)
+class Installed(Body):
+    """The put is the state of the job.
+
+    The coordinator sends it to the client, in answer to an INSTALL.
+    """
+
+    generation: Generation  # that has begun
+    sequence: Sequence
+    version: Version
+
+
+@body(Kind.INSTALL_REFUSED)
+class InstallRefused(Body):
+    """Nothing is installed, because a process is dead.
+
+    The coordinator sends it to the client, in answer to an INSTALL.
+    """
+
+    sequence: Sequence
+    peer: Annotated[Peer, PEER]  # the dead process
+    why: Annotated[str, TEXT]  # the cause of its death, in words
+
+
+@body(Kind.INSTALL_PUT)
+class InstallPut(Decision):
+    """The order to make what clients have put the state.
+
+    The coordinator of a parameter server by itself sends it to every server; a training job's
+    coordinator does so with MEMBERS.
+    """
+
+    # (role, index, request number) of each client whose put is installed
+    install: Annotated[Row[Row[Any]], PUTS]

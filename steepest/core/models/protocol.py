@@ -1,0 +1,373 @@
+"""The Model protocol: what the engine calls, and checks of what models return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from steepest.core.data.protocol import Indices, Source
+from steepest.core.models.scalars import as_number, describe
+from steepest.core.optim.arriving import ArrivingState
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
+from steepest.errors import ModelError
+
+_HEAVIEST = 1e90  # weight of a batch; `messages.fields.HEAVIEST` bounds the sum of several
+
+
+class Ready(Protocol):
+    """A callback of `Model.compute_gradients`: a gradient, or a part of one, is written."""
+
+    def __call__(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
+        """Take a gradient that is written.
+
+        Args:
+            entry: index of the layout's entry.
+            weight: summed sample weight of the batch.
+            present: whether there is a gradient at all.
+            chunk: for an entry that lies in several chunks, the one whose part is written; None for
+                all.
+        """
+
+
+#: A callback of `Model.compute_gradients`, called before an entry's weights are used, or with None
+#: before any are: returns when they are here.
+Arrive = Callable[[int | None], None]
+
+
+def all_here(entry: int | None) -> None:
+    """Return at once: what `Model.compute_gradients` is given as `arrive` if all weights are here."""
+
+
+class Share(NamedTuple):
+    """The numbers of samples of which a gradient is computed, and of which an update is made."""
+
+    samples: int  # of the next batch, as the job has divided its data
+    whole: int  # of all batches whose mean gradient is one update
+
+
+class Where(NamedTuple):
+    """The place of a batch in a job's data."""
+
+    step: int  # the number of steps before
+    epoch: int | None  # None where the data choose their own batches
+    part: tuple[int, int]  # which of how many batches of the step it is
+    # parts of the epoch's permutation that the step takes
+    ranges: tuple[tuple[int, int], ...] = ()
+    is_last: bool = False  # whether the step is the last one of its epoch
+    has_more: bool = False  # whether the replica has further batches in the step
+    empty: bool = False  # whether it has no samples in the step
+    leased: bool = False  # whether the batch is of an update by itself, and steps come in any order
+
+    def follows(self, before: Where) -> bool:
+        """Return whether the batch may be the next one after another, all steps before it being committed."""
+        if self.leased or self.step > before.step:
+            return True
+        same = self.step == before.step and self.ranges == before.ranges
+        return same and self.part == (before.part[0] + 1, before.part[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The result of one batch on one replica.
+
+    Attributes:
+        loss: mean over the batch.
+        weight: of the batch in means; the number of samples unless the model says otherwise.
+        samples: number of samples.
+        metrics: means over the batch, by name, each a number as `steepest.core.models.scalars.as_number`
+            takes it.
+    """
+
+    loss: float
+    weight: float
+    samples: int
+    metrics: Mapping[str, Any]
+
+
+def checked_metrics(metrics: Any) -> dict[str, float]:
+    """Return metrics by name as plain floats (`as_number`), NaN and infinity as they are."""
+    # ModelError names what is no number.
+    if not isinstance(metrics, Mapping):
+        raise ModelError(f"metrics are {describe(metrics)}: return a dict of numbers by name")
+    found = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise ModelError(
+                f"a metric is named {name!r:.200}, {describe(name)}: name each by a string"
+            )
+        if (number := as_number(value)) is None:
+            raise ModelError(
+                f"metric {name!r} is {describe(value)}: return a real number, a NumPy scalar or a "
+                "tensor without "
+                "dimensions"
+            )
+        found[name] = number
+    return found
+
+
+def validate_computed(computed: Any) -> Computed:
+    """Return a model's result with plain numbers; ModelError: it is no `Computed`, or one of them is none."""
+    if not isinstance(computed, Computed):
+        raise ModelError(
+            f"the model computed {describe(computed)}: return a steepest.core.models.protocol.Computed"
+        )
+    plain = type(computed.loss) is type(computed.weight) is float and type(computed.samples) is int
+    if (
+        plain
+        and 0 <= computed.weight <= _HEAVIEST
+        and computed.samples >= 0
+        and computed.metrics == {}
+    ):
+        return computed  # as those of our own adapters are
+    loss, samples = map(as_number, (computed.loss, computed.samples))
+    if loss is None:
+        raise ModelError(
+            f"the loss is {describe(computed.loss)}: return the batch's mean as a number"
+        )
+    weight = checked_weight(computed.weight)
+    if samples is None or not 0 <= samples < math.inf or samples != int(samples):
+        raise ModelError(f"the batch has {computed.samples!r:.200} samples: return how many it has")
+    return Computed(loss, weight, int(samples), checked_metrics(computed.metrics))
+
+
+def checked_weight(value: Any) -> float:
+    """Return a batch's weight as a float."""
+    # ModelError: it is negative, no number, or too large to be summed and squared.
+    weight = as_number(value)
+    if weight is None or not 0 <= weight <= _HEAVIEST:
+        given = describe(value) if weight is None else weight
+        raise ModelError(
+            f"the loss weighs {given}: return a weight of zero or more, and at most {_HEAVIEST:g}"
+        )
+    return weight
+
+
+@runtime_checkable
+class Model(Protocol):
+    """One replica of a model, of any framework.
+
+    What else a model may do has protocols of its own below, of which it has any: the engine asks, when it gets
+    the model, which ones it fulfils.
+
+    A model is made by the user's `model_creator(worker_index, device_index)`; the library then
+    binds it to flat vectors and calls it from one thread.
+    """
+
+    #: samples per replica and step
+    batch_size: int
+    #: the training data
+    data: Source
+
+    @property
+    def layout(self) -> ParameterLayout:
+        """The places of all parameters in the flat vector, frozen ones included."""
+
+    @property
+    def optimizer_spec(self) -> OptimizerSpec:
+        """The recipe of the optimizer, which servers rebuild over their chunks."""
+
+    def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Move the parameters into flat vectors laid out by `layout`.
+
+        The parameters' present values are written to `weights`; from then on those that are trained
+        are views of it, and `compute_gradients` writes to `gradients`. Frozen parameters are the
+        replica's own and stay where they are, so that the model may write to them; `load_state`
+        takes their values from `weights`.
+
+        Args:
+            weights: uint8, `layout.nbytes` long, on the replica's device.
+            gradients: the same.
+        """
+
+    def move(self, weights: torch.Tensor) -> None:
+        """Make the trained parameters views of another vector, which holds their values.
+
+        Called after `bind`.
+
+        Args:
+            weights: as in `bind`. Other processes may share it: the model must not write to it.
+        """
+
+    def relayout(self, cut: ChunkSpec) -> None:
+        """Plan `layout` again, cut into other chunks; `bind` is called next.
+
+        Parameters stay in the same order, but for those of `cut.unfrozen`, which are trained from
+        now on.
+        """
+
+    def compute_gradients(
+        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here
+    ) -> Computed:
+        """Compute the gradient of the mean loss over a batch, and write it to the gradient vector.
+
+        Args:
+            batch: as `data` yields it.
+            ready: called once for each trainable entry (or each chunk of it) as soon as its
+                gradient is written; zeros, and ``present=False``, for an entry without one.
+            metrics: whether to compute metrics, too.
+            arrive: called with a trainable entry before its weights are used, or with None before
+                any are. They may be on their way until it returns.
+        """
+
+    def evaluate(self, batch: Any) -> Computed:
+        """Return loss and metrics of one batch, in evaluation mode; nothing changes."""
+
+    def source(self, data: Any, batch_size: int) -> Source:
+        """Return a source of batches over other data of the same kind, for `evaluate`."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return CPU copies of the values that the replica itself changes, by name.
+
+        They are buffers, such as running means, and the frozen parameters whose values are not
+        those in `weights`. Called before `bind`, too: for a model without any of these, no worker
+        is asked for its own state when a snapshot is taken.
+        """
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set the values that `state` returned.
+
+        Frozen parameters that it does not name get those in `weights`.
+        """
+
+
+@runtime_checkable
+class Unfreezing(Protocol):
+    """An ability of a model: its frozen parameters may be unfrozen between steps."""
+
+    def unfrozen(self) -> frozenset[str]:
+        """Return the names of those that now are, but are not trained in `Model.layout` yet."""
+
+
+@runtime_checkable
+class OptimizerArrives(Protocol):
+    """An ability of a model: its optimizer has state before the first step."""
+
+    #: that state; set to None when servers, or the worker's own optimizer, have it
+    optimizer_state: ArrivingState | None
+
+
+def arriving_with(model: Model) -> ArrivingState | None:
+    """Return the state with which a model's optimizer arrives; None for none."""
+    return model.optimizer_state if isinstance(model, OptimizerArrives) else None
+
+
+@runtime_checkable
+class WeighsBatches(Protocol):
+    """An ability of a model: it weighs batches by their samples."""
+
+    def expect(self, share: Share | None) -> None:
+        """Take the numbers of samples of the next batch, computed or evaluated.
+
+        Called before each batch; with None where the data choose their own batches, of which only
+        the batch itself can say how many samples it has.
+        """
+
+
+@runtime_checkable
+class FollowsData(Protocol):
+    """An ability of a model: it follows its place in the data."""
+
+    def take_place(self, where: Where, replica: int, replicas: int) -> None:
+        """Take the place of the next batch that it computes, or of none where it has no samples in a step.
+
+        Args:
+            where: that place.
+            replica: the model's number among all replicas of the job.
+            replicas: their number.
+        """
+
+
+@runtime_checkable
+class FollowsCommits(Protocol):
+    """An ability of a model: it does more than to compute gradients."""
+
+    def go_on(self, version: int) -> None:
+        """Note that all weights of a version are here, while no step is computed.
+
+        Called where every worker contributes to each version, which is then the number of steps committed.
+        """
+
+
+@runtime_checkable
+class SaysHyper(Protocol):
+    """An ability of a model: the updates of its gradients have hyperparameters that no schedule says."""
+
+    @property
+    def hyper(self) -> list[dict[str, Any]] | None:
+        """Of the last gradient's update, by parameter group, those that differ from `Model.optimizer_spec`; or None."""
+
+
+@runtime_checkable
+class SaysClipping(Protocol):
+    """An ability of a model: each update of its gradients has a greatest norm of its own."""
+
+    @property
+    def clip_step(self) -> float | None:
+        """That of the last gradient's update; None for the strategy's."""
+
+
+@runtime_checkable
+class TakesBack(Protocol):
+    """An ability of a model: it may find late that gradients have changed of which it has said that they are ready.
+
+    It may take them back before `Model.compute_gradients` returns, and calls `ready` for every entry after that.
+    """
+
+    #: None, but while it computes, where calls of `ready` can be undone, a function that undoes all of them
+    take_back: Callable[[], None] | None
+
+
+@runtime_checkable
+class Gathers(Protocol):
+    """An ability of a model: it gathers values of all workers in the middle of its work."""
+
+    def meet(
+        self,
+        member: Any,
+        wait: Callable[[Callable[[], bool]], None],
+        share_of: Callable[[int], Indices | None],
+    ) -> None:
+        """Take how the other workers are reached; called when these are known, or have changed.
+
+        Args:
+            member: a `steepest.collectives.members.MemberCollective`.
+            wait: returns when what it is given returns True, and lets messages come meanwhile.
+            share_of: returns the samples of the replica's last batch of a step of the job; None where it had none, or
+                they are not known.
+        """
+
+
+@runtime_checkable
+class AsksForClipping(Protocol):
+    """An ability of a model: it knows the greatest norm of its gradients, where the strategy says none."""
+
+    clip_norm: float | None
+
+
+@runtime_checkable
+class HasNotice(Protocol):
+    """An ability of a model: there is something that its user should know, which the driver logs once."""
+
+    notice: str
+
+
+@runtime_checkable
+class Reseats(Protocol):
+    """An ability of a model: users' functions may replace its parameters, which it notices and undoes."""
+
+    def reseat(self) -> str | None:
+        """Put the parameters back into the flat vector; return the name of one that had been replaced, or None."""
+
+
+@runtime_checkable
+class Attended(Protocol):
+    """An ability of a model that is made for tests."""
+
+    @property
+    def attend(self) -> Callable[[Any, Any, Any], None]:
+        """A function that is called with router, peer and role of each server and worker that is hosted."""

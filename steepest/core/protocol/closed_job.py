@@ -1,0 +1,459 @@
+"""The membership of a training job: numbered workers that join, are replaced and get steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from steepest.core.messages import driver
+from steepest.core.messages.fields import MOST
+from steepest.core.messages.gradients import Refresh, Report
+from steepest.core.messages.membership import (
+    Failed,
+    Grant,
+    Join,
+    Lease,
+    Members,
+    WorkerEnded,
+    WorkerJoined,
+)
+from steepest.core.messages.message import Kind, Message, Peer, PushId, worker_peer
+from steepest.core.messages.snapshots import Install, Installed, InstallRefused
+from steepest.core.protocol.commit_rules import Staged
+from steepest.core.protocol.commit_state import CommitState, Outgoing
+from steepest.core.protocol.membership import Made, Readers
+from steepest.core.protocol.push_tracking import Reports, StagedEach
+from steepest.core.protocol.step_summary import OpenStep
+from steepest.errors import ProtocolError, listed
+
+_MOST_INSTALLS = 64  # states of clients that wait for workers to join
+
+
+class ClosedJob:
+    """The workers of one job, and the steps that a client asks of them.
+
+    `Membership` describes the methods that the coordinator calls. Under a rule by which every
+    member contributes to every version, workers go on by themselves up to a limit, each with its
+    own share of the samples. Under any other, each push begins with a LEASE of the next free share
+    to its worker.
+
+    Args:
+        state: with the indices of the workers that must join before the first step.
+        step_timeout: seconds after which an open step is given up.
+        replaces: whether a lost worker is waited for, because another process will join in its
+            place; otherwise the loss is a failure.
+    """
+
+    def __init__(self, state: CommitState, *, step_timeout: float, replaces: bool = False) -> None:
+        self.state = state
+        self.joined: set[int] = set()  # indices of the workers that have joined and are not lost
+        # the workers and servers that are lost and not replaced, each with the reason
+        self.losses: dict[Peer, str] = {}
+        self.limit = 0  # the version up to which steps are granted
+        self.torn: Mapping[str, Any] | None = None
+        self._step_timeout = step_timeout
+        self._replaces = replaces
+        self._incarnations: dict[int, int] = {}  # of each worker that ever joined
+        self._begun = False  # whether all workers have been joined at the same time
+        self._client: Peer | None = None  # which asked for something last
+        self._stats = True
+        self._installs: list[tuple[Peer, int]] = []  # requests that wait for all workers to join
+        self._step = OpenStep()
+        # Of versions whose pushes are not counted yet: generation, version, reports and staleness
+        # by worker, norm.
+        self._unsettled: list[tuple[int, int, Reports, Mapping[int, int], float | None]] = []
+        self._since = math.inf  # when the open version was begun, on the caller's clock
+        self._now = math.inf  # until the caller first tells the time
+
+    # -- events --------------------------------------------------------------------------------
+
+    def handle(self, source: Peer, message: Message) -> Outgoing:
+        """Act on a message of a worker or client, see `Membership.handle`."""
+        match message.kind:
+            case Kind.JOIN:
+                self._require_member(source)
+                return self._join(source.index, Join.unpack(message).incarnation)
+            case Kind.FAILED if source.role == "server":
+                return self._update_failed(source, Failed.unpack(message))
+            case Kind.FAILED:
+                self._require_member(source)
+                return self._failed(source.index, Failed.unpack(message))
+            case Kind.GIVE_UP:
+                return self._give_up(driver.GiveUp.unpack(message))
+            case Kind.ASK:
+                return self._ask(source, driver.Ask.unpack(message))
+            case Kind.REVOKE:
+                return self._revoke(source, driver.Revoke.unpack(message))
+            case Kind.STOP:
+                return self._stop(source, driver.Stop.unpack(message))
+            case Kind.INSTALL:
+                return self._install(source, Install.unpack(message))
+            case _:
+                raise ProtocolError(f"the coordinator of a job does not take {message.kind.name}")
+
+    def report(self, source: Peer, message: Message) -> bool:
+        """Stage REPORT of a worker, see `Membership.report`."""
+        self._require_member(source)
+        if message.kind is not Kind.REPORT:
+            raise ProtocolError(f"the coordinator of a job does not take {message.kind.name}")
+        state, worker, report = self.state, source.index, Report.unpack(message)
+        if not state.is_current(report.generation, report.pulled) or self.is_over(
+            worker, report.incarnation
+        ):
+            return False
+        if report.pulled > state.version:
+            raise ProtocolError(
+                f"REPORT of a push from version {report.pulled}, the newest is {state.version}"
+            )
+        push = PushId(worker, report.incarnation, report.sequence)
+        if (
+            isinstance(state.staging, StagedEach)
+            and not state.staging.is_closed(push)
+            and not state.leases.claim(push)
+        ):
+            raise ProtocolError(f"REPORT of {push}, for which worker {worker} has no lease")
+        state.staging.report(push, report)
+        return True
+
+    def tick(self, now: float) -> Outgoing:
+        """Give the open step up if it, or a share, is overdue, see `Membership.tick`."""
+        self._now = now
+        if self.state.schedule_behind:
+            self._since = math.inf  # no worker is waited for meanwhile
+            return []
+        leases = self.state.leases
+        overdue = leases.overdue(now, self._step_timeout)
+        if self._client is None or self.state.version >= self.limit:
+            return []
+        if not overdue:
+            if self._since == math.inf:
+                self._since = now
+            if now - self._since < self._step_timeout:
+                return []
+        awaited = [str(peer) for peer in self._awaited(overdue)]
+        return self._fail("deadline", {"awaited": awaited, "seconds": self._step_timeout})
+
+    def _awaited(self, overdue: Sequence[int] = ()) -> list[Peer]:
+        """Return the workers (only those with an overdue share, if any), or servers, that the open step waits for."""
+        state = self.state
+        absent = state.members - self.joined
+        busy = state.members if state.rule.together else state.leases.busy
+        return state.staging.awaited(overdue or sorted(absent or busy))
+
+    def doing(self) -> str:
+        """Return what the open step waits for, in words, see `Membership.doing`."""
+        state = self.state
+        if absent := state.members - self.joined:
+            return f"waits for {listed(map(worker_peer, sorted(absent)))} to join"
+        if state.schedule_behind:
+            return "steps the learning-rate schedule to its place"
+        if self._client is None or state.version >= self.limit:
+            return f"is asked for no step; version {state.version} is committed"
+        seconds = self._now - self._since
+        lasting = f", for {seconds:.1f} s" if math.isfinite(seconds) else ""
+        return f"waits for {listed(self._awaited())} to make version {state.version + 1}{lasting}"
+
+    def lost(self, peer: Peer, reason: str) -> Outgoing:
+        """Wait for a lost worker's successor, or fail the open step, see `Membership.lost`."""
+        if peer.role == "worker" and peer.index in self.state.members:
+            if self._replaces:
+                return self._end(peer.index, reason) if peer.index in self.joined else []
+            self.joined.discard(peer.index)
+        elif peer.role != "server":
+            if peer == self._client:
+                self._client = None
+            return []
+        self.losses[peer] = reason
+        if self.state.version < self.limit:
+            return self._fail_for_loss()
+        return self._begin_generation(reload=False)  # the next ASK fails
+
+    def _require_member(self, peer: Peer) -> None:
+        """Raise ProtocolError if a peer is no worker of this job."""
+        if peer.index not in self.state.members:
+            raise ProtocolError(f"worker {peer.index} is not a member of this job")
+
+    # -- workers that come and go --------------------------------------------------------------
+
+    def is_over(self, worker: int, incarnation: int) -> bool:
+        """Return whether a push's process is no member any more, see `Membership.is_over`."""
+        known = worker in self.joined and self._incarnations[worker] == incarnation
+        return not (known or self.state.rule.together)
+
+    def _join(self, worker: int, incarnation: int) -> Outgoing:
+        """Make a process a member; a generation begins once all workers have joined."""
+        # A successor may join while the others go on.
+        state = self.state
+        known = self._incarnations.get(worker, -1)
+        if incarnation < known or (worker in self.joined and known == incarnation):
+            return []  # a copy, or of a process that was given up
+        self._incarnations[worker] = incarnation
+        self.joined.add(worker)
+        self.losses.pop(worker_peer(worker), None)
+        state.leases.begin(worker, state.version, self.joined)
+        if self._begun and not state.rule.together and not self._installs:
+            return self._join_running(worker)
+        if self.joined < state.members:
+            return []
+        self._begun = True
+        return self._begin_generation(reload=True, again=True) + self._go_on()
+
+    def _join_running(self, worker: int) -> Outgoing:
+        """Let a worker join the present generation, while the others go on."""
+        state = self.state
+        members = Members(state.generation, state.version, sorted(self.joined), reload=True)
+        joined = state.to_servers(WorkerJoined(state.generation, state.version, worker))
+        return [(worker_peer(worker), members.pack()), *joined, *self._go_on()]
+
+    def _give_up(self, request: driver.GiveUp) -> Outgoing:
+        """End the membership of a process whose channel is open, if it still is a member."""
+        worker = request.worker
+        known = worker in self.joined and self._incarnations[worker] == request.life
+        return self._end(worker, request.why) if self._replaces and known else []
+
+    def _end(self, worker: int, reason: str) -> Outgoing:
+        """End the membership of a worker's process; another one will join in its place."""
+        # Where every member contributes to every version the open step is void, and taken again when the successor has
+        # joined. Otherwise the others go on, also with the share that the lost worker had.
+        state = self.state
+        self.joined.discard(worker)
+        incarnation = self._incarnations.get(worker, 0)
+        if state.rule.together:
+            out = self._begin_generation(reload=False, again=True)
+        else:
+            void, complete = state.staging.end(worker)
+            if not complete:
+                state.leases.leave(worker)
+            ended = WorkerEnded(state.generation, state.version, worker, incarnation, tuple(void))
+            out = state.to_servers(ended) + self._go_on()
+        if self._client is not None:
+            lost = driver.WorkerLost(state.generation, state.version, worker, incarnation, reason)
+            out.append((self._client, lost.pack()))
+        return out
+
+    def _begin_generation(self, *, reload: bool, again: bool = False) -> Outgoing:
+        """Begin a generation, which voids every staged push."""
+        # Install clients' waiting states if all workers have joined. reload: whether servers send all weights to all
+        # members; again: whether the steps stay granted, and gradients computed from the same weights stay good.
+        state = self.state
+        state.begin_generation(self.joined)
+        if not again:
+            self.limit = state.version
+        self._since = math.inf
+        installs = self._installs if self.joined == state.members else []
+        members = Members(
+            *(state.generation, state.version, sorted(self.joined)),
+            # a worker in the middle of a push may hold older weights
+            reload=reload or not state.rule.together,
+            install=[[*client, sequence] for client, sequence in installs],
+            again=again and not installs,
+        )
+        out = state.to_servers(members)
+        out += [(worker_peer(worker), members.pack()) for worker in sorted(self.joined)]
+        if installs:
+            self._installs = []
+        for client, sequence in installs:
+            installed = Installed(state.generation, sequence, state.version)
+            out.append((client, installed.pack()))
+        return out
+
+    # -- clients -------------------------------------------------------------------------------
+
+    def _ask(self, client: Peer, request: driver.Ask) -> Outgoing:
+        """Grant more steps."""
+        self._client = client
+        if self.losses:
+            return self._fail_for_loss()
+        if self.torn is not None:
+            return self._fail("optimizer", self.torn)
+        state, per_step = self.state, self.state.versions_per_step
+        if self.limit + request.steps * per_step >= MOST:
+            raise ProtocolError(f"ASK for {request.steps} steps: give fewer")
+        self._stats, state.rates = request.stats, request.rates
+        if state.version == self.limit:
+            self._since = math.inf  # the clock of a step starts when it is asked for
+        self.limit += request.steps * per_step
+        self.limit -= self.limit % per_step  # a step that was given up half-way is finished first
+        return self._go_on()
+
+    def _revoke(self, client: Peer, request: driver.Revoke) -> Outgoing:
+        """Take back all steps that are granted and not committed."""
+        self._client = client
+        out = self._begin_generation(reload=False)
+        revoked = driver.Revoked(self.state.generation, request.sequence, self.state.version)
+        return [*out, (client, revoked.pack())]
+
+    @property
+    def _pushes_per_version(self) -> int:
+        """How many pushes make an update."""
+        return self.state.pushes_per_step // self.state.versions_per_step
+
+    def _stop(self, client: Peer, request: driver.Stop) -> Outgoing:
+        """Take back the steps that are granted and not begun."""
+        state = self.state
+        self._client = client
+        if state.rule.together:
+            out = self._begin_generation(reload=False) if state.version < self.limit else []
+        else:
+            busy = len(state.leases.busy)
+            begun = state.version + -(-busy // self._pushes_per_version)
+            self.limit = min(self.limit, begun + -begun % state.versions_per_step)
+            out = self._go_on()
+        stopped = driver.Stopped(state.generation, request.sequence, self.limit)
+        return [*out, (client, stopped.pack())]
+
+    def _install(self, client: Peer, install: Install) -> Outgoing:
+        """Continue from a client's state, in a new generation once all workers have joined."""
+        if len(self._installs) >= _MOST_INSTALLS:
+            raise ProtocolError(f"{_MOST_INSTALLS} states wait for the workers to join")
+        self._client = client
+        if self.losses:
+            peer, why = next(iter(self.losses.items()))
+            return [(client, InstallRefused(install.sequence, peer, why).pack())]
+        self.state.install(install, self.joined)
+        self.limit = self.state.version
+        self._step.clear()
+        self._installs.append((client, install.sequence))
+        if self.joined == self.state.members:
+            return self._begin_generation(reload=True)
+        return []
+
+    # -- going on ------------------------------------------------------------------------------
+
+    def _go_on(self) -> Outgoing:
+        """Return the messages that tell workers how far they may go, or what to compute next."""
+        state = self.state
+        if not self._begun or len(self.joined) < state.rule.needs(len(state.members)):
+            return []
+        if not state.rule.together:
+            readers, leases = self._lease()
+            if not readers:
+                return leases
+            return state.to_servers(Refresh(state.generation, state.version, readers)) + leases
+        grant = Grant(state.generation, self.limit, self._stats, state.rates)
+        return [(worker_peer(worker), grant.pack()) for worker in sorted(self.joined)]
+
+    def _lease(self) -> tuple[Readers, Outgoing]:
+        """Lease shares to idle workers, the slowest first."""
+        # Return who needs new weights, and the messages with the leases. Every idle worker needs them when all granted
+        # steps are committed.
+        state = self.state
+        granted = self.limit - state.version
+        # Where a step is several updates, no more pushes than these need may be on their way.
+        several = state.versions_per_step > 1 or not granted
+        most = granted * self._pushes_per_version if several else math.inf
+        out: Outgoing = []
+        chosen = []
+        for worker, share in state.leases.lease(self.joined, most, self._now):
+            chosen.append(worker)
+            last = state.leases.last_applied.get(worker, 0)
+            lease = Lease(state.generation, state.version, share, self._stats, last)
+            out.append((worker_peer(worker), lease.pack()))
+        idle = () if granted else sorted(self.joined - set(state.leases.busy))
+        behind = state.leases.behind([*chosen, *idle], state.version)
+        return [[worker, 0] for worker in behind], out
+
+    def committed(self, made: Made) -> tuple[Readers, Outgoing]:
+        """Add pushes to the open step and lease the next shares, see `Membership.committed`."""
+        state = self.state
+        settled = made.reports, made.staleness, made.norm
+        self._unsettled.append((state.generation, state.version, *settled))
+        self._since = self._now if state.version < self.limit else math.inf
+        out: Outgoing = []
+        if state.rule.together:
+            readers = [[push.worker, 0] for push in made.pushes]
+        else:
+            state.leases.commit(made.pushes, skipped=made.skipped)
+            if state.versions_per_step == 1:  # what the others are computing can only be dropped
+                state.leases.give_back(state.leases.busy)
+            readers, out = self._lease()
+        return readers, out
+
+    def known(self) -> Outgoing:
+        """Return no messages: the coordinator's role holds results back."""
+        return []
+
+    def settle(self) -> Outgoing:
+        """Add committed pushes to their steps; return the results of whole ones."""
+        out: Outgoing = []
+        history, per_step = self.state.history, self.state.versions_per_step
+        unsettled, self._unsettled = self._unsettled, []
+        for generation, version, reports, staleness, norm in unsettled:
+            step = (version - 1) // per_step
+            self._step.add_norm(norm)
+            for worker, report in reports.items():
+                assert isinstance(report, Report)
+                self._step.add(report, staleness[worker])
+                if report.samples:  # at an epoch's end a worker may have none, and computes nothing
+                    history.add_timings(worker, report.timings, step)
+            if version % per_step == 0:
+                summary = self._step.end(self._stats)
+                result = driver.Result(generation, version, step + 1, **summary)
+                out += [] if self._client is None else [(self._client, result.pack())]
+        return out
+
+    def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
+        """Let workers go on whose pushes came too late, see `Membership.dropped`."""
+        # If more steps are to come their shares are free only after the next leases: a worker that is too slow for a
+        # share would get it again and again.
+        leases = self.state.leases
+        shares = leases.drop(pushes)
+        to_lease = self.limit - self.state.version - len(leases.busy)
+        later = to_lease >= 2 * len(shares)
+        if not later:
+            leases.free(shares)
+        readers, out = self._lease()
+        if later:
+            leases.free(shares)
+        return readers, out
+
+    # -- failure -------------------------------------------------------------------------------
+
+    def refuse(self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]) -> Outgoing:
+        """Fail the open step, see `Membership.refuse`."""
+        return self._fail(reason, about)
+
+    def _fail_for_loss(self) -> Outgoing:
+        """Fail the open step because of the first loss."""
+        peer, why = next(iter(self.losses.items()))
+        return self._fail("lost", {"peer": peer, "why": why})
+
+    def _failed(self, worker: int, failed: Failed) -> Outgoing:
+        """Fail the open step because a worker's model raised."""
+        if failed.generation != self.state.generation:
+            return []
+        about = {
+            "worker": worker,
+            "error": failed.error,
+            "traceback": failed.traceback,
+            "kind": failed.kind,
+        }
+        # the model may have written to its weights before it raised
+        return self._fail("raised", about, reload=True)
+
+    def _update_failed(self, server: Peer, failed: Failed) -> Outgoing:
+        """Fail this step and all later ones: a server's optimizer raised in a committed update."""
+        # Others have applied it, so that the servers' chunks are of no version. Further servers that say so are
+        # ignored.
+        if self.torn is not None:
+            return []
+        self.torn = {
+            "step": (failed.version - 1) // self.state.versions_per_step,
+            "peer": server,
+            "error": failed.error,
+            "traceback": failed.traceback,
+            "kind": failed.kind,
+        }
+        return self._fail("optimizer", self.torn)
+
+    def _fail(self, reason: str, about: Mapping[str, Any], *, reload: bool = False) -> Outgoing:
+        """Give the open step up and begin a generation; `reason` and `about` are of the client's `Failure`."""
+        # Nothing of the step is applied. reload: whether servers send all weights to all members.
+        state = self.state
+        out = self._begin_generation(reload=reload)
+        if self._client is not None:
+            fields = {"step": state.step, "reason": reason, **about}
+            failure = driver.Failure(state.generation, state.version, **fields)
+            out.append((self._client, failure.pack()))
+        return out

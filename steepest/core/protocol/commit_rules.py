@@ -1,0 +1,171 @@
+"""Commit rules: which staged pushes become the next version, as pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from steepest.core.messages.message import PushId
+
+
+class Staged(NamedTuple):
+    """A push that is staged completely on every server."""
+
+    worker: int
+    incarnation: int  # number of the worker's process
+    sequence: int  # number of the push among those of that process
+    pulled: int  # the version whose weights it was computed from
+
+    @property
+    def id(self) -> PushId:
+        """Its identity: worker, incarnation and sequence number."""
+        return PushId(self.worker, self.incarnation, self.sequence)
+
+
+class Decision(NamedTuple):
+    """What a rule decides on staged pushes."""
+
+    # make the next version, in the order in which they are added up; empty to wait
+    commit: tuple[Staged, ...] = ()
+    drop: tuple[Staged, ...] = ()  # will never be committed
+
+
+class CommitRule(Protocol):
+    """A mode of training, as pure functions of plain values.
+
+    A worker's *clock* is the number of its pushes that are committed.
+
+    Attributes:
+        together: whether every member contributes to every version, so that servers may add pushes
+            up as they arrive.
+    """
+
+    together: bool
+
+    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
+        """Return which staged pushes (oldest first) of a version and all workers to commit, and which to drop."""
+
+    def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
+        """Return whether a worker may begin its next push, by the clocks of all joined workers, itself included."""
+
+    def needs(self, workers: int) -> int:
+        """Return how many of a job's workers must have joined for these to go on."""
+
+    def pushes_per_step(self, workers: int) -> int:
+        """Return how many pushes make one training step of a job with that many workers."""
+
+    def versions_per_step(self, workers: int) -> int:
+        """Return how many versions make one training step of a job with that many workers."""
+
+
+@dataclass(frozen=True)
+class CommitAll:
+    """Synchronous training: a version is one push of every member."""
+
+    together = True
+
+    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
+        """Commit all staged pushes, ordered by worker, once each member has one."""
+        return (
+            Decision(tuple(sorted(staged)))
+            if {push.worker for push in staged} >= members
+            else Decision()
+        )
+
+    def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
+        """Return True: a worker waits for new weights alone."""
+        return True
+
+    def needs(self, workers: int) -> int:
+        """Return the number of all workers."""
+        return workers
+
+    def pushes_per_step(self, workers: int) -> int:
+        """Return one push for each worker."""
+        return workers
+
+    def versions_per_step(self, workers: int) -> int:
+        """Return 1."""
+        return 1
+
+
+@dataclass(frozen=True)
+class CommitFirst:
+    """Synchronous training with backup workers (Chen et al. 2016).
+
+    Args:
+        backup: how many of the workers' pushes for a version are not waited for.
+
+    Reference: Revisiting Distributed Synchronous SGD, arXiv:1604.00981.
+    """
+
+    backup: int
+    together = False
+
+    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
+        """Commit the first pushes of this version once they are enough; drop older ones."""
+        drop = tuple(push for push in staged if push.pulled < version)
+        fresh = [push for push in staged if push.pulled == version]
+        enough = self.pushes_per_step(len(members))
+        return Decision(tuple(sorted(fresh[:enough])) if len(fresh) >= enough else (), drop)
+
+    def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
+        """Return True: a worker waits for new weights alone."""
+        return True
+
+    def needs(self, workers: int) -> int:
+        """Return the number of workers whose pushes make a version."""
+        return self.pushes_per_step(workers)
+
+    def pushes_per_step(self, workers: int) -> int:
+        """Return one push for each worker but the backup; at least one."""
+        return max(workers - self.backup, 1)
+
+    def versions_per_step(self, workers: int) -> int:
+        """Return 1."""
+        return 1
+
+
+@dataclass(frozen=True)
+class CommitEach:
+    """Asynchronous training: each push is a version, in the order in which pushes are complete.
+
+    Args:
+        lead: no worker begins a push while its clock is more than this ahead of the slowest's
+            (stale synchronous parallel, Ho et al. 2013); None for no bound. A worker that has to
+            wait finds its push committed all the same: it waits for new weights.
+        drop_above: pushes of greater staleness are dropped; None to keep all.
+
+    Reference: More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS
+    2013.
+    """
+
+    lead: int | None = None
+    drop_above: int | None = None
+    together = False
+
+    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
+        """Commit the oldest push that is not too stale; drop the older ones."""
+        if self.drop_above is None:
+            return Decision(tuple(staged[:1]))
+        for index, push in enumerate(staged):
+            if version - push.pulled <= self.drop_above:
+                return Decision((push,), tuple(staged[:index]))
+        return Decision((), tuple(staged))
+
+    def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
+        """Return whether the worker is at most `lead` pushes ahead of the slowest."""
+        return self.lead is None or clocks[worker] - min(clocks.values()) <= self.lead
+
+    def needs(self, workers: int) -> int:
+        """Return 1: any worker goes on by itself."""
+        return 1
+
+    def pushes_per_step(self, workers: int) -> int:
+        """Return as many pushes as there are workers, whichever made them."""
+        return workers
+
+    def versions_per_step(self, workers: int) -> int:
+        """Return as many versions as there are workers: each push is one."""
+        return workers

@@ -1,0 +1,319 @@
+"""The coordinator: decides what is committed. Events in, messages out; no I/O, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from steepest.core.messages import driver
+from steepest.core.messages.gradients import (
+    Commit,
+    Discard,
+    Logged,
+    PushStaged,
+    Report,
+    VersionStaged,
+)
+from steepest.core.messages.message import Kind, Message, Peer, server_peer
+from steepest.core.messages.snapshots import Read, Snapshot
+from steepest.core.protocol.commit_rules import Staged
+from steepest.core.protocol.commit_state import Outgoing
+from steepest.core.protocol.membership import Made, Membership
+from steepest.core.protocol.push_tracking import (
+    MOST_CULPRITS,
+    Reports,
+    StagedEach,
+    StagedTogether,
+    clip_factor,
+    clip_told_by,
+    told_by,
+)
+from steepest.core.protocol.rates import with_rates
+from steepest.core.protocol.sample_leases import Ledger
+from steepest.errors import ProtocolError, describe_error
+
+
+class Coordinator:
+    """Decides which staged pushes become versions, and orders reads between them.
+
+    Its membership decides which processes may push, and what they are granted and answered. Methods
+    are called on the thread of the process' router, and return the messages to send, in order.
+
+    Args:
+        membership: a `ClosedJob` of numbered workers, or an `OpenGroup` of users.
+        hyperparameters: returns the hyperparameters of a step that differ from the servers' own, by
+            parameter group, unless a worker's report has them.
+        nonfinite: "refuse", "skip" or "pass" an update with NaN or infinity.
+        clip_norm: the greatest norm of an update's gradient; None for any.
+        scale_rate: whether the learning rate is divided by the staleness.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        hyperparameters: Callable[[int], list[dict[str, Any]]] = lambda step: [],
+        *,
+        nonfinite: str = "refuse",
+        clip_norm: float | None = None,
+        scale_rate: bool = False,
+    ) -> None:
+        self.membership = membership
+        self._state = membership.state
+        self._hyperparameters = hyperparameters
+        self._nonfinite = nonfinite
+        self._clip_norm = clip_norm
+        self._scale_rate = scale_rate
+        self._requests: dict[
+            Peer, int
+        ] = {}  # the last of each client, none of which is taken twice
+        # By reader: its request to read a version that is not committed yet.
+        self._waiting: dict[Peer, Read] = {}
+
+    @property
+    def version(self) -> int:
+        """Number of updates committed."""
+        return self._state.version
+
+    @property
+    def generation(self) -> int:
+        """Number of the present membership."""
+        return self._state.generation
+
+    @property
+    def limit(self) -> int:
+        """The version up to which steps are granted."""
+        return self.membership.limit
+
+    @property
+    def logged(self) -> float:
+        """The newest version that clients may learn of; infinity for all."""
+        return self._state.logged
+
+    @property
+    def holding(self) -> frozenset[int]:
+        """The servers that hold trainable chunks, whose weights workers wait for after a commit."""
+        return self._state.staging.holding
+
+    # -- events --------------------------------------------------------------------------------
+
+    def handle(self, source: Peer, message: Message) -> Outgoing:
+        """Act on one message; return the messages to send, see `decide` and `settle`."""
+        return self.settle() + self.decide(source, message) + self.settle()
+
+    def settle(self) -> Outgoing:
+        """Return the results of the steps committed since the last call, and count their pushes."""
+        # No process waits for this: servers and workers may be sent their messages before.
+        return self.membership.settle()
+
+    def decide(self, source: Peer, message: Message) -> Outgoing:
+        """Act on one message; return the messages to send, but for what `settle` returns then.
+
+        Results of earlier steps are still returned by the next `settle` if this raises. It must have
+        been called before messages of clients and of membership, which may change what they hold.
+
+        Raises:
+            ProtocolError: a kind that no coordinator receives, a sender that may not send it, or
+                fields that contradict what is known.
+        """
+        match message.kind:
+            case Kind.VERSION_STAGED | Kind.PUSH_STAGED | Kind.LOGGED if (
+                source.index not in self._state.servers
+            ):
+                raise ProtocolError(f"{source} is not a server of this job")
+            case Kind.REPORT | Kind.PUSHED:
+                return self._decide() if self.membership.report(source, message) else []
+            case Kind.VERSION_STAGED:
+                return self._version_staged(source.index, VersionStaged.unpack(message))
+            case Kind.PUSH_STAGED:
+                return self._push_staged(source.index, PushStaged.unpack(message))
+            case Kind.LOGGED:
+                self._state.confirm(Logged.unpack(message).version)
+                return self.membership.known()
+            case Kind.READ:
+                return self._read(source, Read.unpack(message))
+            case Kind.READ_COUNTERS:
+                return [(source, self._counters(message.sequence).pack())]
+            case Kind.READ_LOG:
+                return [(source, self._log_page(driver.ReadLog.unpack(message)).pack())]
+            case Kind.ASK | Kind.REVOKE | Kind.STOP | Kind.INSTALL:
+                return self._request(source, message)
+            case _:
+                return self.membership.handle(source, message)
+
+    def tick(self, now: float) -> Outgoing:
+        """Act on the passing of time; `now`: seconds on a clock of the caller's own, which does not go back."""
+        behind = self._state.schedule_behind
+        out = self.settle() + self.membership.tick(now)
+        if behind:
+            out += self._decide() if self._state.reach_schedule() else []
+        return out + self.settle()
+
+    def lost(self, peer: Peer, reason: str) -> Outgoing:
+        """Act on the loss of a peer, whose channel closed for that reason."""
+        self._requests.pop(peer, None)
+        self._waiting.pop(peer, None)
+        return self.settle() + self.membership.lost(peer, reason)
+
+    def _request(self, client: Peer, message: Message) -> Outgoing:
+        """Carry out a client's request, unless it is a copy of one that was."""
+        if message.sequence <= self._requests.get(client, 0):
+            return []
+        out = self.membership.handle(client, message)
+        self._requests[client] = message.sequence
+        return out
+
+    # -- reads ---------------------------------------------------------------------------------
+
+    def _read(self, source: Peer, read: Read) -> Outgoing:
+        """Order a snapshot between two commits, so that all servers send one version."""
+        state = self._state
+        if read.at > state.version:
+            self._waiting[source] = read
+            return []
+        passed_on = None if read.what in ("weights", "rows") else state.recovery_state()
+        order = Snapshot(
+            *(state.generation, read.sequence, state.version),
+            reader=source,
+            what=read.what,
+            chunks=read.chunks,
+            table=read.table,
+            since=read.since,
+            state=passed_on,
+        )
+        orders = [order] * len(state.servers)
+        if passed_on is not None:  # the schedule's may be long: one server passes it on
+            orders[0] = replace(order, state={**passed_on, **state.schedule_state()})
+        return [
+            (server_peer(server), order.pack())
+            for server, order in zip(state.servers, orders, strict=True)
+        ]
+
+    def _reads_due(self) -> Outgoing:
+        """Order the snapshots whose version has just been committed."""
+        due = {peer: read for peer, read in self._waiting.items() if read.at <= self._state.version}
+        for peer in due:
+            del self._waiting[peer]
+        return [order for peer, read in due.items() for order in self._read(peer, read)]
+
+    def _counters(self, sequence: int) -> driver.Counters:
+        """Return the answer to a request for counters."""
+        state = self._state
+        ledger = state.leases.ledger
+        if state.rule.together:  # no share is leased
+            ledger = Ledger(state.step * state.pushes_per_step)
+        return driver.Counters(
+            state.generation,
+            sequence,
+            state.version,
+            state.step,
+            **ledger.counters(),
+            **state.history.counters(),
+        )
+
+    def _log_page(self, read: driver.ReadLog) -> driver.LogPage:
+        """Return the page of the log that a request asks for."""
+        return driver.LogPage(read.sequence, **self._state.history.page(read.first))
+
+    # -- stage and commit ----------------------------------------------------------------------
+
+    def _version_staged(self, server: int, staged: VersionStaged) -> Outgoing:
+        """Take note that a server has reduced the gradients of all members for the next version."""
+        if not isinstance(self._state.staging, StagedTogether):
+            raise ProtocolError("VERSION_STAGED under a rule that commits pushes one by one")
+        if not self._state.is_current(staged.generation, staged.version):
+            return []
+        self._state.staging.staged(server, staged)
+        return self._decide()
+
+    def _push_staged(self, server: int, staged: PushStaged) -> Outgoing:
+        """Take note that a server has staged a push; discard one of a process that is no member."""
+        state = self._state
+        if not isinstance(state.staging, StagedEach):
+            raise ProtocolError(
+                "PUSH_STAGED under a rule that commits all pushes of a version together"
+            )
+        if not state.is_current(staged.generation, staged.pulled):
+            return []
+        if self.membership.is_over(staged.worker, staged.incarnation):
+            return state.to_servers(Discard(state.generation, state.version, (staged.push,)))
+        state.staging.staged(server, staged)
+        return self._decide()
+
+    def _decide(self) -> Outgoing:
+        """Commit, drop or refuse every complete push that the rule decides on."""
+        state = self._state
+        out: Outgoing = []
+        while (complete := state.staging.complete()) and state.reach_schedule():
+            chosen, late = state.rule.decide(state.version, state.members, complete)
+            if late:
+                out += self._drop(late)
+            if not chosen:
+                break
+            culprits = [] if self._nonfinite == "pass" else state.staging.culprits(chosen)
+            if culprits and self._nonfinite == "refuse":
+                about = {"culprits": culprits[:MOST_CULPRITS]}
+                out += self.membership.refuse(chosen, "nonfinite", about)
+            else:
+                out += self._commit(chosen, skip=bool(culprits))
+        return out
+
+    def _commit(self, pushes: tuple[Staged, ...], *, skip: bool) -> Outgoing:
+        """Make pushes the next version, or a version that changes nothing (`skip`)."""
+        state = self._state
+        if (torn := self.membership.torn) is not None:
+            return self.membership.refuse(pushes, "optimizer", torn)
+        staleness = {push.worker: state.version - push.pulled for push in pushes}
+        rate = 1.0 / max(1, *staleness.values()) if self._scale_rate else 1.0
+        norm = state.staging.norm(pushes)
+        reports = state.staging.take(pushes)
+        try:
+            told = told_by(reports)
+            hyper = (
+                self._hyperparameters(state.step)
+                if told is None
+                else with_rates(told, state.rates, state.step)
+            )
+        except BaseException as error:  # noqa: BLE001 - the user's; sent to the driver
+            return self.membership.refuse(pushes, "schedule", {**describe_error(error)})
+        clip, most = 1.0, clip_told_by(reports) or self._clip_norm
+        if norm is not None and most is not None and not skip:
+            clip = clip_factor(norm, most)
+        entry = self._entry(pushes, reports, hyper, rate, skip, clip)
+        state.history.add(entry, staleness.values(), skipped=skip)
+        state.advance()
+        readers, answers = self.membership.committed(Made(pushes, reports, staleness, norm, skip))
+        commit = Commit(
+            *(state.generation, state.version, rate, tuple(push.id for push in pushes), readers),
+            hyper=hyper if any(hyper) else None,
+            skip=skip,
+            clip=clip,
+            entry=state.log_entry(entry),
+        )
+        return state.to_servers(commit) + answers + self._reads_due()
+
+    def _entry(
+        self, pushes: Sequence[Staged], reports: Reports, hyper: list[dict[str, Any]], *rest: Any
+    ) -> list[Any]:
+        """Return the log's entry of the next version; see `steepest.core.engine.commit_log.Commit.from_entry`."""
+        state = self._state
+        rows: list[list[Any]] = []
+        for push in pushes:
+            share: int | None = push.pulled * state.pushes_per_step + push.worker
+            if not state.rule.together:
+                share = state.leases.share_of(push.worker)
+            row: list[Any] = [push.worker, push.incarnation, push.sequence, push.pulled, share]
+            report = reports[push.worker]
+            if isinstance(report, Report) and (report.row_versions or report.own_rows):
+                row += [report.row_versions, report.own_rows]
+            rows.append(row)
+        return [state.version + 1, rows, hyper if any(hyper) else None, *rest]
+
+    def _drop(self, pushes: tuple[Staged, ...]) -> Outgoing:
+        """Discard pushes that will never be committed; their workers go on with new weights."""
+        state = self._state
+        state.staging.take(pushes)
+        state.history.count_dropped(len(pushes))
+        readers, grants = self.membership.dropped(pushes)
+        ids = tuple(push.id for push in pushes)
+        return state.to_servers(Discard(state.generation, state.version, ids, readers)) + grants

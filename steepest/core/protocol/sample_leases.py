@@ -1,0 +1,188 @@
+"""Leases of the samples, under rules by which a worker takes the next free share.
+
+A share is one part of one step's samples; its number counts the shares of all steps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from steepest.core.messages.message import PushId
+from steepest.core.protocol.commit_rules import CommitRule, Staged
+
+
+class Ledger:
+    """The numbers of the shares that are leased, and of those that were returned.
+
+    With n shares in a step, number ``L`` is share ``L % n`` of step ``L // n`` of the sample plan.
+    Each is leased to one worker at a time; returned numbers are leased first, so that every sample
+    is in exactly one committed push.
+
+    Args:
+        following: the lowest number that was never leased.
+        returned: the numbers below it that are free.
+
+    Example:
+        >>> ledger = Ledger()
+        >>> ledger.take(), ledger.take()
+        (0, 1)
+        >>> ledger.give_back(0)
+        >>> ledger.take(), ledger.take()
+        (0, 2)
+    """
+
+    def __init__(self, following: int = 0, returned: Iterable[int] = ()) -> None:
+        self.following = following
+        self._returned = sorted(returned)
+
+    def take(self) -> int:
+        """Lease the lowest free number, and return it."""
+        if self._returned:
+            return heapq.heappop(self._returned)
+        self.following += 1
+        return self.following - 1
+
+    def give_back(self, share: int) -> None:
+        """Make a leased number free, because its push will not be committed."""
+        heapq.heappush(self._returned, share)
+
+    @property
+    def returned(self) -> tuple[int, ...]:
+        """The numbers that were returned and are not leased again, ascending."""
+        return tuple(sorted(self._returned))
+
+    def counters(self) -> dict[str, Any]:
+        """Return "following" and "returned", as the constructor takes them."""
+        return {"following": self.following, "returned": list(self.returned)}
+
+
+@dataclass
+class _Busy:
+    """The lease of a worker whose push is neither committed nor dropped."""
+
+    share: int | None  # its number; None once it is free for other workers
+    since: float  # when it was leased, in seconds on the caller's clock
+    push: PushId | None = None  # which the worker has reported for it
+
+
+class Leases:
+    """Which share each worker computes, and how many pushes each has made. Pure."""
+
+    # rule: decides which workers may begin another push.
+
+    def __init__(self, rule: CommitRule, members: Collection[int]) -> None:
+        self.ledger = Ledger()
+        # by worker, the number of its pushes that are committed
+        self.clocks = dict.fromkeys(members, 0)
+        # by worker, sequence of its process' last push that is part of the weights
+        self.last_applied: dict[int, int] = {}
+        self.sent: dict[int, int] = {}  # by worker, the version whose weights it was sent last
+        self._rule = rule
+        self._busy: dict[int, _Busy] = {}
+
+    @property
+    def busy(self) -> tuple[int, ...]:
+        """The workers that have a lease: their pushes are neither committed nor dropped."""
+        return tuple(self._busy)
+
+    def share_of(self, worker: int) -> int | None:
+        """Return the share that is leased to a worker; None if none is or it is free for others."""
+        return self._busy[worker].share if worker in self._busy else None
+
+    def state(self) -> list[int]:
+        """Return the shares another coordinator may lease: the lowest never leased, then those below not committed."""
+        out = [busy.share for busy in self._busy.values() if busy.share is not None]
+        return [self.ledger.following, *sorted([*self.ledger.returned, *out])]
+
+    def lease(self, joined: Collection[int], most: float, now: float) -> list[tuple[int, int]]:
+        """Lease free shares to idle joined workers, the slowest first; return (worker, share) of each."""
+        # most: how many workers may be busy, perhaps infinity; now: in seconds on the caller's clock.
+        leased = []
+        clocks = {worker: self.clocks[worker] for worker in joined}
+        for worker in sorted(
+            joined - self._busy.keys(), key=lambda worker: (self.clocks[worker], worker)
+        ):
+            if len(self._busy) >= most:
+                break
+            if self._rule.may_go_on(worker, clocks):
+                share = self.ledger.take()
+                self._busy[worker] = _Busy(share, now)
+                leased.append((worker, share))
+        return leased
+
+    def restore(self, shares: Sequence[int]) -> None:
+        """Continue with other free shares, as `state` returns them."""
+        self.ledger = Ledger(shares[0], shares[1:])
+
+    def free(self, shares: Iterable[int]) -> None:
+        """Make shares free that are leased to no worker any more."""
+        for share in shares:
+            self.ledger.give_back(share)
+
+    def claim(self, push: PushId) -> bool:
+        """Bind a reported push to its worker's lease; return whether there is one to which no other push is bound."""
+        busy = self._busy.get(push.worker)
+        if busy is None or busy.push not in (None, push):
+            return False
+        busy.push = push
+        return True
+
+    def commit(self, pushes: Iterable[Staged], *, skipped: bool = False) -> None:
+        """End committed pushes' leases, and advance their workers' clocks by one; `skipped`: for NaN or infinity."""
+        for push in pushes:
+            del self._busy[push.worker]
+            self.clocks[push.worker] += 1
+            if not skipped:
+                self.last_applied[push.worker] = push.sequence
+
+    def drop(self, pushes: Iterable[Staged]) -> list[int]:
+        """End the leases of dropped pushes; return their shares that are neither free nor leased now; see `free`."""
+        return [
+            share for push in pushes if (share := self._busy.pop(push.worker).share) is not None
+        ]
+
+    def give_back(self, workers: Iterable[int]) -> None:
+        """Make the shares of busy workers free for others; these workers still compute them."""
+        for worker in workers:
+            busy = self._busy[worker]
+            if busy.share is not None:
+                self.ledger.give_back(busy.share)
+                busy.share = None
+
+    def begin(self, worker: int, version: int, joined: Collection[int]) -> None:
+        """Add a joining worker, with the present version's weights and a clock not below the lowest of the others."""
+        # So it holds up no other worker.
+        self.last_applied.pop(worker, None)
+        self.sent[worker] = version
+        others = [self.clocks[other] for other in joined if other != worker]
+        self.clocks[worker] = max(self.clocks[worker], min(others, default=0))
+
+    def leave(self, worker: int) -> None:
+        """End the lease of a lost worker, if it has one; its share is free."""
+        if worker in self._busy:
+            self.give_back([worker])
+            del self._busy[worker]
+
+    def clear(self, joined: Iterable[int], version: int) -> None:
+        """End all leases, whose shares are free, as a generation begins."""
+        # joined: the workers that take part, which are sent the weights of `version`.
+        self.give_back(self._busy)
+        self._busy.clear()
+        self.sent = dict.fromkeys(joined, version)
+
+    def overdue(self, now: float, timeout: float) -> list[int]:
+        """Return the workers whose leases are `timeout` seconds old or older."""
+        # One from before the first call begins then.
+        for busy in self._busy.values():
+            busy.since = min(busy.since, now)
+        return [worker for worker, busy in self._busy.items() if now - busy.since >= timeout]
+
+    def behind(self, workers: Iterable[int], version: int) -> list[int]:
+        """Return which workers were sent no weights of `version` or newer."""
+        # The caller sends them: they count as sent.
+        found = [worker for worker in workers if self.sent[worker] < version]
+        self.sent |= dict.fromkeys(found, version)
+        return found

@@ -1,0 +1,75 @@
+"""The result of a training step: sums and means over its pushes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from steepest.core.messages.gradients import Report
+
+
+class OpenStep:
+    """The pushes and versions of the training step that is not whole yet."""
+
+    def __init__(self) -> None:
+        self._reports: list[tuple[Report, int]] = []
+        self._norms: list[float | None] = []
+
+    def add(self, report: Report, staleness: int) -> None:
+        """Add the report of a committed push, and its staleness in versions."""
+        self._reports.append((report, staleness))
+
+    def add_norm(self, norm: float | None) -> None:
+        """Add the norm of a version's gradient; None where it is not known."""
+        self._norms.append(norm)
+
+    def clear(self) -> None:
+        """Forget the pushes, and begin another step."""
+        self._reports.clear()
+        self._norms.clear()
+
+    def end(self, stats: bool) -> dict[str, Any]:
+        """Return the summary of the step, see `summarize`, and begin another one."""
+        summary = summarize(self._reports, self._norms, stats)
+        self.clear()
+        return summary
+
+
+def summarize(
+    reports: Sequence[tuple[Report, int]], norms: Iterable[float | None], stats: bool
+) -> dict[str, Any]:
+    """Return a `Result`'s fields about its pushes: loss, metrics weighted by samples, mean timings (s), if `stats`."""
+    # reports: of each push, with its staleness in versions; norms: of each version's gradient; None if unknown.
+    pushes = [report for report, _ in reports]
+    summary: dict[str, Any] = {
+        "staleness": [staleness for _, staleness in reports],
+        "samples": sum(report.samples for report in pushes),
+        "bytes_pushed": sum(report.bytes_pushed for report in pushes),
+        "bytes_pulled": sum(report.bytes_pulled for report in pushes),
+    }
+    if known := [norm for norm in norms if norm is not None]:
+        summary["gradient_norm"] = sum(known) / len(known)
+    if (hyper := next((r.hyper for r in pushes if r.hyper is not None), None)) is not None:
+        summary["hyper"] = hyper
+    with_loss = [report for report in pushes if report.loss is not None]
+    if not stats or not with_loss:
+        return summary
+
+    def mean(values: list[tuple[float, float]]) -> float:
+        total = sum(weight for _, weight in values)
+        return sum(v * weight for v, weight in values) / total if total else math.nan
+
+    summary["loss"] = mean([(r.loss, r.total) for r in with_loss if r.loss is not None and r.total])
+    metrics = [(r.metrics, r.total) for r in with_loss]  # a report may leave them out
+    names = sorted({name for values, _ in metrics for name in values})
+    summary["metrics"] = {
+        name: mean([(values[name], weight) for values, weight in metrics if name in values])
+        for name in names
+    }
+    timings = [r.timings for r in with_loss]
+    parts = sorted({name for values in timings for name in values})
+    summary["timings"] = {
+        name: sum(values.get(name, 0.0) for values in timings) / len(timings) for name in parts
+    }
+    return summary

@@ -1,0 +1,312 @@
+"""What the engine asks a way of training; the library's and a user's own derive from `Strategy`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.protocol.commit_rules import CommitAll, CommitRule
+from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.half_precision import WIRE_DTYPES
+from steepest.core.tensors.layout import ChunkSpec
+from steepest.core.transport.channel import TRANSPORTS
+from steepest.errors import ConfigurationError
+from steepest.validation import require_choice, require_count, require_positive
+
+if TYPE_CHECKING:
+    from steepest.config.compression import Compression
+
+_HALF_DTYPES = (None, "fp16", "bf16")
+WireDtype = str | tuple[str | None, str | None] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A way of training: which pushes make an update, and how they travel; what servers do, and where they are.
+
+    The engine knows no strategy by name: it asks for these properties. A strategy of one's own
+    derives from `ParameterServerStrategy` (servers have processes of their own) or
+    `AllreduceStrategy` (each worker updates a slice), and overrides some of
+
+    - `rule`: which of the staged gradients make the next update (`steepest.core.protocol.commit_rules`);
+    - `codec`: what a worker pushes for its gradient, and how pushes are added up;
+    - `server_optimizer`: the optimizer that servers apply to the sum;
+    - `name`, which messages show.
+
+    A strategy is a frozen dataclass, equal to another with the same settings, and travels to every
+    process by pickle. See `docs/own_strategy.md`.
+
+    Attributes:
+        clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None:
+            require_positive("clip_norm", self.clip_norm)
+
+    @property
+    def name(self) -> str:
+        """What messages show: the name of the class, unless one says otherwise."""
+        return type(self).__name__
+
+    # -- which pushes make an update -----------------------------------------------------------
+
+    @property
+    def rule(self) -> CommitRule:
+        """How staged pushes become updates: by default one push of every worker makes one."""
+        return CommitAll()
+
+    @property
+    def updates(self) -> int:
+        """Batches of each replica in a step with an update of its own weights after each; 1 for none."""
+        return 1
+
+    @property
+    def local(self) -> bool:
+        """Whether workers apply the model's optimizer to weights of their own, and push their changes."""
+        return False
+
+    # -- how they travel -----------------------------------------------------------------------
+
+    @property
+    def transport(self) -> str:
+        """How processes communicate: one of `TRANSPORTS`."""
+        return "wire"
+
+    @property
+    def cut(self) -> ChunkSpec:
+        """How models are cut into chunks."""
+        return ChunkSpec()
+
+    @property
+    def codec(self) -> Codec | None:
+        """What a worker pushes for its float32 gradients; None for these themselves."""
+        return None
+
+    @property
+    def pull_dtype(self) -> torch.dtype | None:
+        """The dtype in which float32 weights are sent to other hosts; None for their own."""
+        return None
+
+    @cached_property
+    def wire_formats(self) -> tuple[Codec | None, torch.dtype | None]:
+        """`codec` and `pull_dtype`; each process of a job has one codec."""
+        return self.codec, self.pull_dtype
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether what several workers of a host have in common leaves it and comes to it once."""
+        return True
+
+    @property
+    def table_staleness(self) -> int | None:
+        """How many updates older than the weights rows of tables may be; None to ask for them in the step."""
+        return None
+
+    # -- what servers do, and where they are ---------------------------------------------------
+
+    def server_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
+        """Return the optimizer that servers apply, of a model that has this one: the same."""
+        return spec
+
+    @property
+    def nonfinite(self) -> str:
+        """What becomes of an update with NaN or infinity: "refuse", "skip" or "pass"."""
+        return "refuse"
+
+    @property
+    def clips_updates(self) -> float | None:
+        """The greatest norm of an update's gradient; None for any."""
+        return self.clip_norm
+
+    @property
+    def scale_rate(self) -> bool:
+        """Whether the learning rate is divided by the staleness of the update's gradient."""
+        return False
+
+    @property
+    def in_driver(self) -> bool:
+        """Whether the driver itself is the only server."""
+        return False
+
+    @property
+    def in_workers(self) -> bool:
+        """Whether each worker's process is a server's too."""
+        return False
+
+    @property
+    def in_place(self) -> bool:
+        """Whether servers in a worker's process update the very weights that it computes with."""
+        return True
+
+    @property
+    def copies(self) -> int:
+        """How many servers hold each chunk; all, if there are fewer."""
+        return 1
+
+    @property
+    def kind(self) -> str:
+        """Where the job's state lies: strategies of one kind leave it there when one follows the other."""
+        if self.local:
+            return "local"
+        return "simple" if self.in_driver else "allreduce" if self.in_workers else "ps"
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether the number of servers is a setting, and any one of them may be missing."""
+        return False
+
+    def servers_for(self, nodes: int, workers: int) -> int:
+        """Return how many servers to run for a number of workers on a number of nodes."""
+        return workers if self.in_workers else max(nodes, self.copies if workers > 1 else 1)
+
+    def with_servers(self, num_servers: int) -> Strategy:
+        """Return the same strategy with another number of server processes.
+
+        Raises:
+            ConfigurationError: it has none, or `num_servers` is no count.
+        """
+        raise ConfigurationError(
+            f"num_servers={num_servers} under {self.name!r}: its servers live in the workers"
+        )
+
+    def with_at_most(self, servers: int) -> Strategy:
+        """Return the same strategy for a job of so many servers, which are fewer than it has."""
+        return self
+
+    def check_workers(self, num_workers: int) -> None:
+        """Check that a job may have so many workers; ConfigurationError: it needs more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireStrategy(Strategy):
+    """A strategy whose processes exchange gradients without the driver.
+
+    Attributes:
+        chunk_bytes, nonfinite, transport, wire_dtype: as of `ParameterServerStrategy`.
+    """
+
+    chunk_bytes: int | None = None
+    nonfinite: str = "refuse"
+    transport: str = "wire"
+    wire_dtype: WireDtype = None
+
+    @property
+    def compression(self) -> Compression | str | None:
+        """How gradients are compressed; None for not at all."""
+        return None
+
+    def _check_wire(self) -> None:
+        super().__post_init__()
+        if self.chunk_bytes is not None:
+            require_count("chunk_bytes", self.chunk_bytes)
+        require_choice("nonfinite", self.nonfinite, ("refuse", "skip", "pass"))
+        require_choice("transport", self.transport, TRANSPORTS)
+        if isinstance(self.wire_dtype, tuple):
+            if len(self.wire_dtype) != 2:
+                raise ConfigurationError(
+                    f"wire_dtype={self.wire_dtype}: give one, or a pair for pushes and for pulls"
+                )
+            require_choice("wire_dtype of pushes", self.wire_dtype[0], _HALF_DTYPES)
+            require_choice("wire_dtype of pulls", self.wire_dtype[1], _HALF_DTYPES)
+        else:
+            require_choice("wire_dtype", self.wire_dtype, _HALF_DTYPES)
+        if self.compression is None:
+            return
+        from steepest.config.compression import COMPRESSION_BY_NAME, Compression
+
+        if not isinstance(self.compression, Compression):
+            require_choice("compression", self.compression, (None, *COMPRESSION_BY_NAME))
+        if isinstance(self.wire_dtype, tuple) and self.wire_dtype[0] is not None:
+            raise ConfigurationError(
+                f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r}: pushes are "
+                f"compressed; give wire_dtype={self.wire_dtype[1]!r}, for pulls"
+            )
+
+    @property
+    def push_format(self) -> Compression | str | None:
+        """How gradients are sent between hosts: compressed, "fp16", "bf16"; None for unchanged."""
+        if isinstance(self.compression, str):
+            from steepest.config.compression import COMPRESSION_BY_NAME
+
+            return COMPRESSION_BY_NAME[self.compression]
+        if self.compression is not None:
+            return self.compression
+        return self.wire_dtype[0] if isinstance(self.wire_dtype, tuple) else self.wire_dtype
+
+    @property
+    def cut(self) -> ChunkSpec:
+        """Chunks of `chunk_bytes`, which hold whole tensors where these are compressed as matrices."""
+        how = self.push_format
+        whole = how is not None and not isinstance(how, str) and how.whole
+        return ChunkSpec(self.chunk_bytes, whole=whole)
+
+    @property
+    def codec(self) -> Codec | None:
+        """The format that `compression` or `wire_dtype` chooses."""
+        if self.push_format is None:
+            return None
+        from steepest.compression.codecs import make_codec
+
+        return make_codec(self.push_format)
+
+    @property
+    def pull_dtype(self) -> torch.dtype | None:
+        """The dtype that `wire_dtype` chooses for weights."""
+        pull = self.wire_dtype[1] if isinstance(self.wire_dtype, tuple) else self.wire_dtype
+        return None if pull is None else WIRE_DTYPES[pull]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerStrategy(WireStrategy):
+    """A strategy that may have server processes.
+
+    Attributes:
+        num_servers, replication: as of `ParameterServerStrategy`.
+    """
+
+    num_servers: int | None = None
+    replication: int = 1
+
+    def _check_copies(self) -> None:
+        """Check that there are as many servers as copies of a chunk, if both are given."""
+        require_count("replication", self.replication)
+        servers = self.num_servers
+        if servers is not None and require_count("num_servers", servers) < self.replication:
+            raise ConfigurationError(
+                f"replication={self.replication} with num_servers={servers}: each copy is on another "
+                "server; give more servers, or leave num_servers out"
+            )
+
+    @property
+    def copies(self) -> int:
+        """How many servers hold each chunk."""
+        return self.replication
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether the number of servers is a setting, and any one of them may be missing."""
+        return True
+
+    def servers_for(self, nodes: int, workers: int) -> int:
+        """Return `num_servers`, or as many as there are nodes."""
+        return super().servers_for(nodes, workers) if self.num_servers is None else self.num_servers
+
+    def with_servers(self, num_servers: int) -> Strategy:
+        """Return the same strategy with another number of server processes."""
+        if self.in_workers:
+            return super().with_servers(num_servers)
+        return replace(self, num_servers=require_count("num_servers", num_servers))
+
+    def with_at_most(self, servers: int) -> Strategy:
+        """Return the same strategy with so many servers, and no more copies than these."""
+        return replace(self, num_servers=servers, replication=min(self.replication, servers))

@@ -1,0 +1,180 @@
+"""The membership of a parameter server by itself: users push, nothing is leased or granted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from steepest.core.messages.gradients import Discard
+from steepest.core.messages.membership import Failed, Members
+from steepest.core.messages.message import Kind, Message, Peer, PushId, worker_peer
+from steepest.core.messages.snapshots import Install, Installed, InstallPut
+from steepest.core.messages.users import PushCommitted, Pushed, PushRefused, UserLeft
+from steepest.core.protocol.commit_rules import Staged
+from steepest.core.protocol.commit_state import CommitState, Outgoing
+from steepest.core.protocol.membership import Made, Readers
+from steepest.core.protocol.push_tracking import StagedEach
+from steepest.errors import ProtocolError, listed
+
+
+class OpenGroup:
+    """Users that come and leave, and know nothing of each other.
+
+    `Membership` describes the methods that the coordinator calls. A user speaks as a worker whose
+    index the servers do not know beforehand.
+
+    Args:
+        state: without members, and with a rule that commits each push by itself and drops none.
+    """
+
+    def __init__(self, state: CommitState) -> None:
+        assert isinstance(state.staging, StagedEach)
+        self.state = state
+        self.torn: Mapping[str, Any] | None = None
+        self._installed = 0  # the version that a client installed last
+        self._staging = state.staging
+        # Answers that wait until another server knows the version, oldest first.
+        self._waiting: deque[tuple[int, Peer, Message]] = deque()
+
+    @property
+    def limit(self) -> int:
+        """The present version: no client asks for steps."""
+        return self.state.version
+
+    def handle(self, source: Peer, message: Message) -> Outgoing:
+        """Act on USER_LEFT or FAILED of a server, or INSTALL of a client."""
+        match message.kind:
+            case Kind.FAILED if source.index in self.state.servers:
+                return self._update_failed(source, Failed.unpack(message))
+            case Kind.USER_LEFT if source.index in self.state.servers:
+                return self._abandon(UserLeft.unpack(message).worker, source.index)
+            case Kind.INSTALL:
+                return self._install(source, Install.unpack(message))
+            case _:
+                raise ProtocolError(
+                    f"the coordinator of a parameter server does not take {message.kind.name} "
+                    f"from {source}"
+                )
+
+    def report(self, source: Peer, message: Message) -> bool:
+        """Stage PUSHED of a user, see `Membership.report`."""
+        if message.kind is not Kind.PUSHED:
+            raise ProtocolError(
+                f"the coordinator of a parameter server takes no report of {source}"
+            )
+        pushed = Pushed.unpack(message)
+        if pushed.pulled > self.state.version:
+            raise ProtocolError(
+                f"PUSHED from version {pushed.pulled}, the newest is {self.state.version}"
+            )
+        self._staging.report(PushId(source.index, 0, pushed.sequence), pushed)
+        return True
+
+    def lost(self, peer: Peer, reason: str) -> Outgoing:
+        """Discard what a lost user cannot complete, or everything when a server is lost."""
+        if peer.role == "worker":
+            return self._abandon(peer.index, None)
+        if peer.role != "server":
+            return []
+        state = self.state
+        state.begin_generation(())
+        return state.to_servers(Members(state.generation, state.version, [], reload=True))
+
+    def tick(self, now: float) -> Outgoing:
+        """Return nothing: users keep their own deadlines."""
+        return []
+
+    def doing(self) -> str:
+        """Return which pushes are not complete, in words, see `Membership.doing`."""
+        version, open_ = self.state.version, self._staging.awaited_by_push()
+        if not open_:
+            return f"waits for pushes; version {version} is committed"
+        words = [
+            f"push {push.sequence} of {worker_peer(push.worker)} lacks {listed(peers)}"
+            for push, peers in open_
+        ]
+        return f"waits to commit version {version + 1}: {listed(words)}"
+
+    def is_over(self, worker: int, incarnation: int) -> bool:
+        """Return False: a user's push is committed even if the user has left since."""
+        return False
+
+    def committed(self, made: Made) -> tuple[Readers, Outgoing]:
+        """Answer each user: with the new weights if it asked for them, else with the version."""
+        # Where servers have copies, each is answered with the version, and only when it is known to another server,
+        # with which it outlives this process.
+        answers: Outgoing = []
+        readers = []
+        for push in made.pushes:
+            pushed = made.reports[push.worker]
+            pull = isinstance(pushed, Pushed) and pushed.pull
+            if pull:
+                readers.append([push.worker, push.sequence])
+            if not pull or self.state.is_witnessed:
+                committed = PushCommitted(push.sequence, self.state.version)
+                answers += self._when_known(worker_peer(push.worker), committed.pack())
+        return readers, answers
+
+    def _when_known(self, peer: Peer, answer: Message) -> Outgoing:
+        """Return an answer about the present version, or keep it until `known`."""
+        if self.state.version <= self.state.logged:
+            return [(peer, answer)]
+        self._waiting.append((self.state.version, peer, answer))
+        return []
+
+    def known(self) -> Outgoing:
+        """Return the answers about versions that another server knows now."""
+        found: Outgoing = []
+        while self._waiting and self._waiting[0][0] <= self.state.logged:
+            found.append(self._waiting.popleft()[1:])
+        return found
+
+    def settle(self) -> Outgoing:
+        """Return no messages: users take no steps."""
+        return []
+
+    def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
+        """Fail: no message tells a user of a dropped push, so the rule must drop none."""
+        raise AssertionError(f"the rule of an open group dropped {pushes}")
+
+    def refuse(self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]) -> Outgoing:
+        """Have servers discard pushes, and send each user why: NaN or infinity, or servers that are of no version."""
+        assert reason in ("nonfinite", "optimizer"), reason
+        self._staging.take(pushes)
+        out = self._discard([push.id for push in pushes])
+        for push in pushes:
+            refused = PushRefused(push.sequence, about.get("culprits", ()))
+            if reason == "optimizer":
+                raised = f"{about['peer']}: its optimizer raised: {about['error']}"
+                refused = replace(refused, raised=raised, traceback=about["traceback"])
+            out.append((worker_peer(push.worker), refused.pack()))
+        return out
+
+    def _update_failed(self, server: Peer, failed: Failed) -> Outgoing:
+        """Refuse all pushes from now on, unless a client has installed another state since."""
+        if self.torn is None and failed.version > self._installed:
+            self.torn = {"peer": server, "error": failed.error, "traceback": failed.traceback}
+        return []
+
+    def _install(self, client: Peer, install: Install) -> Outgoing:
+        """Install the state that a client has put, as the next version."""
+        self.state.advance()
+        generation, version = self.state.generation, self.state.version
+        if install.anew:
+            self.torn, self._installed = None, version
+        order = InstallPut(generation, version, [[*client, install.sequence]])
+        installed = Installed(generation, install.sequence, version)
+        return [*self.state.to_servers(order), *self._when_known(client, installed.pack())]
+
+    def _abandon(self, user: int, server: int | None) -> Outgoing:
+        """Discard the pushes that a user can no longer complete, see `StagedEach.abandon`."""
+        lost = self._staging.abandon(user, server)
+        return self._discard(lost) if lost else []
+
+    def _discard(self, pushes: list[PushId]) -> Outgoing:
+        """Return the messages by which servers discard pushes."""
+        return self.state.to_servers(
+            Discard(self.state.generation, self.state.version, tuple(pushes))
+        )
