@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
-from steepest.core import Trainer
-from steepest.core.models.torch import TorchModel
+from steepest.core import TorchModel, Trainer
 
 RATES = {"ps": 0.1, "allreduce": 0.1, "async": 0.03, "ssp": 0.03}
 

@@ -1,13 +1,41 @@
-"""Training with plain processes: a dense PyTorch model, one machine, no Ray.
+"""Training with plain processes: a dense PyTorch model, one machine, no Ray; and what all of the package stands on.
 
 `trainer` is what a user drives, with `settings`; `crew` its worker processes, `worker_process` what each of these runs;
 `runtime` is the protocol by which processes are started and called, `processes` that protocol with `multiprocessing`.
-The driver's process holds the coordinator and, unless a strategy puts them in the workers, the servers.
+The driver's process holds the coordinator and, unless a strategy puts them in the workers, the servers. The names below
+are loaded when they are first used. The packages in here import nothing else of steepest but its errors and checks.
 """
 
-from steepest.core.processes import ProcessRuntime
-from steepest.core.runtime import Process, Runtime
-from steepest.core.settings import Settings
-from steepest.core.trainer import Trainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Process", "ProcessRuntime", "Runtime", "Settings", "Trainer"]
+if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the same to Python
+    from steepest.core.models.torch import TorchModel as TorchModel
+    from steepest.core.processes import ProcessRuntime as ProcessRuntime
+    from steepest.core.runtime import Process as Process
+    from steepest.core.runtime import Runtime as Runtime
+    from steepest.core.settings import Settings as Settings
+    from steepest.core.trainer import Trainer as Trainer
+
+_MODULES = {
+    "Process": "runtime",
+    "ProcessRuntime": "processes",
+    "Runtime": "runtime",
+    "Settings": "settings",
+    "TorchModel": "models.torch",
+    "Trainer": "trainer",
+}
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found  # found without this function from now on
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.page_examples import said_by
+from tests.page_examples import blocks_of, run_block, said_by
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,3 +66,10 @@ def test_an_average_is_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_training_goes_on_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said_by("ending.md", monkeypatch) == "committed: True one more: 1\n"
+
+
+def test_plain_processes_train_as_their_page_says(tmp_path: Path) -> None:
+    (program,) = blocks_of("docs/core.md")
+    lines = [line.split() for line in run_block(program, tmp_path).splitlines()]
+    assert len(lines) == 40, "five epochs of 256 samples, 32 a step"
+    assert float(lines[-1][1]) < float(lines[0][1])
