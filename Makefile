@@ -6,9 +6,9 @@
 # likewise. With FULL=1 these run their tests that are marked `full`, too, as test-full has them do.
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die and
 # the driver gets signals; make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
-# make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check,
+# make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, test-core-alone, bench-check,
 # test-cluster, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage. make test-core: training
-# with plain processes, in a minute; make test-core-alone: the same without the rest of the package. make package: the files of
+# with plain processes, which make test leaves out; make test-core-alone: the same without the rest of the package. make package: the files of
 # a release, in dist/, checked and used.
 PYTHON ?= python3
 VENV := .venv
@@ -88,7 +88,7 @@ demo: $(STAMP)
 	$(BIN)/steepest demo
 
 test: $(STAMP)
-	$(PYTEST) -m "not ray and not cluster and not long" --numprocesses=2
+	$(PYTEST) -m "not ray and not cluster and not long" --numprocesses=2 --ignore=tests/core
 	$(PYTEST) -m "ray and not cluster and not long"
 
 test-core: $(STAMP)
@@ -98,7 +98,7 @@ test-core-alone: $(STAMP)
 	$(BIN)/python tests/core/alone.py --numprocesses=2
 
 test-cluster: $(STAMP)
-	$(PYTEST) -m "long and not ray and not cluster" --numprocesses=2
+	$(PYTEST) -m "long and not ray and not cluster" --numprocesses=2 --ignore=tests/core
 	$(PYTEST) -m "cluster or long and ray"
 
 bench-check: $(STAMP)

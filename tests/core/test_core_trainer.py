@@ -212,7 +212,8 @@ def test_a_worker_that_hangs_is_named_with_its_step() -> None:
 
 
 def test_a_worker_that_hangs_while_it_starts_is_named() -> None:
-    with trainer(num_workers=2, settings=Settings(start_timeout=1.0)) as job:
+    with trainer(num_workers=2) as job:
+        job._crew._seconds = 1.0
         os.kill(job.pids[1], signal.SIGSTOP)
         with pytest.raises(
             DeadlineError, match="worker 1 did not do this within 1 s, after step 0"
