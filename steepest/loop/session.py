@@ -521,6 +521,7 @@ class Session:
 
     def _locked_epochs(self, lockstep: Lockstep, count: int) -> Iterator[int]:
         if self._arriving is not None:
+            self._tell_schedulers()
             if (where := self._arriving["lockstep"]) is not None:
                 lockstep.load(where)
             if self._arriving["at"] == "end":
@@ -557,11 +558,15 @@ class Session:
 
     def _begin_ticks(self, step: int) -> None:
         """Have schedulers count after a step of the job; those of the worker whose state was taken may be behind."""
-        for optimizer in self.prepared.optimizers if self.prepared is not None else ():
-            vars(optimizer)["_opt_called"] = True
+        self._tell_schedulers()
         found = self._ticked if self.together and self._ticked else [None] * len(self._ticks)
         for ticks, at in zip(self._ticks, found, strict=True):
             ticks.begin(step, 0 if at is None else step - at)
+
+    def _tell_schedulers(self) -> None:
+        """Have torch's schedulers know that optimizers have stepped, in another worker: they would warn."""
+        for optimizer in self.prepared.optimizers if self.prepared is not None else ():
+            vars(optimizer)["_opt_called"] = True
 
     def _stand_in(self, state: Mapping[str, Any]) -> None:
         """Go to the end of a step, or of an epoch, where other workers gather; `state` is taken there."""
@@ -735,8 +740,8 @@ class Session:
         assert self.prepared is not None
         prepared = self.prepared
         optimizer, lockstep = prepared.optimizers[index], prepared.lockstep
+        vars(optimizer)["_opt_called"] = True  # else a scheduler would warn
         if self._standing_in:
-            vars(optimizer)["_opt_called"] = True  # else a scheduler would warn
             if self._standing_in != "end":
                 self._end_stand_in()
                 self._enter(Region.AFTER, self._passed)
@@ -771,7 +776,6 @@ class Session:
         changed = prepared.model.optimizer_spec.changed(prepared.groups)
         self.hyper = changed if any(changed) else None
         self.stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        vars(optimizer)["_opt_called"] = True
         self._stepped = True
         self._turns.ask(Ask.COMMIT)
         self._after_step(lockstep)

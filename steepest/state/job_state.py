@@ -55,6 +55,9 @@ class JobState:
         self._change = 0  # the number of the last change of the job's processes
         #: The state with which to continue when a change failed in the middle.
         self.pending: Stock | None = None
+        #: Workers' processes that are new, and have no buffers of the others yet: a change that fails in the
+        #: middle may have put them into the job already.
+        self._blank: set[Any] = set()
         #: Gives the job's processes their roles anew, with the state as it is; set by `Supervisor`.
         self.give_roles_anew: Callable[[], None] = lambda: None
 
@@ -411,11 +414,12 @@ class JobState:
             PeerLostError, DeadlineError: a process died, or did not answer. If the old job is no
                 more by then, `pending` is the state with which to begin again.
         """
+        self._blank |= {actor for peer, actor in wanted.added.items() if peer.role == "worker"}
         with self._changing(stock, wanted.keep) as change:
             version, optimizer = (self._put_back if as_before else self._remake)(
                 stock, wanted, change
             )
-            self._continue(stock, wanted)
+            self._continue(stock)
             self._close_log(stock, version)
             self._unpushed = optimizer.rows_for(self._cluster.job)
             if wanted.unfrozen != stock.job.unfrozen:
@@ -454,27 +458,29 @@ class JobState:
         self.install(found.version, found.weights, found.records, found.state, schedule)
         return found.version, optimizer
 
-    def _continue(self, stock: Stock, wanted: Membership) -> None:
+    def _continue(self, stock: Stock) -> None:
         """Give workers their place in the data, and buffers.
 
         From the driver's copy all get those of the copy. Otherwise new workers get the mean of
         the buffers of those that were there.
         """
-        call, plan = self._cluster.workers.call, self._cluster.plan
-        new = [p.index for p in wanted.added if p.role == "worker"]
-        old = [index for index in wanted.keep if index not in new]
+        call, plan, actors = self._cluster.workers.call, self._cluster.plan, self._cluster.actors
+        workers = sorted(peer for peer in actors if peer.role == "worker")
+        new = [peer.index for peer in workers if actors[peer] in self._blank]
+        old = [peer.index for peer in workers if peer.index not in new]
         if plan[0] is None and old:
             place = call(Replicas.stream_place)[old[0]]
             if place is not None:  # streams that are not divided stay open where they are
                 call(Replicas.continue_streams, place)
         if (buffers := stock.buffers()) is not None:
             call(remote_functions.continue_from, *plan, *buffers, self._cluster.job.replicas)
-            return
-        call(Replicas.use_plan, *plan)
-        if not new or not old:
-            return
-        states = all_states(partial(call, workers=old))
-        call(remote_functions.load_buffers, mean_states(states, [1.0] * len(states)), workers=new)
+        else:
+            call(Replicas.use_plan, *plan)
+            if new and old:
+                states = all_states(partial(call, workers=old))
+                mean = mean_states(states, [1.0] * len(states))
+                call(remote_functions.load_buffers, mean, workers=new)
+        self._blank.clear()
 
     def stopped(self, config: Strategy) -> RecoveredState:
         """Stop the workers, and return the job's state; the coordinator and all servers must live.

@@ -115,6 +115,7 @@ class Struck:
 def struck(script: Any, strategy: Any, seed: int, deaths: int, workers: int = WORKERS) -> Struck:
     """Run a script while processes die at moments drawn from a seed."""
     draw = random.Random(seed)
+    random.seed(seed)  # of the pauses in scripts
     simulation = Simulation(seed)
 
     def strike() -> None:
