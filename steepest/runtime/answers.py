@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -71,7 +72,7 @@ class Answer(Generic[T]):
             try:
                 woken.get(timeout=timeout)
             except queue.Empty:
-                if woken.put in self._callbacks:
+                with contextlib.suppress(ValueError):  # the answer comes at this moment
                     self._callbacks.remove(woken.put)
         return self.done()
 

@@ -53,3 +53,15 @@ def test_a_wait_that_is_ended_at_any_moment_keeps_nobody_from_answering() -> Non
         setter.join(SECONDS)
         assert made[-1].result(0.0) == 3
     assert len(made) > 10
+
+
+def test_an_answer_that_comes_as_a_wait_for_it_ends_is_no_error() -> None:
+    """Waits end all the time while another thread answers: each returns whether there is an answer."""
+    for _ in range(300):
+        answer: Answer[int] = Answer()
+        setter = threading.Thread(target=answer.set_result, args=(1,))
+        setter.start()
+        while not answer.wait(0.0):
+            pass
+        setter.join(SECONDS)
+        assert answer.result(0.0) == 1
