@@ -13,10 +13,11 @@ from steepest.core.data.sources import as_source
 from steepest.core.models.step_size import step_size
 from steepest.errors import ConfigurationError
 from steepest.loop.gathering import alone
+from steepest.loop.kept import Kept
 from steepest.loop.loaders import EvaluationLoader, TrainingLoader, keep_order
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.model import LoopModel
-from steepest.loop.session import Kept, Prepared, Session, current
+from steepest.loop.session import Prepared, Session, current
 from steepest.validation import require_count
 
 _ORDER = (

@@ -1,4 +1,4 @@
-"""The state of a user's loop as bytes, and back: plain values and tensors, nothing is pickled."""
+"""What a user keeps with a loop's state, and that state as bytes: plain values and tensors, nothing is pickled."""
 
 from __future__ import annotations
 
@@ -16,6 +16,36 @@ from steepest.errors import ConfigurationError
 _LENGTH = (
     8  # bytes of the number of batches, and of that of the bytes of the JSON before the tensors
 )
+
+
+class Kept:
+    """What a user keeps with the job's state; plain values are attributes, which may be set."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        vars(self).update(objects)
+        for name, value in objects.items():
+            if hasattr(value, "state_dict") != hasattr(value, "load_state_dict"):
+                raise ConfigurationError(
+                    f"steepest.register({name}=...) was given a {type(value).__name__}, which has one of state_dict() "
+                    "and load_state_dict(): give an object with both, or plain values"
+                )
+
+    def state(self, objects: bool = True) -> dict[str, Any]:
+        """Return the states of all objects, and the values; without `objects` the values alone."""
+        return {
+            name: value.state_dict() if hasattr(value, "state_dict") else value
+            for name, value in vars(self).items()
+            if objects or not hasattr(value, "state_dict")
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Set what `state` returned; what has another name now is left out."""
+        for name in vars(self).keys() & state.keys():
+            value = vars(self)[name]
+            if hasattr(value, "load_state_dict"):
+                value.load_state_dict(state[name])
+            else:
+                vars(self)[name] = state[name]
 
 
 def pack(state: Mapping[str, Any], batches: int = 0) -> torch.Tensor:

@@ -28,7 +28,7 @@ from steepest.loop.gathering import (
     joined,
     packed,
 )
-from steepest.loop.kept import pack, unpack
+from steepest.loop.kept import Kept, pack, unpack
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.turns import Ended, Turns
 from steepest.loop.unseen import Unseen, noted
@@ -80,36 +80,6 @@ class Progress:
     epochs: int | None
     in_lockstep: bool
     reports: list[Reported] = field(default_factory=list)
-
-
-class Kept:
-    """What a user keeps with the job's state; plain values are attributes, which may be set."""
-
-    def __init__(self, objects: Mapping[str, Any]) -> None:
-        vars(self).update(objects)
-        for name, value in objects.items():
-            if hasattr(value, "state_dict") != hasattr(value, "load_state_dict"):
-                raise ConfigurationError(
-                    f"steepest.register({name}=...) was given a {type(value).__name__}, which has one of state_dict() "
-                    "and load_state_dict(): give an object with both, or plain values"
-                )
-
-    def state(self, objects: bool = True) -> dict[str, Any]:
-        """Return the states of all objects, and the values; without `objects` the values alone."""
-        return {
-            name: value.state_dict() if hasattr(value, "state_dict") else value
-            for name, value in vars(self).items()
-            if objects or not hasattr(value, "state_dict")
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Set what `state` returned; what has another name now is left out."""
-        for name in vars(self).keys() & state.keys():
-            value = vars(self)[name]
-            if hasattr(value, "load_state_dict"):
-                value.load_state_dict(state[name])
-            else:
-                vars(self)[name] = state[name]
 
 
 @dataclass(frozen=True)
