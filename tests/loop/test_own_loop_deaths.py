@@ -14,7 +14,9 @@ from torch import nn
 
 import steepest
 from steepest import AllreduceStrategy, FailureConfig, ParameterServerStrategy
+from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import CommitLog
+from steepest.core.engine.sample_places import SamplePlaces
 from steepest.testing.replay import replay
 from tests.own_loops import BATCH, Parts, Script, adversarial, alone, without_loader
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd
@@ -186,6 +188,23 @@ def test_without_deaths(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_process_dies(strategy: str, seed: int) -> None:
     check(STRATEGIES[strategy], seed)
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+def test_a_batch_follows_another_of_the_same_worker_alone(micros: int) -> None:
+    places = SamplePlaces(devices=1, shares=2, micros=micros)
+    places.use(SamplePlan(samples=16, global_batch=8, seed=0))
+    all_batches = [place for number in range(4) for place in places.of(number)]
+    for before in all_batches:
+        for place in all_batches:
+            later_step = place[0] // 2 > before[0] // 2
+            next_micro_batch = place[:2] == before[:2] and place[2] == before[2] + 1
+            follows = places.where(place).follows(places.where(before))
+            assert follows == (later_step or next_micro_batch), (before, place)
+
+
+def test_a_worker_gets_another_number_while_its_step_is_not_committed() -> None:
+    check(STRATEGIES["ps, two copies"], 69, deaths=2)
 
 
 @pytest.mark.long

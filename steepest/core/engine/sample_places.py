@@ -42,7 +42,7 @@ class SamplePlaces:
         """Return the step and epoch of a batch."""
         step, part = self.step_of(place[0]), (self.part_of(place), self._parts)
         if self.plan is None:
-            return Where(step, None, part)
+            return Where(step, None, part, has_more=place[2] + 1 < self.micros)
         position = self.plan.position(step)
         last = self.plan.end_of(position.epoch) == step + 1
         more = place[2] + 1 < self.counts(place[0])[place[1]]

@@ -67,7 +67,8 @@ class Where(NamedTuple):
         """Return whether the batch may be the next one after another, all steps before it being committed."""
         if self.leased or self.step > before.step:
             return True
-        same = self.step == before.step and self.ranges == before.ranges
+        # else the part of another worker, whose number this one has got meanwhile, would pass for the next one
+        same = before.has_more and self.step == before.step and self.ranges == before.ranges
         return same and self.part == (before.part[0] + 1, before.part[1])
 
 
