@@ -146,18 +146,23 @@ def register(**objects: Any) -> Any:
     return Kept(objects) if session is None else session.register(objects)
 
 
-def epochs(count: int) -> Iterable[int]:
-    """Return the numbers of the epochs of a loop, from 0 to `count` - 1.
+def epochs(count: int, end: int | None = None) -> Iterable[int]:
+    """Return the numbers of the epochs of a loop, from 0 to `count` - 1; or from the first number to before the second.
 
     In a worker that joins a job later they begin with the epoch in which the job is; the loader yields what is left of
-    it. Outside of `steepest.run` it is ``range(count)``.
+    it. Outside of `steepest.run` it is ``range(count)``, or ``range(count, end)``.
 
     Example:
-        >>> list(epochs(3))
-        [0, 1, 2]
+        >>> list(epochs(3)), list(epochs(1, 3))
+        ([0, 1, 2], [1, 2])
     """
-    count, session = require_count("epochs", count), current()
-    return range(count) if session is None else session.epochs(count)
+    if end is None:
+        first, count = 0, require_count("epochs", count)
+    else:
+        first = require_count("the first epoch", count, 0)
+        count = require_count("the end of epochs", end, first + 1) - first
+    session = current()
+    return range(first, first + count) if session is None else session.epochs(count, first)
 
 
 def report(**values: Any) -> None:

@@ -461,8 +461,11 @@ class Session:
         self._ticks = [_Ticks(self, scheduler) for scheduler in prepared.schedulers]
         self._turns.ask(Ask.BEGIN)
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are still to come, of `count`."""
+    def epochs(self, count: int, first: int = 0) -> Iterator[int]:
+        """Yield the numbers of the epochs that are still to come, of `count`, where the user counts from `first`."""
+        return (first + epoch for epoch in self._epochs_of(count))
+
+    def _epochs_of(self, count: int) -> Iterator[int]:
         if self.prepared is None:
             raise ConfigurationError(
                 "steepest.epochs() before steepest.prepare(): call that before"

@@ -126,6 +126,28 @@ def test_clipping_by_torch_is_another_thing() -> None:
     )
 
 
+def from_five(parts: Parts, epochs: int) -> None:
+    """Counts its epochs from five."""
+    for epoch in steepest.epochs(5, 5 + epochs):
+        for x, y in parts.loader:
+            for group in parts.optimizer.param_groups:
+                group["lr"] = 0.01 * epoch
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            parts.optimizer.step()
+
+
+def test_epochs_are_counted_from_where_the_script_counts_them(tmp_path: Path) -> None:
+    script = Script(from_five, data=samples(16))
+    checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
+    with pytest.raises(InterruptedRunError):
+        run(script, 2, checkpoints=checkpoints, callbacks=[Interrupts(6)])
+    found = run(script, 2, checkpoints=checkpoints)
+    assert difference(found.weights, script.alone(2)) < 1e-12
+    rates = [row["learning_rate"][0] for row in found.steps]
+    assert rates == pytest.approx([0.05] * 4 + [0.06] * 4 + [0.07] * 4)
+
+
 def test_losses_are_in_the_history() -> None:
     found = run(SCHEDULED, 1)
     assert all(row["loss"] > 0 for row in found.steps)
@@ -322,6 +344,10 @@ def prepared_again(parts: Parts, epochs: int) -> None:
     steepest.prepare(parts.model, parts.optimizer, parts.loader.loader)
 
 
+def backwards(parts: Parts, epochs: int) -> None:
+    steepest.epochs(5, 5)
+
+
 def own_state(parts: Parts, epochs: int) -> None:
     parts.optimizer.state_dict()
 
@@ -360,6 +386,7 @@ WRONG = {
     "was left in epoch 0 before its end": Script(left_early),
     r"prepare\(\) was called twice": Script(prepared_again),
     "the state of SGD lies on the job's servers": Script(own_state),
+    "the end of epochs=5: give an integer of at least 6": Script(backwards),
     "written to the trained parameter '0.weight'": Script(writing),
     "that is not a parameter of the module": foreign_optimizer,
     r"a sampler of its own \(WeightedRandomSampler\)": own_sampler,
@@ -398,6 +425,7 @@ def test_alone_nothing_happens() -> None:
     assert steepest.prepare(*things) == things
     assert steepest.prepare(things[1]) is things[1]
     assert list(steepest.epochs(3)) == [0, 1, 2]
+    assert list(steepest.epochs(1, 4)) == [1, 2, 3]
     steepest.report(loss=1.0)
     steepest.weight(2.0)
     assert (steepest.rank(), steepest.size()) == (0, 1)
