@@ -37,7 +37,7 @@ class Applying:
         cluster, state, observation = self._cluster, self._state, self._observation
         assert change.stock is not None
         stock, replaced, missing = change.stock, transition.replaced, transition.missing
-        workers = [peer for peer in sorted(cluster.actors) if peer.role == "worker"]
+        workers = [peer for peer in sorted(cluster.members) if peer.role == "worker"]
         staying = [peer for peer in workers if peer not in missing]
         more = transition.workers > len(staying) and not dead
         joined = observation.joining() if more else {}
@@ -62,11 +62,11 @@ class Applying:
         same_servers &= wanted.unfrozen == cluster.job.unfrozen
         # then version and samples' places stay, in the middle of a step too
         as_before = same and (bool(dead) or same_servers)
-        actors = cluster.actors
+        members = cluster.members
         try:
             state.put_together(stock, wanted, as_before=as_before)
         finally:
-            if cluster.actors is not actors:  # also where another death has ended it too early
+            if cluster.members is not members:  # also where another death has ended it too early
                 observation.starting.joined(cluster.actors.values())
                 then = self._follow(transition, world, dead, seats)
                 change.applied.append(Applied(transition, dead.keys(), joined, then))
@@ -113,7 +113,7 @@ class Applying:
         keep = {new: old.index for old, new in numbers.items() if old not in successors}
         servers = [
             peer
-            for peer in sorted(self._cluster.actors)
+            for peer in sorted(self._cluster.members)
             if peer.role == "server" and (peer not in dead or peer in successors)
         ]
         further = [start for start in self._observation.starting.servers if start.is_up]

@@ -63,7 +63,7 @@ class Change:
     def of(cls, cluster: Cluster, hosts: str) -> Change:
         """Return the change that begins with a job as it is."""
         names = {watch: peer for peer, watch in cluster.watches.items()}
-        version, places = cluster.client.position.version, dict(cluster.places)
+        version, places = cluster.client.position.version, cluster.places
         return cls(cluster.job, cluster.client, places, names, cluster.step, version, hosts)
 
     @property

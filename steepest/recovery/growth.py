@@ -139,7 +139,7 @@ class Growth:
     def _start_servers(self, config: Strategy, workers: int) -> None:
         """Start servers that are wanted when there are so many workers."""
         cluster, servers = self._cluster, self._starting.servers
-        have = sum(peer.role == "server" for peer in cluster.actors)
+        have = sum(peer.role == "server" for peer in cluster.members)
         wanted = cluster.serving(config, workers)
         if have + len(servers) > wanted:
             self._starting.give_up(servers[max(wanted - have, 0) :])

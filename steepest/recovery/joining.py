@@ -39,12 +39,13 @@ class Joining:
         """
         cluster, starting = self._cluster, self._observation.starting
         starts = {peer: starting.instead[peer] for peer in sorted(transition.replaced)}
-        moved = [p for p, start in starts.items() if start.place.node != cluster.places[p].node]
+        places = cluster.places
+        moved = [p for p, start in starts.items() if start.place.node != places[p].node]
         if transition.missing or moved:
             return None
         missing = set(dead)
         for peer, start in starts.items():
-            old, step, began = cluster.places[peer], cluster.step + 1, time.monotonic()
+            old, step, began = cluster.members[peer].place, cluster.step + 1, time.monotonic()
             try:
                 self._join(peer, start, missing)
             except BaseException as error:
@@ -80,19 +81,20 @@ class Joining:
     def _tell_of(self, peer: Peer, start: Start, old: Place, step: int, began: float) -> None:
         """Note that a successor, which began to join at a time, has joined."""
         cluster, now = self._cluster, time.monotonic()
+        pid = cluster.members[peer].place.pid
         took = now - start.began
         together = cluster.job.strategy.rule.together
         repeated = "the step is taken again" if together else "the others went on"
         cluster.note(
             "replaced",
             f"{peer} on {old.host} (pid {old.pid}) died in step {step}: {start.cause}; "
-            f"pid {cluster.places[peer].pid} has taken its place after {took:.1f} s; {repeated}, "
+            f"pid {pid} has taken its place after {took:.1f} s; {repeated}, "
             f"{nothing_lost(cluster.job, [peer])}",
             record_line(
                 f"a successor joins at step {step - 1}",
                 f"{peer} on {old.host} ({start.cause}) died",
                 "the others hold all of the state",
-                f"pid {cluster.places[peer].pid} in the place of {peer}; the others stay as they are",
+                f"pid {pid} in the place of {peer}; the others stay as they are",
                 cluster.job,
                 {"starting": began - start.began, "joining": now - began, "in all": took},
                 (0, 0),
@@ -103,7 +105,7 @@ class Joining:
         """Have a process that is up, on the node of its predecessor, take the place of a worker."""
         cluster, actor = self._cluster, start.actor
         cluster.extend_deadline()
-        life, timeout = cluster.lives[peer.index] + 1, cluster.run_config.deadlines.start
+        life, timeout = cluster.members[peer].life + 1, cluster.run_config.deadlines.start
         self._observation.starting.check_models({peer: start}, "build the model again")
 
         def get(call: Any, what: str) -> Any:
@@ -148,15 +150,15 @@ class Joining:
 
     def _tell(self, workers: Collection[Peer]) -> None:
         """Have workers learn where all others listen; a worker that dies meanwhile is left out."""
-        cluster = self._cluster
+        cluster, actors = self._cluster, self._cluster.actors
         calls = {
-            peer: cluster.actors[peer].join.remote(cluster.stored_job, cluster.listening)
+            peer: actors[peer].join.remote(cluster.stored_job, cluster.listening)
             for peer in workers
         }
         for peer, call in calls.items():
             try:
                 cluster.get([call], "join again", [peer], after_step=True)
             except PeerLostError:
-                cluster.owner.await_calls([cluster.watches[peer]], NOTICE_SECONDS)
+                cluster.owner.await_calls([cluster.members[peer].watch], NOTICE_SECONDS)
                 if cluster.deaths.cause(peer) is None:
                     raise

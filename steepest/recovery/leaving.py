@@ -42,7 +42,7 @@ class Leaving:
     @property
     def in_words(self) -> str:
         """The hosts that are being left, and why; "" if none is."""
-        hosts = sorted({self._cluster.places[peer].host for peer in self.peers})
+        hosts = sorted({self._cluster.members[peer].place.host for peer in self.peers})
         return f"{', '.join(hosts)} {self._why}" if hosts else ""
 
     def look(self, least: int) -> None:

@@ -100,12 +100,12 @@ class Observation:
         """
         cluster = self._cluster
         for peer, why in dead.items():
-            if (watch := cluster.watches[peer]) in self._job_knows:
+            if (watch := cluster.members[peer].watch) in self._job_knows:
                 continue
             self._job_knows.add(watch)
             with contextlib.suppress(ShutdownError):  # the driver's router has ended, and says why
                 if self.is_plain(peer):
-                    life = cluster.lives[peer.index]
+                    life = cluster.members[peer].life
                     cluster.on_router(partial(cluster.client.declare_lost, peer.index, life, why))
                 elif peer.role == "server" or cluster.job.servers_in_workers:
                     cluster.on_router(partial(cluster.client.lost, server_peer(peer.index), why))
@@ -113,10 +113,10 @@ class Observation:
     def hear(self, lost: WorkerLost) -> None:
         """Take the coordinator's word that a worker is dead; Ray's, if there is any, names the cause."""
         cluster, peer = self._cluster, worker_peer(lost.worker)
-        if peer not in cluster.watches or cluster.lives[lost.worker] != lost.life:
+        if peer not in cluster.members or cluster.members[peer].life != lost.life:
             return
         if cluster.deaths.cause(peer) is None:
-            ray.wait([cluster.watches[peer]], timeout=NOTICE_SECONDS)
+            ray.wait([cluster.members[peer].watch], timeout=NOTICE_SECONDS)
             cluster.deaths.declare(peer, lost.why)
 
     def is_plain(self, peer: Peer) -> bool:
@@ -141,7 +141,7 @@ class Observation:
     def _failed(self, peer: Peer) -> int:
         """Return how many processes have died in the place of a dead one, with that one."""
         cluster, seat = self._cluster, self._cluster.seat_of(peer)
-        watch = cluster.watches[peer]
+        watch = cluster.members[peer].watch
         if watch not in self._counted:
             if cluster.deaths.is_repeated(peer, seat):
                 again = "as the one before it, with no version committed in between"
@@ -187,7 +187,7 @@ class Observation:
                 known = known if known.cause == cause else replace(known, cause=cause)
                 starting.instead[peer] = known
                 continue
-            spare = self.reserve.take(cluster.places[peer].node)
+            spare = self.reserve.take(cluster.members[peer].place.node)
             if spare is None and not cold:
                 continue
             if peer.role == "server":
@@ -274,7 +274,7 @@ class Observation:
     def world(self, dead: Mapping[Peer, str], *, patient: bool) -> World:
         """Return what is known of all processes."""
         cluster = self._cluster
-        counts = Counter(peer.role for peer in cluster.actors)
+        counts = Counter(peer.role for peer in cluster.members)
         stuck = not all(self.is_plain(peer) for peer in dead)
         leaving = self.leaving.peers - dead.keys()
         instead = self.starting.instead

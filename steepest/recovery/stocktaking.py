@@ -53,7 +53,7 @@ def find_dead(cluster: Cluster, accused: tuple[Peer, str] | None) -> dict[Peer, 
                     del asked[peer]
                 continue
             else:
-                passed, actor = time.monotonic() - began, cluster.actors[peer]
+                passed, actor = time.monotonic() - began, cluster.members[peer].actor
                 grace = _WORD_SECONDS if peer == suspect else _GRACE_SECONDS
                 cut_off = peer in closed and passed >= grace
                 silent = signs.is_silent(actor) or passed >= cluster.run_config.deadlines.step

@@ -302,7 +302,7 @@ class Supervisor:
         dead = self._see(change)
         while True:
             in_vain = observation.in_vain(dead)
-            change.said |= {cluster.watches[p]: self._said(change, p, dead[p]) for p in dead}
+            change.said |= {cluster.members[p].watch: self._said(change, p, dead[p]) for p in dead}
             cluster.await_successors(dead)
             try:
                 return self._try(change, dead, patient=patient)
@@ -310,7 +310,7 @@ class Supervisor:
                 observation.starting.joined(cluster.actors.values())
                 change.suspect = self._suspect_of(change.said, error)
                 dead = self._see(change)
-                known = {cluster.watches[peer] for peer in dead} <= change.said.keys()
+                known = {cluster.members[peer].watch for peer in dead} <= change.said.keys()
                 if known and observation.in_vain(dead) == in_vain:
                     unexplained += 1  # perhaps of a process that had no role yet
                     if isinstance(error, DeadlineError) or unexplained > _UNEXPLAINED:
@@ -358,8 +358,8 @@ class Supervisor:
         if peer in self.observation.worn_out([peer]):
             allowed = self._cluster.run_config.failure.max_failures
             why += f"; it had {allowed} successors, FailureConfig(max_failures={allowed}) gives it no more"
-        name = change.names.get(self._cluster.watches[peer], peer)
-        return f"{name} on {self._cluster.places[peer].host} ({why})"
+        member = self._cluster.members[peer]
+        return f"{change.names.get(member.watch, peer)} on {member.place.host} ({why})"
 
     def _suspect_of(self, said: Collection[Any], error: Exception) -> tuple[Peer, str] | None:
         """Return the process whose channel has closed, if that ended a change, and what is said of it."""
@@ -462,7 +462,7 @@ class Supervisor:
     def lacks_copies(self) -> bool:
         """Whether the job goes on with fewer servers than are wanted."""
         job, observation = self._cluster.job, self.observation
-        servers = sum(peer.role == "server" for peer in self._cluster.actors)
+        servers = sum(peer.role == "server" for peer in self._cluster.members)
         return servers < self._cluster.serving(observation.wanted.config, job.num_workers)
 
     def _end(self) -> None:

@@ -28,9 +28,8 @@ def tell(cluster: Cluster, change: Change, number: int, lost: int) -> None:
         line = f"{change.hosts}: {who} moved away; {job.num_workers} workers, {sizes}; {took}"
         kind = "moved"
     elif applied.joined and any(start.cause for start in applied.joined.values()):
-        who = ", ".join(
-            f"{worker_peer(i)} (pid {cluster.places[worker_peer(i)].pid})" for i in applied.joined
-        )
+        places, joined = cluster.places, map(worker_peer, applied.joined)
+        who = ", ".join(f"{peer} (pid {places[peer].pid})" for peer in joined)
         after = time.monotonic() - min(start.began for start in applied.joined.values())
         line = f"{who} is there again, after {after:.1f} s: {job.num_workers} workers, {sizes}"
         kind, line = "returned", f"{line}; {took}"

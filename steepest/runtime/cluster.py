@@ -8,7 +8,6 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -35,7 +34,7 @@ from steepest.errors import (
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import travelling
 from steepest.runtime.connection import Holder, hold, let_go, who_else
-from steepest.runtime.context import LOOK_SECONDS, JobContext, Membership
+from steepest.runtime.context import LOOK_SECONDS, JobContext, Member, Membership
 from steepest.runtime.deaths import Deaths
 from steepest.runtime.learning_rates import LearningRates
 from steepest.runtime.lease import DriverLease
@@ -80,8 +79,7 @@ class Cluster(JobContext):
         self.chosen = chosen
         self._program = Program.of_this_process()  # whose arguments its processes have too
         self.lease = DriverLease(run_config.deadlines.driver)
-        # processes without a role, which hold chunks until `settle`, and the calls that watch them
-        self._leaving: dict[Any, tuple[Place, Any]] = {}
+        self._leaving: list[Member] = []  # without a role any more; they hold chunks until `settle`
         self._seats: dict[Any, int] = {}  # in which processes run, or beside whose
         self._schedule_offset = 0
         self.rates = LearningRates(self)
@@ -146,9 +144,10 @@ class Cluster(JobContext):
         batches = num_workers * devices * self.chosen.accumulate
         #: of the job as it begins: later models have the same schedule
         self.size = size = StepSize(batches, self.chosen.global_batch_size)
-        self.actors |= {worker_peer(i): self.start_worker(i) for i in range(num_workers)}
-        workers = list(self.actors.values())
-        self.actors |= self.start_servers(config, num_workers)
+        starting = self.starting
+        starting |= {worker_peer(i): self.start_worker(i) for i in range(num_workers)}
+        workers = list(starting.values())
+        starting |= self.start_servers(config, num_workers)
         described: list[Description] = self.get(
             [w.build.remote(creator, i, devices, seed, cut, size) for i, w in enumerate(workers)],
             "build the model",
@@ -158,6 +157,12 @@ class Cluster(JobContext):
             check_agreement(described[0], other, "worker 0", f"worker {i}")
         if described[0].notice:
             log.warning("%s", described[0].notice)
+        places = self.get([actor.place.remote() for actor in starting.values()], "start", starting)
+        self.members = {
+            peer: Member(actor, actor.watch.remote(), place)
+            for (peer, actor), place in zip(starting.items(), places, strict=True)
+        }
+        self.starting = {}
         self._take_up(config, described[0], None, fresh=True)
 
     def check_ways(self, config: Strategy, seats: Sequence[int] | None = None) -> None:
@@ -185,7 +190,11 @@ class Cluster(JobContext):
         if not placement.serving:
             return placement.order[:num_workers]
         placement.look()  # Ray may have found another node for one that is gone
-        lost = {self.places[peer].node for peer in self.watches if self.deaths.is_believed(peer)}
+        lost = {
+            member.place.node
+            for peer, member in self.members.items()
+            if self.deaths.is_believed(peer)
+        }
         living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - lost
         serving = [seat for seat in placement.serving if placement.nodes([seat])[0] in living]
         return serving + placement.order[:num_workers]
@@ -193,9 +202,8 @@ class Cluster(JobContext):
     def start_servers(self, config: Strategy, num_workers: int, first: int = 0) -> dict[Peer, Any]:
         """Start the processes that host servers only, from index `first`; return their handles without waiting."""
         served = self.serving(config, num_workers)
-        running = [
-            self.places[peer].node for peer in map(server_peer, range(first)) if peer in self.places
-        ]
+        members, earlier = self.members, map(server_peer, range(first))
+        running = [members[peer].place.node for peer in earlier if peer in members]
         seats = self._seats_of_servers(num_workers) if served else []
         beside = zip(
             range(first, served), spread(self.placement.nodes(seats), served, running), strict=False
@@ -209,7 +217,8 @@ class Cluster(JobContext):
         """Start the process of one server, beside a seat's; return its handle without waiting."""
         if seat is None:
             placement, servers = self.placement, self.job.num_servers
-            here = {self.places[p].node for p in self.actors if self.deaths.cause(p) is None}
+            members = self.members.items()
+            here = {each.place.node for p, each in members if self.deaths.cause(p) is None}
             seats = self._seats_of_servers(self.job.num_workers)
             there = zip(seats, placement.nodes(seats), strict=True)
             seats = [at for at, node in there if at in placement.serving or node in here] or seats
@@ -225,14 +234,9 @@ class Cluster(JobContext):
         fresh: bool,  # begin with worker 0's weights and buffers; else the caller installs state
         unfrozen: frozenset[str] = frozenset(),
     ) -> None:
-        """Give all processes in `actors` their roles; return when workers have joined."""
+        """Give all `members` their roles; return when workers have joined."""
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
         chosen, num_servers = self.chosen, self._num_servers(config, len(workers))
-        if fresh:
-            starting = [actor.place.remote() for actor in self.actors.values()]
-            places = self.get(starting, "start", self.actors)
-            self.places = dict(zip(self.actors, places, strict=True))
-            self.watches = {peer: actor.watch.remote() for peer, actor in self.actors.items()}
         alike = config.in_driver or len(workers) == 1
         self.job = Job(
             description, config, len(workers), chosen.devices_per_worker, num_servers, chosen.seed,
@@ -262,10 +266,9 @@ class Cluster(JobContext):
     ) -> None:
         """Give all processes other roles, at version 0, which continues at a step.
 
-        Afterwards `actors`, `watches`, `lives`, `places`, `job` and `client` are those of the new
-        membership. Weights, optimizer state and the sample plan are for the caller to install, and
-        `settle` is for the caller to call afterwards. When it fails, `actors`, `watches` and
-        `places` are either as before, or those of the new membership.
+        Afterwards `members`, `job` and `client` are those of the new membership. Weights, optimizer
+        state and the sample plan are for the caller to install, and `settle` is for the caller to
+        call afterwards. When it fails, `members` are either as before, or those of the new membership.
 
         Args:
             wanted: the processes, and the strategy.
@@ -288,12 +291,11 @@ class Cluster(JobContext):
         self.extend_deadline()
         self._schedule_offset = updates - step * config.updates
         before = {worker_peer(new): worker_peer(old) for new, old in keep.items()}  # by new role
-        servers_before = sorted(
-            p for p in self.actors if p.role == "server" and p not in wanted.gone
-        )
+        members = self.members
+        servers_before = sorted(p for p in members if p.role == "server" and p not in wanted.gone)
         free = (server_peer(i) for i in itertools.count() if server_peer(i) not in added)
         before |= dict(zip(free, servers_before, strict=False))
-        kept_on = {new: self.actors[old] for new, old in before.items()}
+        kept_on = {new: members[old].actor for new, old in before.items()}
         processes = dict(sorted({**kept_on, **added}.items()))
         workers = {p: actor for p, actor in processes.items() if p.role == "worker"}
         serving = self.serving(config, num_workers)
@@ -311,45 +313,33 @@ class Cluster(JobContext):
             raise
         self.disconnect()
         cut = replace(config.cut, unfrozen=wanted.unfrozen)
-        actors, watches, lives = self.actors, self.watches, self.lives
-        self._leaving |= {
-            actor: (self.places[peer], watches[peer])
-            for peer, actor in actors.items()
-            if actor not in (*workers.values(), *servers.values())
-        }
-        self.actors = {**workers, **servers, **started}
-        staying = {
-            p: before[p]
-            for p, actor in self.actors.items()
-            if p in before and actors[before[p]] is actor
+        actors, places = {**workers, **servers, **started}, dict(zip(fresh, found, strict=True))
+        known = {member.actor: member for member in members.values()}
+        self._leaving += [one for actor, one in known.items() if actor not in actors.values()]
+        staying = {peer for peer, actor in actors.items() if actor in known}
+        lives = {
+            peer: members[before[peer]].life + (before[peer] in wanted.gone)
+            for peer in workers
+            if peer in before
         }
         # set before anything can fail, so that whoever dies from here on is known by its new number
-        places = {peer: self.places[old] for peer, old in staying.items()}
-        places |= dict(zip(fresh, found, strict=True))
-        self.places = {peer: places[peer] for peer in self.actors}  # in order, as all else is
-        self.watches = {new: watches[old] for new, old in staying.items()}
-        self.watches |= {
-            peer: actor.watch.remote() for peer, actor in self.actors.items() if peer not in staying
+        self.members = {
+            peer: replace(known[actor], life=lives.get(peer, 0))
+            if peer in staying
+            else Member(actor, actor.watch.remote(), places[peer], lives.get(peer, 0))
+            for peer, actor in actors.items()
         }
-        self.lives = Counter(
-            {
-                peer.index: lives[before[peer].index] + (before[peer] in wanted.gone)
-                for peer in workers
-                if peer in before
-            }
-        )
         holding = set().union(*(held or {}).values())
-        keep_on = [
-            actor.release.remote(cut, -1, change) for actor in self._leaving if actor in holding
-        ]
+        holders = [each.actor for each in self._leaving if each.actor in holding]
+        keep_on = [actor.release.remote(cut, -1, change) for actor in holders]
         releases = {
             peer: actor.release.remote(
                 cut, peer.index, change if peer in staying and held is not None else 0
             )
-            for peer, actor in self.actors.items()
+            for peer, actor in actors.items()
             if peer in staying or peer.role == "worker"
         }
-        who = [*map(str, releases), *self.names(a for a in self._leaving if a in holding)]
+        who = [*map(str, releases), *self.names(holders)]
         calls = [*releases.values(), *keep_on]
         found = self.get(calls, "let go of its roles", who, after_step=True)
         layout, spec = found[list(releases).index(worker_peer(0))]
@@ -359,26 +349,18 @@ class Cluster(JobContext):
 
     def settle(self, change: int) -> None:
         """End the processes that have no role any more; the others drop what they kept for a change."""
-        for actor in self._leaving:
-            ray.kill(actor, no_restart=True)
+        for member in self._leaving:
+            ray.kill(member.actor, no_restart=True)
         self._leaving.clear()
-        for actor in self.actors.values():
-            actor.forget.remote(change)
+        for member in self.members.values():
+            member.actor.forget.remote(change)
 
     def living(self) -> dict[Any, Place]:
         """Return where each process is that is not known to be dead, those among them that only hold chunks yet."""
         dead = self.deaths.causes()
-        members = {
-            actor: self.places[peer]
-            for peer, actor in self.actors.items()
-            if peer in self.places and peer in self.watches and peer not in dead
-        }
-        leaving = {
-            actor: place
-            for actor, (place, watch) in self._leaving.items()
-            if not ray.wait([watch], timeout=0)[0]
-        }
-        return leaving | members
+        leaving = [each for each in self._leaving if not ray.wait([each.watch], timeout=0)[0]]
+        members = [each for peer, each in self.members.items() if peer not in dead]
+        return {each.actor: each.place for each in leaving + members}
 
     def unused(
         self, seats: Collection[int], coming: Collection[Any], spare: Collection[Any]
@@ -387,7 +369,7 @@ class Cluster(JobContext):
 
         Servers run in workers' seats too, and a spare process that has become a worker stays where it is.
         """
-        here = {*self.actors.values(), *self._leaving, *coming}
+        here = {*self.actors.values(), *(each.actor for each in self._leaving), *coming}
         known = here.union(spare)
         self._seats = {actor: seat for actor, seat in self._seats.items() if actor in known}
         return {*seats} - {seat for actor, seat in self._seats.items() if actor in here}
@@ -398,7 +380,7 @@ class Cluster(JobContext):
 
     def holdings(self) -> Holdings:
         """Return the processes that hold each chunk."""
-        return holdings(self.job, lambda server: self.actors[self.process_of(server)])
+        return holdings(self.job, lambda server: self.members[self.process_of(server)].actor)
 
     def start_worker(self, index: int, seat: int | None = None) -> Any:
         """Start the process of a worker, by default in its own seat; return its handle without waiting."""
@@ -543,9 +525,9 @@ class Cluster(JobContext):
         if ray.is_initialized():
             for end in self.ending:
                 end()
-            for actor in [*self.actors.values(), *self._leaving]:
+            for actor in [*self.actors.values(), *(each.actor for each in self._leaving)]:
                 ray.kill(actor, no_restart=True)
-            self.actors.clear()
+            self.starting, self.members = {}, {}
             self.placement.release()
         if hasattr(self, "holder"):
             let_go(self.holder, dropped=dropped)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,6 +54,16 @@ class Membership:
     unfrozen: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True)
+class Member:
+    """One process of a job, known by the first of its roles."""
+
+    actor: Any  # Ray's handle
+    watch: Any  # a call that ends when the process does
+    place: Place
+    life: int = 0  # of a worker, its incarnation
+
+
 class JobContext:
     """What is known of a job and its processes; it is changed by its own methods and `Cluster`'s alone."""
 
@@ -69,10 +78,8 @@ class JobContext:
         self.owner = Owner()  # of all that is here: one thread changes it
         self._standing: int | None = None  # the step, while processes change their roles
         self.roles_due = False  # whether processes know less of the job than is known here
-        self.actors: dict[Peer, Any] = {}
-        self.watches: dict[Peer, Any] = {}  # calls that end when the processes do
-        self.places: dict[Peer, Place] = {}
-        self.lives: Counter[int] = Counter()  # incarnations, by worker
+        self.members: dict[Peer, Member] = {}  # another dict when processes get their roles anew
+        self.starting: dict[Peer, Any] = {}  # Ray's handles of the first ones, until all are up
         self.placement = Placement()
         # which samples belong to which worker, and the seed, for workers that join later
         self.plan: tuple[SamplePlan | None, int] = (None, seed)
@@ -87,15 +94,30 @@ class JobContext:
         self.meanwhile: Callable[[], None] = lambda: None
         self.extend_deadline()
 
+    @property
+    def actors(self) -> dict[Peer, Any]:
+        """Ray's handle of each process."""
+        return self.starting or {peer: member.actor for peer, member in self.members.items()}
+
+    @property
+    def places(self) -> dict[Peer, Place]:
+        """Where each process runs."""
+        return {peer: member.place for peer, member in self.members.items()}
+
+    @property
+    def watches(self) -> dict[Peer, Any]:
+        """The call of each process that ends when the process does."""
+        return {peer: member.watch for peer, member in self.members.items()}
+
     def process_of(self, peer: Peer) -> Peer:
-        """Return the role under which the process that hosts a role is known in `actors`."""
-        if peer in self.actors or not self.actors:
+        """Return the role under which the process that hosts a role is known in `members`."""
+        members = self.members
+        if peer in members or not members:
             return peer
-        if server_peer(0) in self.actors:
+        if server_peer(0) in members:
             return server_peer(0)
-        return worker_peer(
-            peer.index if worker_peer(peer.index) in self.actors and self.job.num_workers > 1 else 0
-        )
+        alone = worker_peer(peer.index) not in members or self.job.num_workers == 1
+        return worker_peer(0 if alone else peer.index)
 
     @property
     def step(self) -> int:
@@ -242,6 +264,6 @@ class JobContext:
 
     def substitute(self, peer: Peer, actor: Any, place: Place, listening: Address) -> None:
         """Note that another process is a worker now."""
-        self.lives[peer.index] += 1
-        self.actors[peer], self.watches[peer] = actor, actor.watch.remote()
-        self.places[peer], self.listening[peer.index] = place, listening
+        life = self.members[peer].life + 1
+        self.members[peer] = Member(actor, actor.watch.remote(), place, life)
+        self.listening[peer.index] = listening

@@ -53,7 +53,7 @@ class Deaths:
 
     def causes(self) -> dict[Peer, str]:
         """Return the processes that are dead, and why, see `cause`; Ray is asked once for all."""
-        watches = dict(self._context.watches)
+        watches = self._context.watches
         unsure = [watch for watch in watches.values() if watch not in self._known]
         ended = ray.wait(unsure, num_returns=len(unsure), timeout=0)[0] if unsure else []
         dead = {*ended, *self._known}
@@ -62,7 +62,7 @@ class Deaths:
 
     def traceback(self, peer: Peer) -> str:
         """Return the traceback of the error that ended a process' router; empty if none did."""
-        death = self._death(peer) if peer in self._context.watches else None
+        death = self._death(peer) if peer in self._context.members else None
         return "" if death is None else death.traceback
 
     def is_believed(self, peer: Peer) -> bool:
@@ -78,8 +78,9 @@ class Deaths:
         """
         if (cause := self.cause(peer)) is not None:
             return cause
-        self._known[self._context.watches[peer]] = Death(why, believed=True)
-        kill(self._context.places[peer], self._context.actors[peer])
+        member = self._context.members[peer]
+        self._known[member.watch] = Death(why, believed=True)
+        kill(member.place, member.actor)
         return why
 
     def is_repeated(self, peer: Peer, seat: int) -> bool:
@@ -90,7 +91,7 @@ class Deaths:
         """
         if not self.traceback(peer):
             return False
-        watch, version = self._context.watches[peer], self._context.client.position.version
+        watch, version = self._context.members[peer].watch, self._context.client.position.version
         before = self._defects.get(seat)
         if before is None or before.watch != watch:
             before = _Defect(watch, version, before is not None and before.version == version)
@@ -115,9 +116,9 @@ class Deaths:
             and (error := self._context.router.finished.exception()) is not None
         ):
             raise StepError(f"the driver's router ended: {error!r}") from error
-        if self._context.watches:
-            ray.wait(list(self._context.watches.values()), timeout=wait)
-        for peer in sorted(self._context.watches, key=lambda peer: peer != suspect):
+        if self._context.members:
+            ray.wait([each.watch for each in self._context.members.values()], timeout=wait)
+        for peer in sorted(self._context.members, key=lambda peer: peer != suspect):
             if peer in self._context.awaited or replaced(peer):
                 continue
             if (cause := self.cause(peer)) is not None:
@@ -131,7 +132,8 @@ class Deaths:
     def raise_lost(self, peer: Peer, why: str) -> NoReturn:
         """Raise PeerLostError for a process, with its place and its last lines of output."""
         where, lines, traceback = "", ["(nothing)"], self.traceback(peer)
-        if (place := self._context.places.get(peer)) is not None:
+        if (member := self._context.members.get(peer)) is not None:
+            place = member.place
             where = f" on {place.host} (node {place.node[:12]}, pid {place.pid})"
             lines = fetch_last_lines(place) or lines
         text = "\n".join(f"    {line}" for line in lines)
@@ -141,19 +143,19 @@ class Deaths:
         ) from (RemoteTraceback(traceback) if traceback else None)
 
     def _death(self, peer: Peer) -> Death | None:
-        watch = self._context.watches[peer]
+        member = self._context.members[peer]
+        watch, place = member.watch, member.place
         if watch in self._known:
             return self._known[watch]
         death = death_of(watch)
         if death is not None:
             self._known[watch] = death
             if death.traceback:
-                place, actor = self._context.places[peer], self._context.actors[peer]
                 log.warning(
                     "%s on %s (pid %d): %s; the process is killed; %s",
                     peer, place.host, place.pid, death.cause, death.traceback.rstrip(),
                 )  # fmt: skip
-                kill(place, actor)
+                kill(place, member.actor)
         return death
 
 

@@ -69,7 +69,9 @@ def _open(
         "open the servers",
         context.names(hosting),
     )
-    opening = [w.open.remote(job, [], initial, context.lives[i]) for i, w in enumerate(others)]
+    members = {member.actor: member for member in context.members.values()}
+    lives = [members[worker].life for worker in others]
+    opening = [w.open.remote(job, [], initial, life) for w, life in zip(others, lives, strict=True)]
     return opened + context.get(opening, "open the workers", context.names(others))
 
 

@@ -59,7 +59,7 @@ class WorkerCalls:
         position = (now.generation, now.version) if waits else (0, -1)
         stored = [travelling(f"what a worker needs to {what}", argument) for argument in arguments]
         chosen = list(range(context.job.num_workers)) if workers is None else workers
-        actors = {index: context.actors[worker_peer(index)] for index in chosen}
+        actors = {index: context.members[worker_peer(index)].actor for index in chosen}
         number = next(self._numbers)
         try:
             refs = {
@@ -120,7 +120,7 @@ class WorkerCalls:
 
     def _name(self, worker: int) -> str:
         peer = worker_peer(worker)
-        return f"{peer} on {self._context.places[peer].host}"
+        return f"{peer} on {self._context.members[peer].place.host}"
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run a function on all workers between two of their steps, while they train or not.

@@ -394,11 +394,11 @@ class JobState:
     @contextlib.contextmanager
     def _changing(self, stock: Stock, keep: Mapping[int, int]) -> Iterator[int]:
         """Keep `pending` while the job is put together of other processes; yield the number of this change."""
-        before, self._change = self._cluster.actors, self._change + (self.pending is None)
+        before, self._change = self._cluster.members, self._change + (self.pending is None)
         try:
             yield self._change
         except BaseException:
-            if self._cluster.actors is not before:  # the old job is no more
+            if self._cluster.members is not before:  # the old job is no more
                 self.pending = stock.renumbered({was: now for now, was in keep.items()})
             raise
         self.pending = None
