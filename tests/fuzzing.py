@@ -15,6 +15,7 @@ from steepest.core.messages.message import Kind, Message, Peer
 from steepest.core.tensors.memory import as_tensor, clone
 from steepest.core.transport.frames import HEADER, ROLES, decode_header, decode_meta, encode
 from steepest.core.transport.router import Router
+from steepest.embedding.row_messages import RowKind
 from steepest.errors import DeadlineError, ProtocolError
 from steepest.testing import Link, Network
 
@@ -227,7 +228,7 @@ def _words(chance: random.Random, message: Message, peers: Sequence[Peer]) -> No
 def _who(chance: random.Random, message: Message, peers: Sequence[Peer]) -> None:
     what = chance.randrange(3)
     if what == 0:
-        message.kind = chance.choice(list(Kind))
+        message.kind = chance.choice((*Kind, *RowKind))
     elif what == 1:
         message.source = chance.choice(
             (*peers, Peer(chance.choice(ROLES), chance.choice((0, 1, 5, 2**31 - 1))))

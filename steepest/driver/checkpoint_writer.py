@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import Checkpoints
-from steepest.core.messages.snapshots import Bases
 from steepest.driver.directory_lock import DirectoryLock
+from steepest.embedding.row_messages import Bases
 from steepest.errors import CheckpointError, DeadlineError, PeerLostError, ShutdownError
 from steepest.observe.history import History
 from steepest.observe.history_file import history_file

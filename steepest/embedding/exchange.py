@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from steepest.core.engine.exchange import NOTHING_YET, Arrived, Exchange, ExchangeAround, WaitUntil
-from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.messages.message import Message, Peer
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.memory import Memory
 from steepest.embedding.companion import RowCompanion
 from steepest.embedding.row_exchange import RowExchange
+from steepest.embedding.row_messages import RowKind
 from steepest.embedding.state_names import UNPUSHED
 from steepest.errors import listed
 
@@ -26,7 +27,7 @@ class ExchangeWithRows(ExchangeAround):
         super().__init__(inner)
         self.rows = rows
         self.companion = companion
-        self.kinds = inner.kinds | {Kind.ROWS}
+        self.kinds = inner.kinds | {RowKind.ROWS}
 
     @property
     def bytes_pulled(self) -> int:
@@ -54,9 +55,9 @@ class ExchangeWithRows(ExchangeAround):
         self.rows.begin(generation, version)
         self.rows.delayed.is_last = is_last
 
-    def reported(self) -> dict[str, Any]:
+    def logged(self) -> Sequence[Any]:
         """Return with which versions of rows the gradient was computed, and whose rows' gradients it has."""
-        return super().reported() | self.rows.reported()
+        return self.rows.logged()
 
     def left_out(self) -> None:
         """Keep what the last push had of the step before."""
@@ -69,13 +70,13 @@ class ExchangeWithRows(ExchangeAround):
 
     def destination(self, message: Message, size: int) -> Memory | None:
         """Return memory for a payload."""
-        if message.kind is Kind.ROWS:
+        if message.kind is RowKind.ROWS:
             return self.rows.destination(message, size)
         return super().destination(message, size)
 
     def receive(self, source: Peer, message: Message) -> Arrived:
         """Take a message with rows, or another one."""
-        if message.kind is Kind.ROWS:
+        if message.kind is RowKind.ROWS:
             self.rows.receive(source, message)
             return NOTHING_YET
         return super().receive(source, message)

@@ -14,27 +14,17 @@ from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.stores import Stores
 from steepest.core.messages.fields import Schema
 from steepest.core.messages.message import Send
-from steepest.core.messages.permissions import Line, lines
-from steepest.core.messages.snapshots import ReadOn
+from steepest.core.messages.permissions import Line
 from steepest.core.models.protocol import Model
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.embedding.job_tables import dealing_of, delays_rows
-from steepest.embedding.row_messages import PullRows, Rows
+from steepest.embedding.row_messages import LINES
 from steepest.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from steepest.tables.table import Table
-
-#: The messages about rows of tables.
-LINES: Mapping[Line, Schema] = lines(
-    {
-        ("worker", "server"): (PullRows,),
-        ("server", "worker"): (Rows,),
-        ("client", "server"): (ReadOn,),
-    }
-)
 
 
 class EmbeddingTables(Extension):

@@ -19,7 +19,7 @@ from steepest.core.tensors.dtypes import Tensors
 from steepest.embedding.delayed_rows import DelayedRows
 from steepest.embedding.row_collector import RowCollector
 from steepest.embedding.row_memory import ROW_MEMORY
-from steepest.embedding.row_messages import PullRows, Rows
+from steepest.embedding.row_messages import PullRows, Rows, RowsOfPush
 from steepest.errors import ConfigurationError, ProtocolError, listed
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import pack_keys
@@ -181,13 +181,13 @@ class RowExchange(RowCollector):
         """Push what `unpushed` returned with the next step, and nothing kept before."""
         self.delayed.load_state(gradient)
 
-    def reported(self) -> dict[str, Any]:
-        """Return the "row_versions" and "own_rows" of the report of the present gradient."""
+    def logged(self) -> Sequence[Any]:
+        """Return what the log is to have of the present gradient, see `RowsOfPush`; nothing where it says nothing."""
         runs: list[tuple[int, int]] = []
         if any(version != self.position[1] for version in self.versions):
             runs = [(len(list(same)), version) for version, same in groupby(self.versions)]
         own = self.delayed.delays and self.delayed.is_last
-        return {"row_versions": runs, "own_rows": own}
+        return RowsOfPush(runs, own) if runs or own else ()
 
     def look(self, place: Place, forward: Callable[[], None], *, later: bool) -> None:
         """Ask for the rows of a batch that is computed later, and do not wait for them."""

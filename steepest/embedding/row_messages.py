@@ -1,13 +1,45 @@
-"""The messages by which a worker reads rows of embedding tables in the middle of its step."""
+"""The messages about rows of embedding tables, and what others say of rows: in reports, logs and reads of the state."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from collections.abc import Sequence as Row
+from typing import Annotated, NamedTuple
 
-from steepest.core.messages.fields import COUNT, FLAG, TEXT
-from steepest.core.messages.message import Kind
-from steepest.core.messages.schema import Body, Generation, Payload, Sequence, Version, body
+from steepest.core.engine.commit_log import LoggedPush
+from steepest.core.messages.fields import (
+    CHUNK,
+    COUNT,
+    FLAG,
+    TEXT,
+    Field,
+    Schema,
+    many,
+    nothing_or,
+    row,
+    whole,
+)
+from steepest.core.messages.gradients import Report
+from steepest.core.messages.message import MessageKind
+from steepest.core.messages.permissions import Line, lines
+from steepest.core.messages.schema import (
+    Body,
+    Generation,
+    Payload,
+    Sequence,
+    Version,
+    body,
+    limited,
+)
+from steepest.core.messages.snapshots import Options, Read, ReadOn, Snapshot
 
 
-@body(Kind.PULL_ROWS)
+class RowKind(MessageKind):
+    """The kinds of messages about rows."""
+
+    PULL_ROWS = 51
+    ROWS = 52
+
+
+@body(RowKind.PULL_ROWS)
 class PullRows(Body):
     """A request for rows of a group of tables.
 
@@ -24,7 +56,7 @@ class PullRows(Body):
     payload: Payload = None
 
 
-@body(Kind.ROWS)
+@body(RowKind.ROWS)
 class Rows(Body):
     """The values of rows.
 
@@ -38,3 +70,65 @@ class Rows(Body):
     refused: Annotated[str, TEXT] = ""
     # the values, (n, dim) of the tables' dtype, in the order of the request
     payload: Payload = None
+
+
+class RowsOfPush(NamedTuple):
+    """What the log has `more` of a push with gradients of rows, and so its REPORT."""
+
+    # (count, version): so many requests for rows, in the order in which the gradient needed them, were answered at
+    # that version; empty where all were at the version of the weights, or there were none
+    versions: Row[Row[int]] = ()
+    # whether the push has the gradients of rows of its own samples, where those of rows are pushed a step late; it has
+    # those of the step before either way
+    own: bool = False
+
+    @classmethod
+    def of(cls, push: LoggedPush) -> "RowsOfPush":
+        """Return what the log says of a push."""
+        return cls(*push.more)
+
+
+#: Rows that a reader has: (chunk, life, version) of shards of tables, see `TableShard.life`.
+Bases = Row[Row[int]]
+
+
+class RowsToRead(NamedTuple):
+    """Which rows a reader of opaque chunks wants: by default all that a checkpoint has."""
+
+    table: int | None = None  # number of a table in its group, of which the values alone are wanted
+    # the rows that the reader has: of these shards it is sent what has changed, if known, or all rows
+    since: Bases = ()
+
+    @classmethod
+    def of(cls, options: Options | None) -> "RowsToRead":
+        """Return what the options of a READ or SNAPSHOT say."""
+        return cls(**(options or {}))
+
+    def options(self) -> Options | None:
+        """Return it as options; None where all rows are wanted."""
+        found = {} if self.table is None else {"table": self.table}
+        return {**found, **({"since": self.since} if self.since else {})} or None
+
+
+_MORE = nothing_or(row(many(row(COUNT, COUNT)), FLAG))
+_WANTED = {"table": COUNT, "since": many(row(CHUNK, COUNT, COUNT))}
+_OPTIONS = Field(
+    f"null, or {whole(Schema(_WANTED)).allowed}, and nothing else",
+    lambda value, limits: (
+        value is None
+        or (whole(Schema(_WANTED)).fits(value, limits) and value.keys() <= _WANTED.keys())
+    ),
+)
+#: The messages of a job with tables beside those of dense models, and what these may say there.
+LINES: Mapping[Line, Schema] = {
+    **lines(
+        {
+            ("worker", "server"): (PullRows,),
+            ("server", "worker"): (Rows,),
+            ("client", "server"): (ReadOn,),
+        }
+    ),
+    (Report.KIND, "worker", "coordinator"): limited(Report.SCHEMA, more=_MORE),
+    (Read.KIND, "client", "coordinator"): limited(Read.SCHEMA, options=_OPTIONS),
+    (Snapshot.KIND, "coordinator", "server"): limited(Snapshot.SCHEMA, options=_OPTIONS),
+}

@@ -13,6 +13,7 @@ import torch
 from steepest.core.engine.optimizer_records import state_fields
 from steepest.core.messages.message import Peer, Send
 from steepest.core.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
+from steepest.embedding.row_messages import RowsToRead
 from steepest.embedding.table_chunk import TableChunk
 
 log = logging.getLogger(__name__)
@@ -49,10 +50,11 @@ class RowSnapshots:
 
     def begin(self, order: Snapshot, shards: Sequence[TableChunk], end: SnapshotEnd) -> None:
         """Send the rows of some shards as they are now, or the first of them; `end` follows all of them."""
-        bases = {chunk: (life, version) for chunk, life, version in order.since}
-        table = order.table if order.what == "rows" else None
+        wanted = RowsToRead.of(order.options)
+        bases = {chunk: (life, version) for chunk, life, version in wanted.since}
         pieces = [
-            (held.chunk.index, held.pieces(table, bases.get(held.chunk.index))) for held in shards
+            (held.chunk.index, held.pieces(wanted.table, bases.get(held.chunk.index)))
+            for held in shards
         ]
         messages = chain.from_iterable(
             (_messages(order.sequence, chunk, piece) for piece in each) for chunk, each in pieces

@@ -11,11 +11,11 @@ import torch
 from steepest.core.engine.chunk_store import ChunkStore
 from steepest.core.engine.incoming_weights import where_lent
 from steepest.core.engine.stores import Position
-from steepest.core.messages.message import Kind, Message, Peer, Send
+from steepest.core.messages.message import Kind, Message, MessageKind, Peer, Send
 from steepest.core.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.tensors.layout import Chunk
-from steepest.embedding.row_messages import PullRows
+from steepest.embedding.row_messages import PullRows, RowKind
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.row_snapshots import RowSnapshots
 from steepest.embedding.table_chunk import TableChunk
@@ -52,7 +52,7 @@ class TableStores:
 class TableService:
     """The messages about rows on one server, see `steepest.core.engine.stores.StoreService`."""
 
-    kinds: Collection[Kind] = frozenset({Kind.PULL_ROWS, Kind.READ_ON})
+    kinds: Collection[MessageKind] = frozenset({RowKind.PULL_ROWS, Kind.READ_ON})
 
     def __init__(
         self, server: int, dealing: Dealing, stores: Mapping[int, ChunkStore], send: Send
@@ -62,13 +62,13 @@ class TableService:
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Return memory for the keys of a pull: where they are lent, or new."""
-        if message.kind is not Kind.PULL_ROWS:
+        if message.kind is not RowKind.PULL_ROWS:
             raise ProtocolError(f"{message.kind.name} with a payload of {size} bytes")
         return where_lent(message, size)
 
     def handle(self, source: Peer, message: Message, at: Position) -> None:
         """Answer a pull, or send a reader more of a snapshot."""
-        if message.kind is Kind.PULL_ROWS:
+        if message.kind is RowKind.PULL_ROWS:
             self._pulls.receive(source, PullRows.unpack(message), at)
         else:
             self._snapshots.go_on(source, ReadOn.unpack(message).sequence)

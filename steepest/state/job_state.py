@@ -15,19 +15,19 @@ import torch
 from steepest.checkpoint import files, rows
 from steepest.core.data.sampler import Remaining, epoch_ends
 from steepest.core.engine.client import Snapshot, read_log
-from steepest.core.engine.commit_log import Commit, CommitLog, UnpushedRows
+from steepest.core.engine.commit_log import Commit, CommitLog, Unpushed
 from steepest.core.engine.replica_states import all_states, mean_states
 from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.survivors import RecoveredState
 from steepest.core.engine.worker_state import WorkerState
 from steepest.core.messages.driver import Counters
-from steepest.core.messages.snapshots import Bases
 from steepest.core.models.names import plainly
 from steepest.core.optim.portable import Record
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.dtypes import LOOP_STATE, Tensors
 from steepest.embedding.job_tables import dealing_of
+from steepest.embedding.row_messages import Bases
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
@@ -50,7 +50,7 @@ class JobState:
         # of what the job was before; None for a part that is lost
         self._logs: list[CommitLog | None] = []
         self._start = 0  # the version with which the log begins
-        self._unpushed: UnpushedRows = {}  # gradients of rows that workers had then
+        self._unpushed: Unpushed = {}  # gradients of rows that workers had then
         self._told_of_schedule = False
         self._change = 0  # the number of the last change of the job's processes
         #: The state with which to continue when a change failed in the middle.
@@ -198,7 +198,7 @@ class JobState:
         records: list[Record] | None,
         state: dict[str, Any] | None = None,  # None if the weights do not follow from the log
         schedule: ScheduleState | None = None,  # if `state` does not hold it
-        unpushed: UnpushedRows = MappingProxyType({}),
+        unpushed: Unpushed = MappingProxyType({}),
     ) -> None:
         """Set the servers' weights and the coordinator's state, see `Client.install`."""
         if state is None:  # what came before does not explain it

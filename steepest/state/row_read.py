@@ -14,9 +14,9 @@ import torch
 from steepest.checkpoint import files, rows
 from steepest.core.engine.client import Snapshot
 from steepest.core.engine.optimizer_slices import assemble
-from steepest.core.messages.snapshots import Bases
 from steepest.core.optim.portable import Record
 from steepest.core.tensors.layout import ParameterLayout
+from steepest.embedding.row_messages import Bases, RowsToRead
 from steepest.errors import CheckpointError
 from steepest.runtime.cluster import Cluster
 
@@ -135,7 +135,8 @@ def read_apart(cluster: Cluster, since: Bases) -> tuple[Snapshot, RowRead]:
     dense = [chunk.index for chunk in layout.chunks if not chunk.is_opaque]
 
     def read() -> Sequence[Future[Snapshot]]:
-        later = client.read("state", chunks=layout.opaque_chunks, since=since, held=True)
+        options = RowsToRead(since=since).options()
+        later = client.read("state", chunks=layout.opaque_chunks, options=options, held=True)
         return client.read("state", chunks=dense), later
 
     def take() -> list[Record]:

@@ -10,6 +10,7 @@ from steepest.checkpoint.exported_table import ExportedTable
 from steepest.core.engine.client import Snapshot
 from steepest.core.optim.portable import Record
 from steepest.embedding.job_tables import dealing_of
+from steepest.embedding.row_messages import RowsToRead
 from steepest.errors import ConfigurationError
 from steepest.runtime.cluster import Cluster
 
@@ -28,8 +29,9 @@ def export_table(cluster: Cluster, name: str, since: ExportedTable | None) -> Ex
     chunks = [dealing.chunk(group, shard) for shard in range(dealing.num_shards)]
 
     def read(bases: Sequence[Sequence[int]]) -> list[Record]:
+        options = RowsToRead(number, bases).options()
         future = cluster.on_router(
-            lambda: cluster.client.read("rows", chunks=chunks, table=number, since=bases)
+            lambda: cluster.client.read("opaque", chunks=chunks, options=options)
         )
         found: Snapshot = cluster.wait(future, f"the rows of table {name!r}")
         return found.records

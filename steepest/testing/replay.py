@@ -14,7 +14,7 @@ from steepest.aggregation.extension import route_of
 from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.checkpoint import files
 from steepest.compression.gradient_compressor import GradientCompressor
-from steepest.core.engine.commit_log import Commit, CommitLog, LoggedPush, UnpushedRows
+from steepest.core.engine.commit_log import Commit, CommitLog, LoggedPush, Unpushed
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.hosting import build_replicas
 from steepest.core.engine.job import Job, ModelCreator
@@ -26,7 +26,6 @@ from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.server import Server, ServerMode
 from steepest.core.messages import gradients
 from steepest.core.messages.message import (
-    Kind,
     Message,
     Peer,
     PushId,
@@ -40,6 +39,7 @@ from steepest.core.optim.arriving import ArrivingState
 from steepest.core.tensors.dtypes import Tensors, same_bits
 from steepest.core.tensors.half_precision import narrow_size, rounded
 from steepest.embedding.job_tables import dealing_of
+from steepest.embedding.row_messages import RowKind, RowsOfPush
 from steepest.embedding.shard_records import disassemble
 from steepest.errors import ConfigurationError
 from steepest.extensions import EXTENSIONS
@@ -264,7 +264,7 @@ class _Run:
         if self._rows is not None and end.rows is not None:
             self._rows.begin(push, end.rows)
         replicas.use_exchange(exchange)
-        exchange.begin(0, push.pulled, push.incarnation, is_last=push.own_rows)
+        exchange.begin(0, push.pulled, push.incarnation, is_last=RowsOfPush.of(push).own)
         end.dense.sequence = push.sequence
         replicas.compute(push.share, exchange.ready, False)
         if self._rows is not None:
@@ -388,7 +388,7 @@ class _Senders:
     # rows: answers pulls of rows, None without tables; unpushed: by worker, the gradients of rows with which it begins.
 
     def __init__(
-        self, job: Job, server: Server, rows: RowsOfVersions | None, unpushed: UnpushedRows
+        self, job: Job, server: Server, rows: RowsOfVersions | None, unpushed: Unpushed
     ) -> None:
         self._job = job
         self._server = server
@@ -428,7 +428,7 @@ class _Senders:
         return end
 
     def _arrive(self, source: Peer, target: Peer, message: Message) -> None:
-        if message.kind is Kind.PULL_ROWS:
+        if message.kind is RowKind.PULL_ROWS:
             rows = self._ends[source.index][1].rows
             assert self._rows is not None
             assert rows is not None

@@ -9,7 +9,7 @@ from steepest.core.engine.commit_log import Commit, LoggedPush
 from steepest.core.engine.server import Server
 from steepest.core.messages.message import Message, Peer
 from steepest.embedding.row_exchange import RowExchange
-from steepest.embedding.row_messages import PullRows
+from steepest.embedding.row_messages import PullRows, RowsOfPush
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import ConfigurationError
@@ -32,7 +32,10 @@ class RowsOfVersions:
         self._last_use: dict[int, int] = {}  # by version: the last one made from its rows
         for commit in commits:
             for push in commit.pushes:
-                for version in {push.pulled, *(version for _, version in push.row_versions)}:
+                for version in {
+                    push.pulled,
+                    *(version for _, version in RowsOfPush.of(push).versions),
+                }:
                     self._last_use[version] = commit.version
         self._old: dict[int, dict[int, TableChunk]] = {}  # by version, chunk
         self._push: LoggedPush | None = None
@@ -48,12 +51,12 @@ class RowsOfVersions:
     def begin(self, push: LoggedPush, rows: RowExchange) -> None:
         """Begin a worker's logged gradient, before the `RowExchange.begin` of that life's rows."""
         self._push = push
-        runs = push.row_versions
+        runs, own = RowsOfPush.of(push)
         self._versions = (version for count, version in runs for _ in range(count))
         if rows.wait_until is None:
             rows.begin_life(push.incarnation, lambda has_come, why: None)  # answers come at once
             rows.delayed.delays = self._delays
-        rows.delayed.is_last = push.own_rows
+        rows.delayed.is_last = own
 
     def end(self) -> None:
         """End a worker's gradient; ConfigurationError: it needed fewer rows than in the run."""
@@ -65,7 +68,9 @@ class RowsOfVersions:
         # ConfigurationError: other rows.
         assert self._push is not None
         pull = PullRows.unpack(message)
-        version = next(self._versions, None) if self._push.row_versions else self._push.pulled
+        version = (
+            next(self._versions, None) if RowsOfPush.of(self._push).versions else self._push.pulled
+        )
         now = version == self._server.version
         chunks = self._chunks if now else self._old.get(-1 if version is None else version)
         if version is None or chunks is None:

@@ -14,10 +14,10 @@ import pytest
 from steepest import Checkpoints, StepResult
 from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoint
-from steepest.core.messages.snapshots import Bases
 from steepest.driver.checkpoint_manager import CheckpointManager
 from steepest.driver.checkpoint_writer import Writer
 from steepest.driver.directory_lock import DirectoryLock
+from steepest.embedding.row_messages import Bases
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.observe.history import History
 from steepest.runtime.owner import Owner

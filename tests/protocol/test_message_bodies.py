@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import pytest
 
 from steepest.core.messages import collective, driver, gradients, membership, snapshots, users
 from steepest.core.messages.collective import MEMBERS
-from steepest.core.messages.message import Kind, Peer, PushId
+from steepest.core.messages.message import Kind, MessageKind, Peer, PushId
 from steepest.core.messages.permissions import TRAINING, Admission
-from steepest.core.messages.schema import Body
+from steepest.core.messages.schema import Body, body
 from steepest.core.messages.users import OPEN
 from steepest.embedding import row_messages as rows
-from steepest.embedding.extension import LINES
+from steepest.embedding.row_messages import LINES
 from steepest.errors import ProtocolError
 from tests.fuzzing import carried
 
@@ -78,8 +79,8 @@ SAID: list[Body] = [
     driver.ReadLog(5, 100),
     driver.LogPage(5, [[1, []]], 7),
     driver.LogPage(5, None),
-    snapshots.Read(5, "state", [0, 1], 2, [[1, 9, 4]], 7),
-    snapshots.Snapshot(1, 5, 4, Peer("client", 3), "rows", [1], 2, [[1, 9, 4]], STATE),
+    snapshots.Read(5, "state", [0, 1], at=7),
+    snapshots.Snapshot(1, 5, 4, Peer("client", 3), "opaque", [1], state=STATE),
     snapshots.ReadOn(5),
     snapshots.StateTensor(*TENSOR),
     snapshots.SnapshotEnd(1, 5, 4, STATE),
@@ -105,8 +106,16 @@ SAID: list[Body] = [
 
 
 def test_each_kind_has_a_body() -> None:
-    assert {said.KIND for said in SAID} == set(Kind)
-    assert {line[0] for line in (*TRAINING, *OPEN, *MEMBERS, *LINES)} == set(Kind)
+    assert {said.KIND for said in SAID} == {*Kind, *rows.RowKind}
+    assert {line[0] for line in (*TRAINING, *OPEN, *MEMBERS, *LINES)} == {*Kind, *rows.RowKind}
+
+
+def test_kinds_have_numbers_of_their_own() -> None:
+    class Another(MessageKind):
+        TAKEN = 51
+
+    with pytest.raises(AssertionError, match="PULL_ROWS|TAKEN"):
+        body(Another.TAKEN)(type("Taken", (Body,), {}))
 
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: type(said).__name__)
@@ -122,6 +131,31 @@ def test_what_is_said_is_what_is_read(said: Body) -> None:
             Admission(table).check(arrived)
             assert type(said).unpack(arrived) == said
             assert type(said).unpack(message) == said
+
+
+#: What dense models' messages may say of tables, and what may not even be said where there are tables.
+ABOUT_ROWS = [
+    (gradients.Report(1, 2, 3, 4, 8.0, 8, 0, 0, more=rows.RowsOfPush([(2, 3)], True)), [[[2, -3]], True]),
+    (snapshots.Read(5, "opaque", options={"table": 2}), {"table": "2"}),
+    (snapshots.Read(5, "state", options={"since": [[1, 9, 4]]}), {"since": [[1, 9]]}),
+    (snapshots.Read(5, "state", options={"since": [[1, 9, 4]]}), {"other": 1}),
+    (snapshots.Snapshot(1, 5, 4, Peer("client", 3), "opaque", options={"table": 2}), {"table": -2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "wrong"), ABOUT_ROWS)
+def test_rows_are_spoken_of_where_a_job_has_tables(said: Body, wrong: Any) -> None:
+    (line,) = (line for line in TRAINING if line[0] is said.KIND)
+    message = said.pack()
+    message.source, message.target = Peer(line[1], 0), Peer(line[2], 0)
+    Admission({**TRAINING, **LINES}).check(carried(message))
+    with pytest.raises(ProtocolError, match="null, as nothing is attached"):
+        Admission(TRAINING).check(message)
+    assert message.meta is not None
+    name = "more" if "more" in message.meta else "options"
+    message.meta[name] = wrong
+    with pytest.raises(ProtocolError, match=f"{name}=.*: give null, or"):
+        Admission({**TRAINING, **LINES}).check(message)
 
 
 def test_what_has_its_default_does_not_travel() -> None:

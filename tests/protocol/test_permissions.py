@@ -31,7 +31,7 @@ from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.transport.frames import ROLES, decode_meta
 from steepest.core.transport.router import Router
-from steepest.embedding.extension import LINES
+from steepest.embedding.row_messages import LINES
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import Fault, InProcessCluster

@@ -13,6 +13,7 @@ import torch
 
 from steepest.core.messages.message import Kind, Message
 from steepest.core.tensors.memory import as_tensor, clone
+from steepest.embedding.row_messages import RowKind
 from steepest.errors import ConfigurationError
 from steepest.tables.gradients import RowGradients, pack_keys, unpack_keys
 from steepest.tables.hashing import shard_of
@@ -135,7 +136,7 @@ def pulled(
     """Makes a wrong pull of one of the first group of tables."""
 
     def wrong(message: Message) -> Message | None:
-        if message.kind is not Kind.PULL_ROWS or message.values()["group"] != 0:
+        if message.kind is not RowKind.PULL_ROWS or message.values()["group"] != 0:
             return None
         found = copied(message)
         found.sequence += 1000

@@ -16,7 +16,6 @@ from torch import nn
 
 import steepest
 from steepest.core.messages.driver import Failure
-from steepest.core.messages.message import Kind
 from steepest.core.strategies.allreduce import AllreduceStrategy
 from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.embedding.delayed_rows import divided
@@ -24,6 +23,7 @@ from steepest.embedding.exchange import ExchangeWithRows
 from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.modules import EmbeddingBag
 from steepest.embedding.row_exchange import RowExchange
+from steepest.embedding.row_messages import RowKind
 from steepest.embedding.table_counts import table_counts
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.tables.gradients import RowGradients
@@ -53,7 +53,7 @@ def test_without_staleness_rows_that_come_beforehand_change_no_bit(
     recorder = Recorder(ahead.network)
     assert [r.loss for r in plain.step(8)] == [r.loss for r in ahead.step(8)]
     assert same_bits(plain.weights(), ahead.weights())
-    pulls = [message for message in recorder.seen if message.kind is Kind.PULL_ROWS]
+    pulls = [message for message in recorder.seen if message.kind is RowKind.PULL_ROWS]
     asked = Counter((m.source, m.target, m.sequence) for m in pulls)
     batches = workers * options.get("accumulate", 1) * options.get("devices_per_worker", 1)
     # each batch of eight steps once, and those of the step that was not taken any more

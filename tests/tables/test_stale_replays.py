@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from steepest.core.engine.commit_log import LoggedPush
 from steepest.core.messages.driver import Result
 from steepest.embedding.modules import Embedding
+from steepest.embedding.row_messages import RowsOfPush
 from steepest.errors import ConfigurationError
 from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import SGD
@@ -31,10 +34,21 @@ def stale(name: str, staleness: int | None, workers: int, **options: Any) -> InP
     return make(name, TASK, workers, settings=settings, **options)
 
 
+def test_pushes_of_older_logs_are_read() -> None:
+    old = (
+        b"\x80\x02csteepest.core.engine.commit_log\nLoggedPush\nq\x00(K\x01K\x00K\x03K\x02K\x05)\x89tq\x01"
+        b"\x81q\x02h\x00(K\x01K\x00K\x03K\x02K\x05]q\x03]q\x04(K\x02K\x01ea\x88tq\x05\x81q\x06\x86q\x07."
+    )  # of two pushes, with fields of their own for rows
+    pushes = (LoggedPush(1, 0, 3, 2, 5, (), False), LoggedPush(*[1, 0, 3, 2, 5, [[2, 1]], True]))
+    assert pickle.loads(old) == pushes == pickle.loads(pickle.dumps(pushes))
+    assert RowsOfPush.of(LoggedPush(1, 0, 3, 2, 5)) == RowsOfPush()
+    assert [RowsOfPush.of(push) for push in pushes] == [((), False), ([[2, 1]], True)]
+
+
 def other_versions(cluster: InProcessCluster) -> int:
     """How many pushes had rows of another version than that of their dense weights."""
     pushes = [push for commit in cluster.log().commits for push in commit.pushes]
-    return sum(any(version != p.pulled for _, version in p.row_versions) for p in pushes)
+    return sum(any(version != p.pulled for _, version in RowsOfPush.of(p).versions) for p in pushes)
 
 
 def all_steps(cluster: InProcessCluster, steps: int = STEPS) -> None:
@@ -78,7 +92,7 @@ def test_rows_of_later_versions_than_the_weights_are_replayed() -> None:
     cluster = stale("async", None, 3, shuffle=2, servers=3)
     trained(cluster, STEPS)
     pushes = [push for commit in cluster.log().commits for push in commit.pushes]
-    assert any(version > p.pulled for p in pushes for _, version in p.row_versions)
+    assert any(version > p.pulled for p in pushes for _, version in RowsOfPush.of(p).versions)
     explained(cluster, TASK)
 
 
@@ -226,8 +240,8 @@ def test_a_log_of_another_model_is_refused() -> None:
     trained(cluster, 3)
     log = cluster.log()
     first = log.commits[-1].pushes[0]
-    (count, version), *_ = first.row_versions
-    shorter = first._replace(row_versions=((count - 1, version),))
+    (count, version), *_ = RowsOfPush.of(first).versions
+    shorter = first._replace(more=RowsOfPush([(count - 1, version)]))
     commits = (*log.commits[:-1], replace(log.commits[-1], pushes=(shorter,)))
     with pytest.raises(ConfigurationError, match="other rows than in the run"):
         replay(replace(log, commits=commits), TASK.creator())

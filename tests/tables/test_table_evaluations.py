@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from steepest.core.engine.replicas import Replicas
-from steepest.core.messages.message import Kind, Message
+from steepest.core.messages.message import Message
+from steepest.embedding.row_messages import RowKind
 from steepest.errors import ConfigurationError, PeerLostError
 from steepest.testing import InProcessCluster
 from tests.modes import MODES, make, trained
@@ -82,7 +83,7 @@ def test_what_is_asked_of_a_worker_that_waits_for_rows_is_done_afterwards() -> N
     worker, asked = cluster.workers[0], []
 
     def ask(message: Message) -> list[Message]:
-        if message.kind is Kind.PULL_ROWS and not asked:
+        if message.kind is RowKind.PULL_ROWS and not asked:
             asked.append(worker.at_version(0, -1, lambda replicas: replicas.worker))
             asked.append(worker.give_up())
         return [message]

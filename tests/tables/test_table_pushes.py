@@ -10,6 +10,7 @@ import torch
 
 from steepest.core.messages.driver import Result
 from steepest.core.messages.message import Kind, Message
+from steepest.embedding.row_messages import RowKind
 from steepest.testing import Fault, InProcessCluster
 from tests.deaths import doomed
 from tests.modes import EACH, check_counts, make, settle, trained
@@ -68,7 +69,14 @@ def repeated(cluster: InProcessCluster) -> None:
     before = cluster.network.filter
 
     def twice(message: Message) -> list[Message]:
-        kinds = (Kind.PUSH, Kind.REPORT, Kind.PULL_ROWS, Kind.ROWS, Kind.COMMIT, Kind.PUSH_STAGED)
+        kinds = (
+            Kind.PUSH,
+            Kind.REPORT,
+            RowKind.PULL_ROWS,
+            RowKind.ROWS,
+            Kind.COMMIT,
+            Kind.PUSH_STAGED,
+        )
         found = list(before(message))
         return found * 2 if message.kind in kinds else found
 
@@ -88,7 +96,7 @@ def test_repetitions_count_once(name: str, seed: int) -> None:
 @seeds(1)
 def test_pushes_of_the_dead_count_once_or_not_at_all(name: str, seed: int) -> None:
     rng = random.Random(seed)
-    kinds = [Kind.PULL_ROWS, Kind.PUSH, Kind.REPORT]
+    kinds = [RowKind.PULL_ROWS, Kind.PUSH, Kind.REPORT]
     deaths = [(rng.randrange(3), rng.choice(kinds), rng.randint(1, 9)) for _ in range(3)]
     cluster = doomed(name, deaths, shuffle=seed, creator=TASK.creator())
     trained(cluster, STEPS)

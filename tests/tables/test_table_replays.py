@@ -14,6 +14,7 @@ from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Failure, Result
 from steepest.core.messages.message import Kind, Message, worker_peer
 from steepest.embedding.modules import Embedding, EmbeddingBag
+from steepest.embedding.row_messages import RowKind
 from steepest.testing import Fault, InProcessCluster
 from tests.deaths import doomed
 from tests.modes import TOGETHER, make, trained
@@ -33,7 +34,7 @@ from tests.table_tasks import (
 )
 
 STEPS = 6
-DEATHS = [(kind, n) for kind in (Kind.PULL_ROWS, Kind.PUSH, Kind.REPORT) for n in (1, 4)]
+DEATHS = [(kind, n) for kind in (RowKind.PULL_ROWS, Kind.PUSH, Kind.REPORT) for n in (1, 4)]
 
 
 def undisturbed(name: str = "sync", **options: Any) -> InProcessCluster:
@@ -77,7 +78,7 @@ def test_no_answer_to_the_dead_is_taken_for_one_to_a_successor() -> None:
     die = cluster.network.filter
 
     def note(message: Message) -> Sequence[Message]:
-        if message.kind is Kind.PULL_ROWS and message.source == worker_peer(1):
+        if message.kind is RowKind.PULL_ROWS and message.source == worker_peer(1):
             asked.append((cluster.lives[1], message.sequence))
         return die(message)
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steepest.core.messages import collective, users  # noqa: F401 - their kinds
 from steepest.core.messages.message import (
     COORDINATOR,
     Kind,
@@ -31,6 +32,7 @@ from steepest.core.transport.frames import (
     FrameReader,
     encode,
 )
+from steepest.embedding.row_messages import RowKind
 from steepest.errors import MessageTooLargeError, ProtocolError
 from tests.random_examples import examples
 
@@ -113,7 +115,7 @@ def assert_same(arrived: list[Message], sent: list[Message]) -> None:
 # -- what is sent arrives ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", [*Kind, *RowKind])
 @pytest.mark.parametrize("meta", [None, {}, {"loss": 0.5, "näme": [1, None, "x"]}])
 @pytest.mark.parametrize("size", [None, 1, 70_000])
 def test_every_kind_comes_out_as_it_went_in(kind, meta, size):
@@ -123,7 +125,7 @@ def test_every_kind_comes_out_as_it_went_in(kind, meta, size):
     (arrived,), end = receive([bytes_of(sent)])
     for name in set(Message.__slots__) - {"payload"}:
         assert getattr(arrived, name) == getattr(sent, name)
-    assert isinstance(arrived.kind, Kind)
+    assert arrived.kind is kind
     assert body(arrived) == body(sent)
     assert type(end) is EOFError
 
@@ -179,7 +181,7 @@ values = st.recursive(
 peers = st.builds(Peer, st.sampled_from(ROLES), st.integers(-(2**31), 2**31 - 1))
 sent_messages = st.builds(
     Message,
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from([*Kind, *RowKind]),
     generation=st.integers(0, 2**32 - 1),
     incarnation=st.integers(0, 2**32 - 1),
     sequence=st.integers(0, 2**64 - 1),

@@ -34,10 +34,10 @@ from steepest.core.messages.gradients import Weights
 from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
 from steepest.core.messages.schema import Body
 from steepest.core.messages.snapshots import (
-    Bases,
     Install,
     Installed,
     InstallRefused,
+    Options,
     Put,
     PutReceived,
     PutState,
@@ -71,9 +71,9 @@ class Snapshot:
     """What a read returns, at one version over all servers."""
 
     version: int
-    # the flat vector (uint8, of the layout's size); empty for a read of "standing" or "rows"
+    # the flat vector (uint8, of the layout's size); empty for a read of "standing" or "opaque"
     weights: torch.Tensor
-    # optimizer state, slice by slice, and rows, piece by piece; empty unless "state" or "rows" was read
+    # optimizer state, slice by slice, and opaque chunks, piece by piece; empty unless "state" or "opaque" was read
     records: list[Record] = field(default_factory=list)
     # of the coordinator, see `RecoveredState`; empty where only weights were read
     state: dict[str, Any] = field(default_factory=dict)
@@ -186,19 +186,21 @@ class Client:
         at: int = 0,
         *,
         chunks: Sequence[int] | None = None,
-        table: int = 0,
-        since: Bases = (),
+        options: Options | None = None,
         held: bool = False,
     ) -> Future[Snapshot]:
         """Read the job's state at one version over all servers.
 
         Args:
             what: "weights"; "state", which is the optimizer's and the coordinator's, too;
-                "standing", which is the version and the coordinator's state only; or "rows", which
-                is the values of one embedding table only.
+                "standing", which is the version and the coordinator's state only; or "opaque", which
+                is opaque chunks only.
             at: the version, which may be one that is not committed yet; if the present one is a
                 later one, that is read. The future of an earlier read that named a version and has
                 not been answered is cancelled.
+            chunks: those that are wanted; None for all.
+            options: how opaque chunks are to be read, as their stores understand it.
+            held: whether servers send opaque chunks as `take` is called.
 
         Returns:
             A future, which is done when every server has answered.
@@ -213,7 +215,7 @@ class Client:
         read = _Read(Future(), Snapshot(-1, weights), set(range(self._servers)))
         read.held = [] if held else None
         self._reads[self._requests] = read
-        order = Read(self._requests, what, chunks, table, since, at)
+        order = Read(self._requests, what, chunks, options, at)
         self._send(COORDINATOR, order.pack())
         return self._unless_failed(read.future)
 
@@ -240,7 +242,7 @@ class Client:
                 future.set_exception(error)
 
     def _go_on(self, sequence: int, read: _Read) -> None:
-        """Have the servers that wait send further rows of a held read."""
+        """Have the servers that wait send further pieces of a held read."""
         waiting, read.held = read.held or [], []
         for server in waiting:
             self._send(server, ReadOn(sequence).pack())

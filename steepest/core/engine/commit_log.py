@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,11 +13,20 @@ from steepest.core.engine.topology import HostMap
 from steepest.core.messages.fields import RateChanges
 from steepest.core.strategies.strategy import Strategy
 
-#: By worker, gradients of rows, see `steepest.embedding.delayed_rows.DelayedRows.state`.
-UnpushedRows = Mapping[int, Mapping[str, torch.Tensor]]
+#: By worker, gradients that it keeps for its next push.
+Unpushed = Mapping[int, Mapping[str, torch.Tensor]]
 
 
-class LoggedPush(NamedTuple):
+class _Push(NamedTuple):
+    worker: int
+    incarnation: int
+    sequence: int
+    pulled: int
+    share: int
+    more: tuple[Any, ...] = ()
+
+
+class LoggedPush(_Push):
     """One worker's contribution to a commit.
 
     Attributes:
@@ -25,20 +34,20 @@ class LoggedPush(NamedTuple):
         pulled: the version whose weights it was computed from.
         share: its samples: with n shares in a step, part ``share % n`` of step ``share // n`` of
             the plan.
-        row_versions: (count, version): so many requests for rows of embedding tables, in the order in
-            which the gradient needed them, were answered at that version; empty where all were at
-            `pulled`, or there were none.
-        own_rows: whether the push has the gradients of rows of its own samples, where those of rows
-            are pushed a step late; it has those of the step before either way.
+        more: what a replay needs to know of it besides, as the worker's `Exchange.logged` says; such as of which
+            versions were parts of the weights that it has asked for in the middle of the step.
     """
 
-    worker: int
-    incarnation: int
-    sequence: int
-    pulled: int
-    share: int
-    row_versions: Sequence[Sequence[int]] = ()
-    own_rows: bool = False
+    __slots__ = ()
+
+    def __new__(
+        cls, worker: int, incarnation: int, sequence: int, pulled: int, share: int, *more: Any
+    ) -> LoggedPush:
+        """Return the push of an entry of the coordinator's log, which has what is `more` behind the rest."""
+        return super().__new__(cls, worker, incarnation, sequence, pulled, share, more)
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (*self[:5], *self.more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,7 @@ class CommitLog:
         cuts: the number of shares of each step, and of its micro-batches.
         threads: torch threads of each worker, and of each server; None where they are not known.
         rates: learning rates that were set instead of the schedule's.
-        unpushed: by worker, the gradients of rows that it had not pushed when this log begins.
+        unpushed: by worker, the gradients that it had kept for its next push when this log begins.
         earlier: the logs of the job before it was put together again, oldest first, each without
             earlier ones.
     """
@@ -107,7 +116,7 @@ class CommitLog:
     cuts: tuple[int, int] = (0, 0)
     threads: tuple[int, int] | None = None
     rates: RateChanges = ()
-    unpushed: UnpushedRows = field(default_factory=dict, repr=False)
+    unpushed: Unpushed = field(default_factory=dict, repr=False)
     earlier: tuple[CommitLog, ...] = ()
 
     @property

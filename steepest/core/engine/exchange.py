@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from steepest.core.engine.companion import Companion
 from steepest.core.engine.incoming_weights import Key
-from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.messages.message import Message, MessageKind, Peer
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.memory import Memory
 
@@ -44,7 +44,7 @@ class Exchange(Protocol):
     any thread may call. First `begin_life`. Then, in any order:
 
     - in each step `begin`, and `ready` for each trainable chunk as the backward pass completes it, in the middle of
-      the model's code; then `reported`, unless the gradient is pushed once more, and `end`, whose values go into the
+      the model's code; then `logged`, unless the gradient is pushed once more, and `end`, whose values go into the
       REPORT. After an error there is no `end`.
       Where a dense model may find that it has to compute anew, `hold_back` after `begin`; then `take_back` may be
       called before `end`, and `ready` for each chunk again.
@@ -67,7 +67,7 @@ class Exchange(Protocol):
         """What replicas are to tell of their batches."""
 
     @property
-    def kinds(self) -> frozenset[Kind]:
+    def kinds(self) -> frozenset[MessageKind]:
         """The kinds of messages that are taken in the middle of a step."""
 
     @property
@@ -127,8 +127,11 @@ class Exchange(Protocol):
     def use(self, vector: torch.Tensor) -> None:
         """Write new weights to another flat vector from now on, which holds the present ones."""
 
-    def reported(self) -> dict[str, Any]:
-        """Return fields of the present gradient's `Report` beside those that the worker knows."""
+    def logged(self) -> Sequence[Any]:
+        """Return what a replay needs to know of the present gradient besides, in plain values, for `LoggedPush.more`.
+
+        Whoever returns something says in the lines of its messages what a REPORT's `more` may be.
+        """
 
     def committed(self, sequence: int) -> None:
         """Note that the last push, if that has this number, is part of the servers' weights."""
@@ -163,7 +166,7 @@ class ExchangeAround:
     def __init__(self, inner: Exchange) -> None:
         self.inner = inner
         self.companion: Companion = inner.companion
-        self.kinds: frozenset[Kind] = inner.kinds
+        self.kinds: frozenset[MessageKind] = inner.kinds
         self.ready = inner.ready
         self.has = inner.has
 
@@ -219,9 +222,9 @@ class ExchangeAround:
         """See `Exchange`."""
         self.inner.use(vector)
 
-    def reported(self) -> dict[str, Any]:
+    def logged(self) -> Sequence[Any]:
         """See `Exchange`."""
-        return self.inner.reported()
+        return self.inner.logged()
 
     def committed(self, sequence: int) -> None:
         """See `Exchange`."""

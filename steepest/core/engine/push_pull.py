@@ -187,9 +187,9 @@ class PushPull:
         """Write new weights to another flat vector from now on, which holds the present ones."""
         self._weights.vector = vector
 
-    def reported(self) -> dict[str, Any]:
-        """Return nothing: the worker knows all of it."""
-        return {}
+    def logged(self) -> Sequence[Any]:
+        """Return nothing: a replay needs no more than the worker knows."""
+        return ()
 
     def committed(self, sequence: int) -> None:
         """Note that the last push, if that has this number, is part of the servers' weights."""

@@ -10,13 +10,13 @@ import torch
 
 from steepest.core.engine.chunk_store import ChunkStore
 from steepest.core.engine.optimizer_records import state_tensor
-from steepest.core.messages.message import Kind, Message, Peer, Send
+from steepest.core.messages.message import Message, MessageKind, Peer, Send
 from steepest.core.messages.snapshots import Put, PutReceived, PutState, ReplaceState
 from steepest.errors import ProtocolError
 
 _MOST_PUTS = 16  # states of one client that are not installed
 _MOST_TEXT = 2000  # characters of why a part is refused
-_PARTS: Mapping[Kind, type[Put | PutState | ReplaceState]] = {
+_PARTS: Mapping[MessageKind, type[Put | PutState | ReplaceState]] = {
     part.KIND: part for part in (Put, PutState, ReplaceState)
 }
 

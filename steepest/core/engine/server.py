@@ -37,6 +37,7 @@ from steepest.core.messages.message import (
     COORDINATOR,
     Kind,
     Message,
+    MessageKind,
     Peer,
     PushId,
     Send,
@@ -54,7 +55,7 @@ from steepest.errors import ProtocolError
 
 log = logging.getLogger(__name__)
 
-_DECISIONS: dict[Kind, type[Decision]] = {
+_DECISIONS: dict[MessageKind, type[Decision]] = {
     decision.KIND: decision
     for decision in (Commit, Discard, Refresh, WorkerEnded, WorkerJoined, Members, InstallPut)
 }

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from steepest.core.engine.chunk_store import ChunkStore
-from steepest.core.messages.message import Kind, Message, Peer, Send
+from steepest.core.messages.message import Message, MessageKind, Peer, Send
 from steepest.core.messages.snapshots import Snapshot, SnapshotEnd
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.tensors.layout import Chunk
@@ -23,7 +23,7 @@ class StoreService(Protocol):
     Used on the thread of the server's router, as the stores are.
     """
 
-    kinds: Collection[Kind]  # of the messages that it takes, which the server does not know
+    kinds: Collection[MessageKind]  # of the messages that it takes, which the server does not know
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Return the memory for the payload of such a message, see `Role.destination`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +55,7 @@ class _Computed:
     result: WorkerResult
     # the arguments of each call of `ChunkReady`
     pushes: list[tuple[int, torch.Tensor, float, float, frozenset[int]]]
-    about: dict[str, Any]  # what the exchange reports of it
+    more: Sequence[Any]  # see `Exchange.logged`
 
 
 class Worker:
@@ -531,8 +531,6 @@ class Worker:
             timings = {**result.timings, "wait": max(waited, 0.0)}
             stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
         moved = (self._exchange.bytes_pushed, pulled)
-        if self._computed is not None:
-            stats |= self._computed.about
         return Report(
             *(
                 self.generation,
@@ -544,6 +542,7 @@ class Worker:
                 *moved,
             ),
             **stats,
+            more=None if self._computed is None else self._computed.more or None,
             hyper=self._replicas.hyper,
             clip=self._replicas.clip,
         )
@@ -569,7 +568,7 @@ class Worker:
             self._replicas.take_back = None
             # a worker without samples in this step has waited, and computed nothing
             result.timings["compute"] = max(result.timings["compute"] - self._waiting, 0.0)
-            done = _Computed(share, version, result, pushes, self._exchange.reported())
+            done = _Computed(share, version, result, pushes, self._exchange.logged())
         else:
             self._arrive(None)
             for chunk in done.pushes:

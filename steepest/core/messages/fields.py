@@ -103,6 +103,8 @@ CHUNK = Field(
 )
 RECORD = Field("an object", lambda value, limits: isinstance(value, dict))
 ANYTHING = Field("anything", lambda value, limits: True)
+#: What only those who attach to a job may send, with limits of their own.
+UNUSED = Field("null, as nothing is attached that knows more", lambda value, limits: value is None)
 
 
 def one_of(*words: str) -> Field:
@@ -231,8 +233,6 @@ def _pushes(value: Iterable[Iterable[int]]) -> tuple[PushId, ...]:
 PUSHES = replace(rows(3), read=_pushes)
 #: Readers of weights: (worker, sequence number of the push that it awaits them for, or 0).
 READERS = rows(2)
-#: Versions of rows of embedding tables: (number of answers, their version) of each.
-ROW_VERSIONS = many(row(COUNT, COUNT))
 #: The learning rate of each parameter group; None for those of the schedule.
 Rates = Sequence[float] | None
 #: Learning rates that a user has set: (step, rates) of each change, by ascending step; the rates of

@@ -14,8 +14,8 @@ from steepest.core.messages.fields import (
     PUSHES,
     READERS,
     RECORD,
-    ROW_VERSIONS,
     STATE,
+    UNUSED,
     WORKER,
     many,
     numbers_by_name,
@@ -151,11 +151,8 @@ class Report(Body):
     metrics: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
     # seconds, by part of the step: "data", "compute", "wait"
     timings: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
-    # (count, version): so many requests for rows of tables, in the order in which the gradient needed them, were
-    # answered at that version; empty where all were at `pulled`, or there were none
-    row_versions: Annotated[Row[Row[int]], ROW_VERSIONS] = ()
-    # whether the push has this step's gradients of rows, where these are pushed a step late
-    own_rows: Annotated[bool, FLAG] = False
+    # what a replay needs to know of the push beside its name and samples, see `LoggedPush.more`; None for nothing
+    more: Annotated[Row[Any] | None, UNUSED] = None
     # for each parameter group, the hyperparameters of a worker's own loop that differ from the optimizer's own; None
     # where none does, or the worker has no loop of its own
     hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None

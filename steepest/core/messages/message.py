@@ -50,8 +50,16 @@ class PushId(NamedTuple):
     sequence: int  # the worker's own count of its pushes
 
 
-class Kind(enum.IntEnum):
-    """The kinds of messages.
+class MessageKind(enum.IntEnum):
+    """A kind of messages: its name, and the number in a frame's header, which no other kind has.
+
+    The core's kinds are `Kind`. What attaches to a job derives a class of kinds of its own, with numbers that are free,
+    and says with `OpaqueParts.lines` who may send them to whom: in other jobs they are refused.
+    """
+
+
+class Kind(MessageKind):
+    """The kinds of messages of a job that trains dense models, and of what shares its router.
 
     The dataclass of each kind, in the module that is named, says who sends it to whom, and when.
     """
@@ -103,6 +111,7 @@ class Kind(enum.IntEnum):
     INSTALLED = 41
     INSTALL_REFUSED = 42
     INSTALL_PUT = 43
+    READ_ON = 53
     # steepest.core.messages.users
     PUSHED = 44
     PUSH_COMMITTED = 45
@@ -113,10 +122,10 @@ class Kind(enum.IntEnum):
     CONNECTED = 49
     ABORT = 50
     PART = 54
-    # steepest.embedding.row_messages, but for READ_ON, which is of steepest.core.messages.snapshots
-    PULL_ROWS = 51
-    ROWS = 52
-    READ_ON = 53
+
+
+#: All kinds that have a body in this process, by number.
+KINDS: dict[int, MessageKind] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +149,7 @@ class Message:
             travel.
     """
 
-    kind: Kind
+    kind: MessageKind
     generation: int = 0
     incarnation: int = 0
     sequence: int = 0

@@ -44,7 +44,7 @@ from steepest.core.messages.membership import (
     WorkerEnded,
     WorkerJoined,
 )
-from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer
+from steepest.core.messages.message import COORDINATOR, Message, MessageKind, Peer
 from steepest.core.messages.schema import Body
 from steepest.core.messages.snapshots import (
     Install,
@@ -64,7 +64,7 @@ from steepest.errors import ProtocolError
 #: Roles of which a successor may connect while its predecessor's channel is still open.
 SUCCEEDED = ("worker", "member", "client")
 #: A kind, the sender's role, the receiver's role.
-Line = tuple[Kind, str, str]
+Line = tuple[MessageKind, str, str]
 #: Bodies of the messages that may be sent, by the sender's and the receiver's role.
 Sayings = Mapping[tuple[str, str], Sequence[type[Body]]]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -23,7 +24,7 @@ from typing import (
 )
 
 from steepest.core.messages.fields import Field, Schema
-from steepest.core.messages.message import WHOLE, Kind, Message
+from steepest.core.messages.message import KINDS, WHOLE, Message, MessageKind
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -80,7 +81,7 @@ class Body:
         SCHEMA: the values that its fields may hold, see `steepest.core.messages.permissions`.
     """
 
-    KIND: ClassVar[Kind]
+    KIND: ClassVar[MessageKind]
     SCHEMA: ClassVar[Schema]
 
     def pack(self) -> Message:
@@ -133,17 +134,18 @@ class _Part:
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
-def body(kind: Kind | None = None) -> Callable[[type[B]], type[B]]:
+def body(kind: MessageKind | None = None) -> Callable[[type[B]], type[B]]:
     """Return a decorator that makes a class of fields the body of a kind of messages.
 
-    It gives the class `KIND`, `SCHEMA`, `pack`, `unpack` and `__init__`. Without a kind the class
-    is the base of bodies that have its fields.
+    It gives the class `KIND`, `SCHEMA`, `pack`, `unpack` and `__init__`, and lets frames be of that kind. Without a
+    kind the class is the base of bodies that have its fields.
     """
 
     def make(cls: type[B]) -> type[B]:
         dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
         if kind is None:
             return cls
+        assert KINDS.setdefault(int(kind), kind) is kind, f"{kind!r} has the number of another kind"
         parts = [_part(field) for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         cls.KIND, cls.SCHEMA = kind, _schema(parts)
         for name, function in _functions(cls, kind, parts).items():
@@ -178,7 +180,9 @@ def _schema(parts: list[_Part]) -> Schema:
     )
 
 
-def _functions(cls: type[Any], kind: Kind, parts: list[_Part]) -> dict[str, Callable[..., Any]]:
+def _functions(
+    cls: type[Any], kind: MessageKind, parts: list[_Part]
+) -> dict[str, Callable[..., Any]]:
     """Compile a body's `__init__`, `pack` and `unpack`, as dataclasses compile theirs."""
     known: dict[str, Any] = {"Message": Message, "kind": kind, "cls": cls, "nothing": {}}
     for part in parts:
@@ -250,9 +254,13 @@ def _unpack(parts: list[_Part]) -> list[str]:
     ]
 
 
-def limited(schema: Schema, header: Mapping[str, Field]) -> Schema:
-    """Return a schema with narrower limits of what is in the header, by slot."""
-    return dataclasses.replace(schema, header={**schema.header, **header})
+def limited(
+    schema: Schema, header: Mapping[str, Field] = MappingProxyType({}), **meta: Field
+) -> Schema:
+    """Return a schema with other limits of what is in the header, by slot, and of other fields, by name."""
+    assert meta.keys() <= schema.meta.keys(), f"it has no field {meta.keys() - schema.meta.keys()}"
+    header, meta = {**schema.header, **header}, {**schema.meta, **meta}
+    return dataclasses.replace(schema, header=header, meta=meta)
 
 
 assert tuple(_SLOTS) == Message.__slots__[1:8], "a body packs its header by position"

@@ -12,10 +12,10 @@ from steepest.core.messages.fields import (
     PUTS,
     STATE,
     TEXT,
+    UNUSED,
     many,
     nothing_or,
     one_of,
-    row,
 )
 from steepest.core.messages.gradients import Decision
 from steepest.core.messages.message import Kind, Peer
@@ -32,10 +32,9 @@ from steepest.core.messages.schema import (
 
 #: The number of a message among those of one put, from 0; by it the message is acknowledged.
 Number = Annotated[int, Header("version")]
-_WHAT = one_of("weights", "state", "standing", "rows")
-#: Rows that a reader has: (chunk, life, version) of shards of tables, see `TableShard.life`.
-Bases = Row[Row[int]]
-_BASES = many(row(CHUNK, COUNT, COUNT))
+_WHAT = one_of("weights", "state", "standing", "opaque")
+#: How opaque chunks are to be read, as their stores understand it.
+Options = dict[str, Any]
 
 
 @body(Kind.READ)
@@ -47,12 +46,12 @@ class Read(Body):
 
     sequence: Sequence
     # "weights"; "state": the optimizer's and the coordinator's too; "standing": version and coordinator's state alone;
-    # "rows": the values of one embedding table alone
+    # "opaque": opaque chunks alone
     what: Annotated[str, _WHAT] = "weights"
     chunks: Annotated[Row[int] | None, many(CHUNK)] = None  # that are wanted; None for all
-    table: Annotated[int, COUNT] = 0  # number of that table in its group
-    # the rows that the reader has: of these shards it is sent what has changed, if known, or all rows
-    since: Annotated[Bases, _BASES] = ()
+    options: Annotated[Options | None, UNUSED] = (
+        None  # how to read opaque chunks; None for as they are
+    )
     # the version that is wanted, or the present one if that is later; until it is committed the request waits, or until
     # a later one of the reader takes its place
     at: Version = 0
@@ -66,13 +65,12 @@ class Snapshot(Body):
     """
 
     generation: Generation
-    sequence: Sequence  # this, what, chunks, table and since: of the request, see `Read`
+    sequence: Sequence  # this, what, chunks and options: of the request, see `Read`
     version: Version  # that the servers are at
     reader: Annotated[Peer, PEER]  # that asked
     what: Annotated[str, _WHAT]
     chunks: Annotated[Row[int] | None, many(CHUNK)] = None
-    table: Annotated[int, COUNT] = 0
-    since: Annotated[Bases, _BASES] = ()
+    options: Annotated[Options | None, UNUSED] = None
     # of the coordinator, to be passed on to the reader; None where only weights are read
     state: Annotated[dict[str, Any] | None, STATE] = None
 
@@ -102,9 +100,9 @@ class _Tensor(Body):
 
 @body(Kind.STATE)
 class StateTensor(_Tensor):
-    """One tensor of optimizer state, or an array of some rows of tables, in a snapshot.
+    """One tensor of optimizer state, or of what an opaque chunk has, in a snapshot.
 
-    A server sends it to the client that reads "state" or "rows".
+    A server sends it to the client that reads "state" or "opaque".
     """
 
     # whether the server sends more when a READ_ON has come
@@ -113,9 +111,9 @@ class StateTensor(_Tensor):
 
 @body(Kind.READ_ON)
 class ReadOn(Body):
-    """A request for the next rows of a snapshot, or its end.
+    """A request for the next piece of a snapshot, or its end.
 
-    The client sends it to the server of each STATE that waits for it, so that rows lie in the
+    The client sends it to the server of each STATE that waits for it, so that what an opaque chunk has lies in the
     server's memory once, and not a second time in what it has yet to send.
     """
 

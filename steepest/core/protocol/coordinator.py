@@ -171,14 +171,13 @@ class Coordinator:
         if read.at > state.version:
             self._waiting[source] = read
             return []
-        passed_on = None if read.what in ("weights", "rows") else state.recovery_state()
+        passed_on = None if read.what in ("weights", "opaque") else state.recovery_state()
         order = Snapshot(
             *(state.generation, read.sequence, state.version),
             reader=source,
             what=read.what,
             chunks=read.chunks,
-            table=read.table,
-            since=read.since,
+            options=read.options,
             state=passed_on,
         )
         orders = [order] * len(state.servers)
@@ -297,17 +296,17 @@ class Coordinator:
     ) -> list[Any]:
         """Return the log's entry of the next version; see `steepest.core.engine.commit_log.Commit.from_entry`."""
         state = self._state
-        rows: list[list[Any]] = []
+        entries: list[list[Any]] = []
         for push in pushes:
             share: int | None = push.pulled * state.pushes_per_step + push.worker
             if not state.rule.together:
                 share = state.leases.share_of(push.worker)
-            row: list[Any] = [push.worker, push.incarnation, push.sequence, push.pulled, share]
+            entry: list[Any] = [push.worker, push.incarnation, push.sequence, push.pulled, share]
             report = reports[push.worker]
-            if isinstance(report, Report) and (report.row_versions or report.own_rows):
-                row += [report.row_versions, report.own_rows]
-            rows.append(row)
-        return [state.version + 1, rows, hyper if any(hyper) else None, *rest]
+            if isinstance(report, Report) and report.more:
+                entry += report.more
+            entries.append(entry)
+        return [state.version + 1, entries, hyper if any(hyper) else None, *rest]
 
     def _drop(self, pushes: tuple[Staged, ...]) -> Outgoing:
         """Discard pushes that will never be committed; their workers go on with new weights."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.messages.message import KINDS, Message, Peer
 from steepest.core.tensors.memory import Bytes, Memory, address_of, as_array, copy_bytes
 from steepest.core.tensors.shared_memory import NOTICE
 from steepest.core.transport.channel import overlap
@@ -25,7 +25,6 @@ MAX_META = 4 << 20
 MAX_PAYLOAD = 1 << 36
 ROLES = ("coordinator", "server", "worker", "client", "aggregator", "member")
 _ROLE_NUMBER = {name: number for number, name in enumerate(ROLES)}
-_KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}
 _READ_AHEAD = 1 << 16
 # Texts come back as they were, also halves of a surrogate pair, which an error's text may hold.
 _pack = msgpack.Packer(unicode_errors="surrogatepass").pack
@@ -109,7 +108,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, i
         )
     try:
         message = Message(
-            _KINDS[kind], generation, incarnation, sequence, version, chunk, weight, total, None,
+            KINDS[kind], generation, incarnation, sequence, version, chunk, weight, total, None,
             None, _peer(source_role, source_index), _peer(target_role, target_index),
         )  # fmt: skip
     except (KeyError, IndexError) as error:
