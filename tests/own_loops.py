@@ -79,6 +79,7 @@ class Script:
     epochs: int = 3
     shuffles: bool = True
     any_steps: bool = False
+    reduction: str = "mean"
 
     def _parts(self, loader: Any) -> Parts:
         model = self.model()
@@ -96,6 +97,7 @@ class Script:
             parts.loader,
             *parts.schedulers,
             any_steps=self.any_steps,
+            reduction=self.reduction,
         )
         self.loop(Parts(model, optimizer, loader, tuple(schedulers)), self.epochs)
 
@@ -188,6 +190,27 @@ def scaling(parts: Parts, epochs: int) -> None:
             scaler.scale(loss).backward()
             scaler.step(parts.optimizer)
             scaler.update()
+
+
+def adding_up(parts: Parts, epochs: int) -> None:
+    """The loss is a sum over samples, now and then over two batches."""
+    for epoch in steepest.epochs(epochs):
+        for number, (x, y) in enumerate(parts.loader):
+            nn.functional.mse_loss(parts.model(x), y, reduction="sum").backward()
+            if epoch == 1 and number == 0:
+                continue
+            parts.optimizer.step()
+            parts.optimizer.zero_grad()
+
+
+def adding_up_often(parts: Parts, epochs: int) -> None:
+    """The loss is a sum over samples, in two steps for each batch."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            for _ in range(2):
+                parts.optimizer.zero_grad()
+                nn.functional.mse_loss(parts.model(x), y, reduction="sum").backward()
+                parts.optimizer.step()
 
 
 def with_token_weights(parts: Parts, epochs: int) -> None:

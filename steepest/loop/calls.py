@@ -29,6 +29,7 @@ def prepare(
     *objects: Any,
     project: Callable[[str, torch.Tensor], object] | None = None,
     any_steps: bool = False,
+    reduction: str = "mean",
 ) -> Any:
     """Make a model, its optimizer, schedulers and loaders those of the job whose worker this is.
 
@@ -49,6 +50,8 @@ def prepare(
             those of the module, or "0.weight" and "1.weight" of several. Without `steepest.run` it is not called.
         any_steps: whether a batch of the loader may have any number of steps of a single optimizer, as many on each
             worker, such as several passes over a batch. Otherwise each step takes the next batch.
+        reduction: what the loss does with the samples of a batch: "mean", or "sum" where it adds them up. Then the
+            gradients of all workers are added up too.
 
     Returns:
         The same in the same order, a single one by itself: loaders are others, whatever else is what it was.
@@ -84,6 +87,8 @@ def prepare(
             "steepest.prepare() was called twice: give it everything in one call, before the loop"
         )
     module = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
+    if reduction not in ("mean", "sum"):
+        raise ConfigurationError(f"reduction={reduction!r:.80}: give 'mean' or 'sum'")
     lockstep = _lockstep(session, optimizers, loaders, any_steps=any_steps)
     model = LoopModel(session, module, optimizers, None if lockstep else loaders[0], project)
     # where workers do not wait for each other, each reads all of a further loader
@@ -94,7 +99,7 @@ def prepare(
         samples = len(cast(Any, loaders[0].dataset))
         whole = size * session.size if lockstep else step_size().of(size)
         made[id(loaders[0])] = TrainingLoader(loaders[0], session, samples, whole)
-    session.prepare(Prepared(model, optimizers, schedulers, lockstep))
+    session.prepare(Prepared(model, optimizers, schedulers, lockstep, sums=reduction == "sum"))
     found = tuple(made.get(id(each), each) for each in objects)
     return found[0] if len(found) == 1 else found
 

@@ -34,12 +34,14 @@ class Lockstep:
         inside: whether the loop is at a batch, or without a loader in an epoch.
         taken: steps committed since that was begun.
         samples: of the present batch, on this worker; None without a loader.
+        whole: of the present batch, on all workers.
     """
 
     def __init__(self, source: Source | None, batch_size: int, seed: int) -> None:
         self.skip = self.taken = 0
         self.inside = False
         self.samples: int | None = None
+        self.whole = 0
         self._source = source
         self._batch_size, self._seed = batch_size, seed
         self._epoch = self._step = 0  # steps in the data, of all epochs
@@ -133,7 +135,7 @@ class Lockstep:
         plan = self._plan_for(size)
         position = plan.position(self._step)
         share = plan.share(self._step, rank, size)
-        self.samples = len(share)
+        self.samples, self.whole = len(share), sum(end - begin for begin, end in position.ranges)
         if not self.samples:
             share = plan.permutation(position.epoch)[position.begin : position.begin + 1]
         self._step += 1

@@ -140,7 +140,7 @@ class LoopModel(TorchModel):
             session.begin_anew(session.state())
             super().load_state(buffers)
         with self._writes.refused():
-            session.compute(Batch(self.any_batch(), where, 0))
+            session.compute(Batch(self.any_batch(), where, 0, 0))
         super().load_state(buffers)
 
     def _hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -165,16 +165,18 @@ class LoopModel(TorchModel):
         gradient: an update in which no worker has one changes nothing.
         """
         arrive(None)
-        session, samples = self.session, 1 if self._share is None else self._share.samples
+        session = self.session
+        samples, whole = (1, 1) if self._share is None else self._share
         if session.is_undone(self._where):
             buffers = super().state()
             session.begin_anew(session.state())
             super().load_state(buffers)
         self._ready = ready
-        may_leave = self.take_back is not None and not session.in_lockstep
+        may_leave = self.take_back is not None and not session.in_lockstep and not session.sums
         try:
             with self._writes.refused(), self._overlap.watched(session, may_leave=may_leave):
-                stepped = session.compute(Batch(self._to_device(batch), self._where, samples))
+                data = self._to_device(batch)
+                stepped = session.compute(Batch(data, self._where, samples, whole))
         finally:
             self._ready = None
         self._weight = session.weight if stepped else 0.0
@@ -188,7 +190,16 @@ class LoopModel(TorchModel):
         if stepped and self._share is None:
             samples = session.samples
         loss = sum(each.item() for each in session.losses) if session.losses else math.nan
+        if session.sums:
+            loss /= max(session.samples, 1)
         return Computed(loss, self._weight, 0 if session.has_ended else samples, found)
+
+    def _take(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
+        factor = self.session.factor
+        if factor == 1.0:
+            out.copy_(gradient)
+        else:
+            torch.mul(gradient, factor, out=out)
 
     def _push(self, ready: Ready, left: frozenset[int], *, stepped: bool) -> None:
         """Report the gradients of a step; `left`: those that have left already."""

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from steepest.core.engine.generators import HeldGenerators
+from steepest.core.data.sampler import step_seed
+from steepest.core.engine.generators import HeldGenerators, seed_everything
 from steepest.core.models.protocol import Where, checked_metrics, checked_weight
 from steepest.core.models.scalars import as_number
+from steepest.core.models.sums import summed_by
 from steepest.core.optim.several import WHICH
 from steepest.errors import ConfigurationError
 from steepest.loop.gathering import (
@@ -55,6 +57,7 @@ class Batch:
     data: Any
     where: Where
     samples: int
+    whole: int  # samples of all workers
 
 
 class Reported(NamedTuple):
@@ -91,12 +94,14 @@ class Prepared:
         optimizers: that the function steps.
         schedulers: that it steps too.
         lockstep: where the loop is, if its steps are not one for each batch.
+        sums: whether losses add up samples; their gradients over workers are to be added up too.
     """
 
     model: Any
     optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[LRScheduler | ReduceLROnPlateau]
     lockstep: Lockstep | None = None
+    sums: bool = False
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -174,6 +179,7 @@ class Session:
         self.hyper: list[dict[str, Any]] | None = None
         self.weight = 0.0  # of the batches of the last step, or of the step in progress
         self.samples = 0  # likewise
+        self.whole = 0  # of all workers, likewise
         # of the last step, or of that in progress: the losses whose backward() was called, and the greatest norm
         self.losses: list[torch.Tensor] = []
         self.clip: float | None = None
@@ -189,6 +195,7 @@ class Session:
         self._stepped = False  # whether the last batch's step was taken
         self.stepping: set[int] = set()  # ids of the parameters of the optimizer that steps
         self._own_weight: float | None = None  # of the present batch, as the user says it
+        self._looked_for_sums = False
         self._since_report = 0  # samples
         self._kept: Kept | None = None
         self._ticked: list[int | None] = []  # of the state that was taken, see `_Ticks.at`
@@ -509,6 +516,7 @@ class Session:
             self._boundary = None
             self.batches += 1
             self._own_weight = None
+            self._seed_for(lockstep.number, 0)
             yield self._epoch
             self._epoch += 1
 
@@ -653,6 +661,8 @@ class Session:
                 f"the loop over the loader was left in epoch {epoch} before its end, and begun anew: go through all "
                 "batches of an epoch, or return"
             )
+        if self._taken is None or self._taken.where.step != pending.where.step:
+            self.whole += pending.whole
         self._pending, self._taken, self._stepped = None, pending, False
         self._see(pending.where)
         self._enter(Region.BEFORE, pending.where.step)
@@ -677,6 +687,7 @@ class Session:
             self._end_epoch()
         while self._pending is None and not lockstep.skip:
             self._turns.ask(Ask.BATCH)
+        self._seed_for(lockstep.number + 1, 0)
         batch = lockstep.next_batch(self.rank, self.size)
         self._boundary = None
         self._enter(Region.BEFORE, lockstep.number)
@@ -687,6 +698,10 @@ class Session:
 
     def weigh(self, weight: float) -> None:
         """Set the weight of the present batch, in place of its number of samples."""
+        if self.sums:
+            raise ConfigurationError(
+                "steepest.weight() with steepest.prepare(..., reduction='sum'): sums are not weighed; leave one out"
+            )
         if self.prepared is not None and self.prepared.lockstep is not None:
             self._own_weight = checked_weight(weight)
             return
@@ -746,6 +761,7 @@ class Session:
             self._taken, self._pending = self._pending, None
             self.weight = self._weight_of(lockstep)
             self.samples = 1 if lockstep.samples is None else lockstep.samples
+            self.whole = self.size if lockstep.samples is None else lockstep.whole
         changed = prepared.model.optimizer_spec.changed(prepared.groups)
         self.hyper = changed if any(changed) else None
         self.stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -755,13 +771,18 @@ class Session:
 
     def _after_step(self, lockstep: Lockstep | None) -> None:
         """Note that a step is committed, and the loop goes on behind it."""
-        self.weight, self.samples, self.losses, self.clip = 0.0, 0, [], None
+        self.weight, self.samples, self.whole, self.losses, self.clip = 0.0, 0, 0, [], None
         if lockstep is not None:
             lockstep.taken += 1
+            self._seed_for(lockstep.number, lockstep.taken)
             self.gatherings.drop_before(lockstep.number)
         else:
             self._enter(Region.AFTER, self.at_step + 1)
         self._mark("" if lockstep is not None else "after")
+
+    def _seed_for(self, number: int, taken: int) -> None:
+        """Seed all generators for a batch, or round, after so many steps: a worker that joins draws the same there."""
+        seed_everything(step_seed(step_seed(self.seed, number, self.rank), taken, 0))
 
     def _weight_of(self, lockstep: Lockstep) -> float:
         """Return what the present batch weighs in a step."""
@@ -773,6 +794,7 @@ class Session:
         """Pass over a step that was committed before this worker came; then take what the others have kept."""
         lockstep.skip -= 1
         lockstep.taken += 1
+        self._seed_for(lockstep.number, lockstep.taken)
         self.losses, self.clip = [], None
         if not lockstep.skip and self._arriving is not None:
             self._take(self._arriving)
@@ -796,6 +818,34 @@ class Session:
         return torch.nn.utils.get_total_norm(
             [p.grad for p in trained if p.grad is not None and id(p) in given]
         )
+
+    def look_for_sums(self, loss: torch.Tensor) -> None:
+        """Check once, where several workers make an update, that a loss is a mean; ConfigurationError: it is a sum."""
+        if self._looked_for_sums or self.sums or self.size == 1 or self._epochs is None:
+            return
+        lockstep = None if self.prepared is None else self.prepared.lockstep
+        taken = 0 if self._taken is None else self._taken.samples
+        samples = taken if lockstep is None else lockstep.samples or 0
+        said = self._own_weight is not None or (lockstep is None and self.weight != self.samples)
+        if samples < 2 or said:
+            return
+        self._looked_for_sums = True
+        if (found := summed_by(loss, samples)) is not None and found[1]:
+            raise ConfigurationError(
+                f"the loss adds up the samples of its batch ({found[0]}) and is taken for their mean, with which the "
+                "updates of two workers would be half as large as those of one: give steepest.prepare(..., "
+                "reduction='sum'), or take the mean"
+            )
+
+    @property
+    def sums(self) -> bool:
+        """Whether losses add up samples."""
+        return self.prepared is not None and self.prepared.sums
+
+    @property
+    def factor(self) -> float:
+        """By what the gradients of the step are multiplied, for their mean by samples over workers to be the sum."""
+        return self.whole / self.samples if self.sums and self.samples else 1.0
 
     @property
     def at_step(self) -> int:
@@ -880,6 +930,7 @@ def _watched_losses() -> Iterator[None]:
 def _backward(loss: torch.Tensor, *arguments: Any, **named: Any) -> Any:
     session = current()
     if session is not None and loss.dim() == 0:
+        session.look_for_sums(loss)
         session.losses.append(loss.detach())
     return _torchs_backward(loss, *arguments, **named)
 

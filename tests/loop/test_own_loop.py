@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 import steepest
 from steepest import DeadlineConfig
 from steepest.cli.main import main
+from steepest.core.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, DeadlineError, ModelError, ModelRaisedError
 from steepest.loop.session import current
 from steepest.testing.replay import replay
@@ -24,6 +25,8 @@ from tests.own_loops import (
     Parts,
     Script,
     accumulating,
+    adding_up,
+    adding_up_often,
     adversarial,
     alone,
     by_both,
@@ -103,6 +106,10 @@ ALIKE = {
     "closures": Script(with_closures, optimizer=sgd(momentum=0.9)),
     "a gradient penalty": Script(penalised),
     "token weights": Script(with_token_weights),
+    "sums": Script(adding_up, optimizer=sgd(lr=0.02, momentum=0.9), reduction="sum"),
+    "sums, several steps for a batch": Script(
+        adding_up_often, optimizer=sgd(lr=0.02), any_steps=True, reduction="sum"
+    ),
     "the order of the data set": Script(plain, optimizer=sgd(momentum=0.9), shuffles=False),
     "several steps for a batch": Script(
         several_passes, optimizer=sgd(momentum=0.9), any_steps=True
@@ -115,6 +122,19 @@ ALIKE = {
 def test_what_loops_do_equals_one_process(name: str) -> None:
     script = ALIKE[name]
     assert difference(run(script, 2).weights, script.alone(2)) < 1e-12
+
+
+def test_a_sum_is_told_as_its_mean() -> None:
+    """The history has the loss by sample, on however many workers."""
+    script = ALIKE["sums"]
+    torch.manual_seed(0)
+    model = script.model()
+    one, two = (
+        run(replace(script, epochs=1), n, global_batch_size=4).steps[0]["loss"] for n in (1, 2)
+    )
+    x, y = (column[SamplePlan(13, 4, 0).share(0, 0, 1)] for column in script.data)
+    assert one == pytest.approx(nn.functional.mse_loss(model(x), y).item() * 2)
+    assert two == pytest.approx(one)
 
 
 def test_clipping_by_torch_is_another_thing() -> None:
@@ -377,7 +397,18 @@ def own_sampler() -> None:
     steepest.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
 
 
+def weighing_sums(parts: Parts, epochs: int) -> None:
+    for _ in steepest.epochs(epochs):
+        for _ in parts.loader:
+            steepest.weight(1.0)
+
+
 WRONG = {
+    r"adds up the samples of its batch \(MseLoss\)": Script(adding_up),
+    r"weight\(\) with steepest.prepare\(..., reduction='sum'\)": Script(
+        weighing_sums, reduction="sum"
+    ),
+    "reduction='median': give 'mean' or 'sum'": Script(plain, reduction="median"),
     "returned without calling steepest.prepare": unprepared,
     "was called in a worker of a run": nested,
     r"step\(\) was called twice for one batch": Script(twice),

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
 from steepest import AllreduceStrategy, FailureConfig, ParameterServerStrategy
@@ -19,7 +21,7 @@ from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.sample_places import SamplePlaces
 from steepest.testing.replay import replay
 from tests.own_loops import BATCH, Parts, Script, adversarial, alone, without_loader
-from tests.reference import Task, Weights, difference, same_bits, samples, sgd
+from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, pause, run_config
 
@@ -177,6 +179,59 @@ def check_lockstep(script: Any, strategy: Any, seed: int, deaths: int = 1) -> No
     found = struck(script, strategy, seed, deaths)
     if found.same_workers:
         assert difference(found.weights, alone(script, WORKERS)) < 1e-12
+
+
+def drawing() -> None:
+    """Each worker draws its data, by generators that nobody has seeded for it, before each of two steps of a round."""
+    policy = perceptron()
+    policy, optimizer = steepest.prepare(policy, torch.optim.Adam(policy.parameters(), lr=0.02))
+    for _ in steepest.epochs(5):
+        for _ in range(2):
+            pause(1e-3)
+            x = torch.randn(2, 3, dtype=torch.float64) * random.random() + np.random.rand()
+            DRAWN.setdefault(steepest.rank(), []).append(x)
+            optimizer.zero_grad()
+            policy(x).square().mean().backward()
+            optimizer.step()
+
+
+def drawing_noise() -> None:
+    """Two networks with an optimizer each, for which noise is drawn."""
+    generator, critic = perceptron(), nn.Linear(2, 1).double()
+    first = torch.optim.Adam(critic.parameters(), lr=0.02)
+    second = torch.optim.Adam(generator.parameters(), lr=0.05)
+    loader: Any = DataLoader(TensorDataset(*samples(12)), batch_size=BATCH, shuffle=True)
+    generator, critic, first, second, loader = steepest.prepare(
+        generator, critic, first, second, loader
+    )
+    for _ in steepest.epochs(3):
+        for x, y in loader:
+            pause(1e-3)
+            first.zero_grad()
+            fake = generator(x + torch.randn_like(x)).detach()
+            (critic(fake) - critic(y)).mean().backward()
+            first.step()
+            second.zero_grad()
+            (-critic(generator(x + torch.randn_like(x)))).mean().backward()
+            second.step()
+
+
+DRAWN: dict[int, list[torch.Tensor]] = {}
+
+
+@pytest.mark.parametrize("script", [drawing, drawing_noise])
+def test_what_a_loop_draws_is_drawn_again_after_a_death(script: Any) -> None:
+    """The successor draws what the dead worker would have drawn, and each worker something else."""
+    DRAWN.clear()
+    strategy = STRATEGIES["ps, two copies"]
+    whole = struck(script, strategy, 1, 0).weights
+    assert len({x.sum().item() for drawn in DRAWN.values() for x in drawn}) == sum(
+        map(len, DRAWN.values())
+    )
+    for seed in range(1, 4):
+        found = struck(script, strategy, seed, 1)
+        if found.same_workers:
+            assert difference(found.weights, whole) < 1e-12
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
