@@ -236,9 +236,14 @@ class OptimizerSpec:
         """
         changed = []
         for (_, base), group in zip(self.groups, groups, strict=True):
-            keys = [key for key in base if self._is_set(key, by_optimizer)]
-            now = {key: _plain(group[key]) for key in keys}
-            changed.append({key: value for key, value in now.items() if value != base[key]})
+            found = {}
+            for key, own in base.items():
+                value = group.get(key)
+                if value is own or not self._is_set(key, by_optimizer):
+                    continue  # as most are in each step
+                if (now := _plain(group[key])) != own:
+                    found[key] = now
+            changed.append(found)
         return changed
 
     def _is_set(self, key: str, by_optimizer: Collection[str] = ()) -> bool:
