@@ -166,6 +166,7 @@ class JaxModel:
             [(n, tuple(v.shape), v.dtype, n in self._trainable) for n, v in values],
             split_tensors=self.optimizer_spec.elementwise and not cut.whole,
             chunk_bytes=cut.chunk_bytes,
+            fragments=cut.fragments,
             aligned=True,  # XLA computes on them where they lie
         )
 

@@ -107,6 +107,7 @@ class TensorFlowModel:
             split_tensors=self.optimizer_spec.elementwise and not cut.whole,
             together=self.optimizer_spec.together,
             chunk_bytes=cut.chunk_bytes,
+            fragments=cut.fragments,
             aligned=True,  # variables lie in the flat vector itself
         )
 

@@ -73,6 +73,11 @@ class ModelTables:
                 "from servers in each step; give strategy='ps', 'allreduce', 'local', 'async' or "
                 "'ssp'"
             )
+        if (fragments := strategy.cut.fragments) > 1:
+            raise ConfigurationError(
+                f"fragments={fragments} with embedding tables: the rows that a batch has used would be "
+                "exchanged with each fragment; leave fragments out"
+            )
         for table in self.tables:
             _require_followed(table, strategy, spec)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from steepest.core.engine.chunk_ready import ChunkReady
+from steepest.core.engine.chunk_ready import NOTHING, ChunkReady
+from steepest.core.engine.local_names import is_own_weight
 from steepest.core.engine.optimizer_slices import assemble, disassemble
 from steepest.core.engine.replicas import (
     Batches,
@@ -26,6 +28,17 @@ from steepest.core.optim.spec import OptimizerSpec, Schedule, ScheduleState
 from steepest.core.protocol.push_tracking import clip_factor
 from steepest.core.protocol.rates import with_rates
 from steepest.core.tensors.squares import sum_of_squares
+from steepest.local_sgd.own_weights import OwnWeights
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a worker had of its own before a share."""
+
+    number: int  # of the share
+    optimizer: list[Record]
+    schedule: ScheduleState | None
+    own: OwnWeights
 
 
 class LocalReplicas(Replicas):
@@ -37,8 +50,12 @@ class LocalReplicas(Replicas):
     fails, or is left out because of NaN or infinity, leaves no trace. State of the inner optimizer
     stays with its worker.
 
+    Of a layout in several fragments each step exchanges one, in turn. In the others the worker goes
+    on from weights of its own, which are state as that of its optimizer is (`OwnWeights`).
+
     References: Stich 2019, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767;
-    Douillard et al. 2023, DiLoCo, arXiv:2311.08105.
+    Douillard et al. 2023, DiLoCo, arXiv:2311.08105; Douillard et al. 2025, Streaming DiLoCo,
+    arXiv:2501.18512.
 
     Args:
         models, devices, share, memory: see `Replicas`.
@@ -75,9 +92,8 @@ class LocalReplicas(Replicas):
         }
         if (arriving := arriving_with(models[0])) is not None:
             self._load(disassemble(self.layout, arriving.state, arriving.plain))
-        self._number = -1  # of the last share
-        self._before: list[Record] = []  # the inner optimizer's state before that share
-        self._schedule_before: ScheduleState | None = None
+        self._own_weights = OwnWeights()
+        self._before: _Before | None = None  # the last share
 
     @property
     def _dense(self) -> list[int]:
@@ -115,6 +131,7 @@ class LocalReplicas(Replicas):
         parts: list[Batches] = []
         self._base.copy_(self.weights)
         try:
+            self._own_weights.write(self.layout, self.weights)
             for update in range(self._updates):
                 micros = range(update * self._accumulate, (update + 1) * self._accumulate)
                 places = [place for place in self.places(number) if place[2] in micros]
@@ -123,35 +140,55 @@ class LocalReplicas(Replicas):
                     parts.append(self._compute_each(places, hold, metrics, all_here))
                     self._update(first + update, step)
             result = summarize_batches(parts)
-            if result.weight:
-                self._push_difference(result.weight, chunk_ready)
-            else:
-                self._nothing(chunk_ready)
+            self._exchange_fragment(step, result.weight, chunk_ready)
             self._companion.end_share(chunk_ready, self._updates)
         finally:
             self.weights.copy_(self._base)
             self.weights_changed()
         return result
 
+    def _exchange_fragment(self, step: int, weight: float, chunk_ready: ChunkReady) -> None:
+        """Push what a step's fragment has changed since its last exchange, and keep the weights of the others."""
+        # weight: of the samples of this share
+        exchanged = self.layout.changed_by(step + 1)
+        own = self._own_weights
+        for index in reversed(self._dense):
+            total = own.weight_of(index, weight)
+            if index in exchanged and total:
+                self._push_difference(index, total, chunk_ready)
+            else:
+                chunk_ready(index, NOTHING, 0.0, 0.0, frozenset())
+        kept = [index for index in self._dense if index not in exchanged]
+        self._own_weights = own.after(self.layout, self.weights, weight, kept, ())
+
     def _begin(self, number: int) -> None:
         """Save the inner optimizer's state, or restore it where a share is computed again; no gradient is kept."""
         for held in self._held.values():
             held.drop_mean()  # of a batch in which the model raised
-        if number == self._number:
-            self._load(self._before)
-            self._schedule.load_state(self._schedule_before)
+        before = self._before
+        if before is not None and number == before.number:
+            self._restore(before)
         else:
-            self._before = [
-                (index, about, value.clone()) for index, about, value in self._records()
-            ]
-            self._schedule_before = self._schedule.state()
-        self._number = number
+            records = [(index, about, value.clone()) for index, about, value in self._records()]
+            self._before = _Before(number, records, self._schedule.state(), self._own_weights)
+
+    def _restore(self, before: _Before) -> None:
+        """Set what the worker has of its own to what it was before a share."""
+        self._load(before.optimizer)
+        self._schedule.load_state(before.schedule)
+        self._own_weights = before.own
 
     def left_out(self) -> None:
-        """Set the inner optimizer's state back to that before the last share; calls may repeat."""
-        if self._number >= 0:
-            self._load(self._before)
-            self._number = -1
+        """Set the worker's own state back to that before the last share; calls may repeat."""
+        if self._before is not None:
+            self._restore(self._before)
+            self._before = None
+
+    def take_servers_weights(self, names: Collection[str]) -> None:
+        """Forget the worker's own weights of some parameters, which have been set."""
+        self._own_weights = self._own_weights.without(self.layout, names)
+        if (before := self._before) is not None:
+            self._before = replace(before, own=before.own.without(self.layout, names))
 
     def _hold_gradient(
         self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
@@ -184,17 +221,16 @@ class LocalReplicas(Replicas):
             mean.mul_(factor)
         self._companion.scale(factor)
 
-    def _push_difference(self, weight: float, chunk_ready: ChunkReady) -> None:
-        """Push the weights before minus the weights now, chunk by chunk, last layers first."""
+    def _push_difference(self, index: int, weight: float, chunk_ready: ChunkReady) -> None:
+        """Push the weights before minus the weights now of a chunk."""
         # `weight`: of the samples behind it.
-        for index in reversed(self._dense):
-            dtype = self.layout.chunks[index].dtype
-            base, now, difference = (
-                self.layout.chunk_view(vector, index).view(dtype)
-                for vector in (self._base, self.weights, self._sum)
-            )
-            torch.sub(base, now, out=difference)
-            chunk_ready(index, difference.view(torch.uint8), weight, weight, frozenset())
+        dtype = self.layout.chunks[index].dtype
+        base, now, difference = (
+            self.layout.chunk_view(vector, index).view(dtype)
+            for vector in (self._base, self.weights, self._sum)
+        )
+        torch.sub(base, now, out=difference)
+        chunk_ready(index, difference.view(torch.uint8), weight, weight, frozenset())
 
     # -- the inner optimizer's state -----------------------------------------------------------
 
@@ -216,11 +252,16 @@ class LocalReplicas(Replicas):
             held.end_state()
 
     def inner_state(self, step: int) -> InnerOptimizerState:
-        """Return the inner optimizer's and schedule's state; a share computed for a later step does not count."""
-        given_up = self._places.step_of(self._number) >= step
-        state, plain = assemble(self.layout, self._before if given_up else self._records())
-        schedule = self._schedule_before if given_up else self._schedule.state()
-        return {name: value.clone() for name, value in state.items()}, plain, schedule
+        """Return the inner optimizer's and schedule's state, and weights of the worker's own; see `Replicas`."""
+        # A share that was computed for a later step does not count.
+        before = self._before
+        if before is not None and self._places.step_of(before.number) >= step:
+            records, schedule, own = before.optimizer, before.schedule, before.own
+        else:
+            records, schedule, own = self._records(), self._schedule.state(), self._own_weights
+        state, plain = assemble(self.layout, records)
+        found = {name: value.clone() for name, value in state.items()}
+        return found | own.state(self.layout), plain, schedule
 
     def load_inner_state(
         self,
@@ -229,6 +270,8 @@ class LocalReplicas(Replicas):
         schedule: ScheduleState | None,
     ) -> None:
         """Set the state of the inner optimizer and its schedule, as `inner_state` returned it."""
-        self._load(disassemble(self.layout, state, plain))
+        of_optimizer = {name: value for name, value in state.items() if not is_own_weight(name)}
+        self._load(disassemble(self.layout, of_optimizer, plain))
+        self._own_weights = OwnWeights.loaded(self.layout, state)
         self._schedule.load_state(schedule)
-        self._number = -1
+        self._before = None

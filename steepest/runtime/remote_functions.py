@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -106,6 +106,11 @@ def load_inner_state(
 ) -> None:
     """Set what a worker's own optimizer remembers: of `own`, by worker, or `mean` for one that has none there."""
     replicas.load_inner_state(own.get(replicas.worker, mean), plain, schedule)
+
+
+def take_servers_weights(replicas: Replicas, names: Collection[str]) -> None:
+    """Have a worker begin its next step with the servers' weights of some parameters, which have been set."""
+    replicas.take_servers_weights(names)
 
 
 def load_exchanged(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -100,6 +100,7 @@ class JobState:
         snapshot = self.snapshot("weights")
         layout.write(snapshot.weights, weights)
         self.install(version, snapshot.weights, None)
+        self._workers_take(weights)
         frozen = [
             e.name
             for e in layout.entries
@@ -107,6 +108,12 @@ class JobState:
         ]
         if frozen:
             self._cluster.workers.call(remote_functions.take_installed, frozen)
+
+    def _workers_take(self, names: Collection[str]) -> None:
+        """Have workers that have weights of their own begin with those of the servers, which have been set."""
+        if self._cluster.job.config.local:
+            call = self._cluster.workers.call
+            call(remote_functions.take_servers_weights, tuple(names))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return parameters, under all their names, and averaged buffers, as CPU copies."""
@@ -140,6 +147,7 @@ class JobState:
         weights = layout.allocate()
         layout.write(weights, {name: value for name, value in state.items() if name not in buffers})
         self.install(version, weights, None)
+        self._workers_take(state)
         # frozen parameters of replicas are as installed
         self._cluster.workers.call(remote_functions.load_buffers, buffers)
 

@@ -12,6 +12,7 @@ import torch
 from steepest.compression.gradient_compressor import check_residuals
 from steepest.core.engine.client import Snapshot
 from steepest.core.engine.job import Job
+from steepest.core.engine.local_names import is_own_weight
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.engine.push_pull import COMPRESSION
 from steepest.core.engine.replica_states import mean_states
@@ -160,8 +161,9 @@ class OptimizerState:
             return records
         disassemble(layout, self.state, self.plain)  # raises before anything is changed
         own = dict(self.own) if same or len(self.own) == len(workers) else {}
+        others = self.state | _mean_own_weights(self.own)
         cluster.workers.call(
-            remote_functions.load_inner_state, own, self.state, self.plain, self.schedule
+            remote_functions.load_inner_state, own, others, self.plain, self.schedule
         )
         return disassemble(layout, dict(self.outer), [])
 
@@ -190,7 +192,8 @@ def _exchanged(workers: Mapping[int, WorkerState], what: str) -> dict[int, Tenso
 
 def mean_inner(found: Sequence[InnerOptimizerState]) -> InnerOptimizerState:
     """Return the mean of workers' own optimizer states, with the furthest schedule, for a worker that has none."""
-    begun = [state for state, _, _ in found if state]  # not by those that have had no samples yet
+    states = [{n: v for n, v in each.items() if not is_own_weight(n)} for each, _, _ in found]
+    begun = [state for state in states if state]  # not by those that have had no samples yet
     names = set.intersection(*map(set, begun)) if begun else set()
     one = {name for name in names if not _can_be_averaged([state[name] for state in begun])}
     one |= {name for name in names if name.rpartition(":")[0] in one}  # what is inside of those
@@ -207,6 +210,17 @@ def _can_be_averaged(values: Sequence[torch.Tensor]) -> bool:
     first = values[0]
     alike = all((v.shape, v.dtype) == (first.shape, first.dtype) for v in values)
     return alike and not (is_text(first) and any(not torch.equal(first, v) for v in values))
+
+
+def _mean_own_weights(own: Own) -> Tensors:
+    """Return the mean of the weights that workers have of their own, for one that has none."""
+    names = (
+        set.intersection(*(set(filter(is_own_weight, state)) for state in own.values()))
+        if own
+        else ()
+    )
+    found = [{name: state[name] for name in sorted(names)} for state in own.values()]
+    return mean_states(found, [1.0] * len(found)) if names else Tensors()
 
 
 def _mean_left_out(own: Own) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.strategies.strategy import ServerStrategy
+from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import ConfigurationError
 from steepest.validation import require_choice, require_count, require_number, require_positive
 
@@ -21,12 +22,19 @@ class LocalStrategy(ServerStrategy):
 
     A step is one such round: `sync_every` batches on every replica, each followed by an update of
     the worker's own weights by the model's optimizer (whose schedule counts these updates), then
-    one update of all workers' weights by the mean of their changes, with an outer optimizer. Train
+    one update of all workers' weights by the mean of their changes, with an outer optimizer. With
+    `fragments` it is the exchange of one fragment, and a part of that many batches. Train
     with "allreduce" first and go on with `DistributedSGD.set_strategy` for post-local SGD (Lin et
     al. 2020, arXiv:1808.07217).
 
     Attributes:
-        sync_every: batches between two averagings.
+        sync_every: batches between two averagings of a weight.
+        fragments: parts of the model, each of whole layers and about equally many bytes, that are
+            averaged in turn: one after each ``sync_every / fragments`` batches, so that a link has
+            that part of the bytes to carry at a time (Douillard et al. 2025, Streaming DiLoCo,
+            arXiv:2501.18512). In between a worker has weights of its own for the other fragments;
+            they are part of checkpoints, and a dead worker's successor begins with the mean of the
+            other workers'. Not together with embedding tables.
         outer_lr: learning rate of the outer SGD; 1 without momentum averages the weights (Stich
             2019).
         outer_momentum, nesterov: momentum of the outer SGD, and whether it is Nesterov's; DiLoCo
@@ -43,12 +51,14 @@ class LocalStrategy(ServerStrategy):
         hierarchical, chunk_bytes, transport, wire_dtype: as for `AllreduceStrategy`.
 
     Raises:
-        ConfigurationError: a value is out of range, or Nesterov's momentum is without momentum.
+        ConfigurationError: a value is out of range, `sync_every` is no multiple of `fragments`, or
+            Nesterov's momentum is without momentum.
     """
 
     name = "local"
 
     sync_every: int = 8
+    fragments: int = 1
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     nesterov: bool = False
@@ -56,6 +66,12 @@ class LocalStrategy(ServerStrategy):
 
     def __post_init__(self) -> None:
         require_count("sync_every", self.sync_every)
+        if self.sync_every % require_count("fragments", self.fragments):
+            raise ConfigurationError(
+                f"fragments={self.fragments} with sync_every={self.sync_every}: one fragment is exchanged "
+                "after each sync_every / fragments batches, so that this must be a whole number: give "
+                f"sync_every={-(-self.sync_every // self.fragments) * self.fragments}, say"
+            )
         self._check_copies()
         for name in ("hierarchical", "nesterov"):
             require_choice(name, getattr(self, name), (False, True))
@@ -69,8 +85,13 @@ class LocalStrategy(ServerStrategy):
 
     @property
     def updates(self) -> int:
-        """Batches of each replica between two averagings."""
-        return self.sync_every
+        """Batches of each replica between two averagings, which may be of different fragments."""
+        return self.sync_every // self.fragments
+
+    @property
+    def cut(self) -> ChunkSpec:
+        """How models are cut into chunks: each of one fragment."""
+        return replace(super().cut, fragments=self.fragments)
 
     @property
     def local(self) -> bool:

@@ -45,7 +45,6 @@ class ArrivingWeights:
         self._newest: list[Key] = [(-1, -1)] * len(layout.chunks)
         dense = [chunk for chunk in layout.chunks if not chunk.is_opaque]
         self._all = frozenset(chunk.index for chunk in dense)
-        self._trainable = frozenset(chunk.index for chunk in dense if chunk.trainable)
         self._awaited: dict[Key, set[int]] = {}  # chunks still to come
 
     @property
@@ -101,18 +100,22 @@ class ArrivingWeights:
         elif address_of(payload) != address:
             as_tensor(view).copy_(as_tensor(payload))
         if key not in self._awaited:
-            self._awaited[key] = set(self._all if weights.reload else self._trainable)
+            self._awaited[key] = set(
+                self._all if weights.reload else self._layout.changed_by(weights.version)
+            )
         self._awaited[key].discard(weights.chunk)
         return weights
 
     def has(self, entry: int | None, key: Key) -> bool:
-        """Return whether a trainable parameter (None: all) is here whole, at a generation and version or later."""
-        chunks = self._trainable if entry is None else self._layout.chunks_of[entry]
+        """Return whether a trainable parameter is here whole, at a generation and version or later."""
+        # None: all that the version changes.
+        chunks = self._layout.changed_by(key[1]) if entry is None else self._layout.chunks_of[entry]
         return all(self._newest[chunk] >= key for chunk in chunks)
 
     def missing(self, key: Key) -> list[int]:
         """Return the chunks of a version that have not come, nor later ones; any thread may ask."""
-        chunks = self._awaited.get(key, self._trainable if self.newest[1] >= 0 else self._all)
+        changed = self._layout.changed_by(key[1]) if self.newest[1] >= 0 else self._all
+        chunks = self._awaited.get(key, changed)
         return [chunk for chunk in chunks if self._newest[chunk] < key]
 
     def completed(self, key: Key) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -562,6 +562,9 @@ class Replicas:
         schedule: ScheduleState | None,
     ) -> None:
         """Set what `inner_state` returned, if the worker has an optimizer of its own."""
+
+    def take_servers_weights(self, names: Collection[str]) -> None:
+        """Begin the next share with servers' weights of some parameters, which have been set: as always."""
 
     @property
     def _is_update(self) -> bool:

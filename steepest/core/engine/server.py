@@ -505,6 +505,7 @@ class Server:
         self._progress.begin_version()
         workers = ((self._hosts.reader_of(worker), request) for worker, request in commit.readers)
         readers = list(dict.fromkeys(workers))
+        changed = self._layout.changed_by(commit.version)
         for held in self._in_order:
             if held.is_opaque:
                 self.flush()  # the weights, with which workers go on meanwhile
@@ -513,7 +514,8 @@ class Server:
             for push in commit.pushes:
                 if push in held.staged:  # what an aggregator added up is staged as the first push
                     held.forget(push)
-            for reader, sequence in readers if self.torn is None else ():
+            sent = self.torn is None and held.chunk.index in changed
+            for reader, sequence in readers if sent else ():
                 skipped = self._is_left_out(reader)
                 self._weights.send(reader, held, self._position, sequence, skipped=skipped)
         if self.torn is not None and self._open_to_all:

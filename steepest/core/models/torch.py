@@ -209,6 +209,7 @@ class TorchModel:
             split_tensors=self.optimizer_spec.elementwise and not cut.whole,
             together=self.optimizer_spec.together,
             chunk_bytes=cut.chunk_bytes,
+            fragments=cut.fragments,
             opaque_chunks=self.opaque_chunks,
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import mmap
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,6 +33,8 @@ class ChunkSpec:
     whole: bool = False  # whether each tensor has to lie in one chunk
     # names of parameters that are trained although the model was made with them frozen
     unfrozen: frozenset[str] = frozenset()
+    # parts of the trained parameters, by layer, each of which has chunks of its own
+    fragments: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,8 @@ class Chunk:
     """Bytes [start, stop) of the flat vector: the unit of transfer, optimizers and checkpoints.
 
     An opaque chunk has no bytes: it stands for what servers hold in a form of its own, and
-    gradients flow for it as for others.
+    gradients flow for it as for others. Chunks of one fragment change in the same updates, see
+    `ParameterLayout.changed_by`.
     """
 
     index: int
@@ -114,6 +119,7 @@ class Chunk:
     start: int
     stop: int
     slices: tuple[Slice, ...]
+    fragment: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,7 +166,7 @@ class ParameterLayout:
     nbytes: int = field(default=0)
 
     @classmethod
-    def plan(
+    def plan(  # noqa: PLR0913 - what adapters and settings choose
         cls,
         parameters: Sequence[tuple[str, tuple[int, ...], torch.dtype | ElementType, bool]],
         *,
@@ -171,6 +177,7 @@ class ParameterLayout:
         aligned: bool = False,
         opaque_chunks: int = 0,
         together: str = "",
+        fragments: int = 1,
     ) -> ParameterLayout:
         """Return the layout of a model's parameters.
 
@@ -186,13 +193,17 @@ class ParameterLayout:
             opaque_chunks: number of chunks that stand for something beside the parameters.
             together: the name of an optimizer that must have all trained parameters in one chunk,
                 whatever `chunk_bytes` says; empty for one that need not.
+            fragments: parts of the trained parameters, of about equally many bytes, each of whole
+                layers; the last layers are the first part.
 
         Raises:
             ModelError: a name occurs twice, or a trainable parameter's dtype is not floating-point;
-                with `together`, trained parameters are of several dtypes.
+                with `together`, trained parameters are of several dtypes, or of several fragments;
+                there are more fragments than layers.
         """
         seen: set[str] = set()
-        kinds: dict[tuple[bool, ElementType], list[Entry]] = {}
+        kinds: dict[tuple[bool, ElementType, int], list[Entry]] = {}
+        parts = _fragments(parameters, fragments, together)
         for name, shape, dtype, trainable in reversed(parameters):
             if name in seen:
                 raise ModelError(f"two parameters are named {name!r}: names must be unique")
@@ -209,10 +220,10 @@ class ParameterLayout:
                 0,
                 (aliases or {}).get(name, ()),
             )
-            kinds.setdefault((not trainable, entry.element), []).append(entry)
+            kinds.setdefault((not trainable, entry.element, parts.get(name, 0)), []).append(entry)
         total = sum(entry.nbytes for group in kinds.values() for entry in group)
         if together:
-            dtypes = [element.name for frozen, element in kinds if not frozen]
+            dtypes = [element.name for frozen, element, _ in kinds if not frozen]
             if len(dtypes) > 1:
                 raise ModelError(
                     f"{together} updates each parameter by what all others are like, so that one "
@@ -225,7 +236,7 @@ class ParameterLayout:
         entries: list[Entry] = []
         chunks: list[Chunk] = []
         offset = 0
-        for (frozen, element), group in sorted(kinds.items(), key=lambda item: item[0][0]):
+        for (frozen, element, part), group in sorted(kinds.items(), key=lambda item: item[0][0]):
             begin = _aligned(offset, _PAGE if any(entry.nbytes for entry in group) else ALIGNMENT)
             unit = ALIGNMENT if aligned else element.itemsize
             whole = not split_tensors
@@ -237,7 +248,7 @@ class ParameterLayout:
                 borders = list(pairwise(cuts))
             for start, stop in borders:
                 slices = _slices(placed, start, stop, element.itemsize)
-                chunks.append(Chunk(len(chunks), element, not frozen, start, stop, slices))
+                chunks.append(Chunk(len(chunks), element, not frozen, start, stop, slices, part))
         end = _aligned(offset, ALIGNMENT)
         floats = ElementType("float32", 4, True)
         for index in range(len(chunks), len(chunks) + opaque_chunks):
@@ -272,6 +283,25 @@ class ParameterLayout:
     def opaque_chunks(self) -> tuple[int, ...]:
         """The indices of the chunks that are not in the flat vector."""
         return tuple(chunk.index for chunk in self.chunks if chunk.is_opaque)
+
+    @cached_property
+    def _by_fragment(self) -> tuple[frozenset[int], ...]:
+        """The indices of the chunks of each fragment."""
+        trained = [self.chunks[i] for i in self.trainable_chunks if not self.chunks[i].is_opaque]
+        count = 1 + max((chunk.fragment for chunk in trained), default=0)
+        return tuple(
+            frozenset(chunk.index for chunk in trained if chunk.fragment == part)
+            for part in range(count)
+        )
+
+    @property
+    def fragments(self) -> int:
+        """The number of fragments, at least 1."""
+        return len(self._by_fragment)
+
+    def changed_by(self, version: int) -> frozenset[int]:
+        """Return the chunks of the flat vector that the update to a version changes: one fragment's, in turn."""
+        return self._by_fragment[(version - 1) % len(self._by_fragment)]
 
     @cached_property
     def on_pages(self) -> bool:
@@ -369,6 +399,45 @@ class ParameterLayout:
         if len(self.entries) != len(other.entries):
             return f"{len(self.entries)} parameters, the other has {len(other.entries)}"
         return None if self.chunks == other.chunks else "the same parameters cut into other chunks"
+
+
+def _fragments(
+    parameters: Sequence[tuple[str, tuple[int, ...], torch.dtype | ElementType, bool]],
+    count: int,
+    together: str,
+) -> dict[str, int]:
+    """Return by name the fragment of each trained parameter, none where there is one; arguments as of `plan`."""
+    # A layer is what follows each other and has the same name but for the last part.
+    if count == 1:
+        return {}
+    if together:
+        raise ModelError(
+            f"fragments={count} with {together}, which updates each parameter by what all others are "
+            "like: leave fragments out, or take another optimizer"
+        )
+    layers: list[tuple[str, list[str], int]] = []
+    for name, shape, dtype, trainable in reversed(parameters):
+        if not trainable:
+            continue
+        nbytes = math.prod(shape) * dtype.itemsize
+        owner = re.sub(r"[./]?[^./]*$", "", name) or name
+        if layers and layers[-1][0] == owner:
+            layers[-1] = (owner, [*layers[-1][1], name], layers[-1][2] + nbytes)
+        else:
+            layers.append((owner, [name], nbytes))
+    if count > len(layers):
+        raise ModelError(
+            f"fragments={count}: the model has {len(layers)} layers with trained parameters, and each "
+            f"fragment needs one: give at most {max(len(layers), 1)}"
+        )
+    total, before, last = max(sum(layer[2] for layer in layers), 1), 0, -1
+    found: dict[str, int] = {}
+    for index, (_, names, nbytes) in enumerate(layers):
+        middle = (2 * before + nbytes) * count // (2 * total)
+        last = min(max(middle, count - len(layers) + index, last), last + 1, count - 1)
+        before += nbytes
+        found |= dict.fromkeys(names, last)
+    return found
 
 
 def _aligned(offset: int, unit: int) -> int:

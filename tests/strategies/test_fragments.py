@@ -1,0 +1,386 @@
+"""Local SGD of a model in fragments that are exchanged in turn, against the same in plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from steepest import DistributedSGD, Embedding, FailureConfig, Table
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.topology import HostMap
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.tensors.layout import ParameterLayout
+from steepest.errors import ConfigurationError, ModelError
+from steepest.strategies.local import LocalStrategy
+from steepest.testing import InProcessCluster, replay
+from tests.pairs import grid
+from tests.reference import OptimizerFactory, Task, Weights, difference, same_bits, samples, sgd
+from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, run_config
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "momentum": sgd(momentum=0.9, nesterov=True),
+    "adam": lambda module: torch.optim.Adam(module.parameters(), lr=0.01),
+}
+#: The fragments of `deep`, in the order in which they are exchanged.
+FRAGMENTS = {
+    1: [["6.bias", "6.weight", "4.bias", "4.weight", "2.bias", "2.weight", "0.bias", "0.weight"]],
+    2: [
+        ["6.bias", "6.weight", "4.bias", "4.weight"],
+        ["2.bias", "2.weight", "0.bias", "0.weight"],
+    ],
+    3: [
+        ["6.bias", "6.weight"],
+        ["4.bias", "4.weight", "2.bias", "2.weight"],
+        ["0.bias", "0.weight"],
+    ],
+    4: [
+        ["6.bias", "6.weight"],
+        ["4.bias", "4.weight"],
+        ["2.bias", "2.weight"],
+        ["0.bias", "0.weight"],
+    ],
+}
+
+
+def deep() -> nn.Module:
+    """Four layers of equally many parameters."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(3, 3), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def task_of(optimizer: str, count: int = 50) -> Task:
+    data = samples(count, outputs=3)
+    return Task(deep, OPTIMIZERS[optimizer], data, batch_size=2)
+
+
+def by_hand(
+    task: Task,
+    workers: int,
+    steps: int,
+    strategy: LocalStrategy,
+    devices: int = 1,
+    skipped: Collection[int] = (),
+    dies_before: int | None = None,
+) -> Weights:
+    """The same in plain torch, one worker after the other.
+
+    Steps that are `skipped` are as if they had not been; before a step worker 1 may get the mean of what the
+    others have of their own.
+    """
+    fragments, every = FRAGMENTS[strategy.fragments], strategy.sync_every // strategy.fragments
+    shared = task.module()
+    outer = torch.optim.SGD(
+        shared.parameters(),
+        strategy.outer_lr,
+        momentum=strategy.outer_momentum,
+        nesterov=strategy.nesterov,
+    )
+    servers = dict(shared.named_parameters())
+    copies = [task.module() for _ in range(workers)]
+    optimizers = [task.optimizer(module) for module in copies]
+    since = [[0.0] * len(fragments) for _ in range(workers)]
+    parts = workers * devices * every
+    plan = SamplePlan(len(task.data[0]), parts * task.batch_size, 0)
+    for step in sorted(set(range(steps)) - set(skipped)):
+        at = step % len(fragments)
+        if step == dies_before:
+            others = [i for i in range(workers) if i != 1]
+            since[1] = [
+                math.fsum(since[i][f] for i in others) / len(others) for f in range(len(fragments))
+            ]
+            named = [dict(module.named_parameters()) for module in copies]
+            for name, own in named[1].items():
+                own.data.copy_(sum(named[i][name].data for i in others) / len(others))
+        change = {name: torch.zeros_like(servers[name]) for name in fragments[at]}
+        for worker, (module, optimizer) in enumerate(zip(copies, optimizers, strict=True)):
+            own = dict(module.named_parameters())
+            for update in range(every):
+                index = [
+                    plan.share(step, (worker * devices + device) * every + update, parts)
+                    for device in range(devices)
+                ]
+                count = sum(map(len, index))
+                if not count:
+                    continue
+                optimizer.zero_grad()
+                for part in filter(len, index):
+                    x, y = (column[torch.from_numpy(part.copy())] for column in task.data)
+                    (task.loss(module(x), y) * (len(part) / count)).backward()
+                optimizer.step()
+                since[worker] = [weight + count for weight in since[worker]]
+            for name in fragments[at]:
+                change[name] += (servers[name] - own[name]).detach() * since[worker][at]
+        total = sum(weights[at] for weights in since)
+        outer.zero_grad()
+        for name in fragments[at]:
+            servers[name].grad = change[name] / total
+        outer.step()
+        for worker, module in enumerate(copies):
+            since[worker][at] = 0.0
+            own = dict(module.named_parameters())
+            for name in fragments[at]:
+                own[name].data.copy_(servers[name])
+    return {name: p.detach().clone() for name, p in servers.items()}
+
+
+def run(
+    task: Task, workers: int, steps: int, strategy: LocalStrategy, **options: Any
+) -> InProcessCluster:
+    cluster = InProcessCluster(task.creator(), num_workers=workers, strategy=strategy, **options)
+    assert [type(result) for result in cluster.step(steps)] == [Result] * steps
+    return cluster
+
+
+@pytest.mark.few(2)
+@grid(
+    optimizer=OPTIMIZERS,
+    size=[(1, 1), (2, 1), (3, 2)],
+    servers=[None, 2],
+    fragments=[2, 3, 4],
+)
+def test_equals_the_same_by_hand(
+    optimizer: str, size: tuple[int, int], servers: int | None, fragments: int
+) -> None:
+    workers, devices = size
+    task = task_of(optimizer)
+    for config in (
+        LocalStrategy(
+            sync_every=2 * fragments, fragments=fragments, num_servers=servers, chunk_bytes=32
+        ),
+        LocalStrategy(
+            sync_every=fragments,
+            fragments=fragments,
+            outer_lr=0.7,
+            outer_momentum=0.9,
+            nesterov=True,
+            num_servers=servers,
+        ),
+    ):
+        found = run(task, workers, 17, config, devices_per_worker=devices).weights()
+        assert difference(found, by_hand(task, workers, 17, config, devices)) < 1e-12
+
+
+def test_each_exchange_carries_one_fragment() -> None:
+    task = task_of("adam", 600)
+    whole = run(task, 2, 2, LocalStrategy(sync_every=8, num_servers=1))
+    once = [result.bytes_pushed for result in whole.step(2)]
+    pulled = [result.bytes_pulled for result in whole.step(2)]
+    config = LocalStrategy(sync_every=8, fragments=4, num_servers=1)
+    results = run(task, 2, 2, config).step(8)
+    assert [4 * result.bytes_pushed for result in results] == once * 4
+    assert [4 * result.bytes_pulled for result in results] == pulled * 4
+    assert sum(result.samples for result in results) == 2 * 8 * 2 * 2
+
+
+@pytest.mark.parametrize("hosts", [None, HostMap((0, 0, 1), (0, 0, 1), gathers=True)])
+def test_two_runs_and_a_replay_have_the_same_bits(hosts: HostMap | None) -> None:
+    task = task_of("adam")
+    config = LocalStrategy(sync_every=4, fragments=2, outer_momentum=0.5, chunk_bytes=48)
+    first = run(task, 3, 11, config, keep_log=True, hosts=hosts)
+    second = run(task, 3, 11, config, shuffle=3, hosts=hosts)
+    assert same_bits(first.weights(), second.weights())
+    assert same_bits(replay(first.log(), task.creator()), first.weights())
+
+
+def test_a_step_that_is_skipped_leaves_no_trace() -> None:
+    """Also in the weights of fragments that it would not have exchanged."""
+    task = task_of("momentum", 60)
+    task.data[1][SamplePlan(60, 8, 0).share(3, 2, 4)[0]] = torch.inf  # of worker 1's fourth step
+    config = LocalStrategy(sync_every=4, fragments=2, nonfinite="skip", chunk_bytes=48)
+    cluster = run(task, 2, 7, config, keep_log=True)
+    log = cluster.log()
+    assert [commit.version - 1 for commit in log.commits if commit.skipped] == [3]
+    found = cluster.weights()
+    assert difference(found, by_hand(task, 2, 7, config, skipped=[3])) < 1e-12
+    assert same_bits(replay(log, task.creator()), found)
+
+
+class Sick(nn.Module):
+    """Raises once, in one of its forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = deep()
+        self.passes = 0
+        self.raises_in = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == self.raises_in:
+            raise ArithmeticError("once")
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("raises_in", [9, 10])
+def test_a_step_that_failed_leaves_no_trace(raises_in: int) -> None:
+    task = Task(Sick, OPTIMIZERS["adam"], samples(60, outputs=3), batch_size=2)
+    config = LocalStrategy(sync_every=4, fragments=2)
+
+    def create(worker_index: int, device_index: int) -> Any:
+        model = task.creator()(worker_index, device_index)
+        model.module.raises_in = raises_in if worker_index == 1 else -1
+        return model
+
+    cluster = InProcessCluster(create, num_workers=2, strategy=config)
+    assert [type(each) for each in cluster.step(8)] == [Result] * 4 + [Failure]
+    cluster.step(4)
+    assert same_bits(cluster.weights(), run(task, 2, 8, config).weights())
+
+
+def test_uneven_ends_of_epochs_and_more_workers_than_samples() -> None:
+    task = task_of("momentum", 7)
+    config = LocalStrategy(sync_every=4, fragments=2)
+    assert difference(run(task, 3, 9, config).weights(), by_hand(task, 3, 9, config)) < 1e-12
+
+
+def test_fragments_are_whole_layers_of_about_the_same_size() -> None:
+    sizes = [
+        ("in.weight", 40),
+        ("in.bias", 2),
+        ("mid.weight", 10),
+        ("out.weight", 10),
+        ("scale", 4),
+    ]
+    parameters = [(name, (size,), torch.float32, True) for name, size in sizes]
+    for count, expected in (
+        (1, [["scale", "out.weight", "mid.weight", "in.bias", "in.weight"]]),
+        (2, [["scale", "out.weight", "mid.weight"], ["in.bias", "in.weight"]]),
+        (3, [["scale", "out.weight"], ["mid.weight"], ["in.bias", "in.weight"]]),
+        (4, [["scale"], ["out.weight"], ["mid.weight"], ["in.bias", "in.weight"]]),
+    ):
+        layout = ParameterLayout.plan(parameters, fragments=count, chunk_bytes=64)
+        assert layout.fragments == count
+        found = [
+            list(
+                dict.fromkeys(
+                    layout.entries[piece.entry].name
+                    for chunk in sorted(layout.changed_by(version))
+                    for piece in layout.chunks[chunk].slices
+                )
+            )
+            for version in range(1, count + 1)
+        ]
+        assert found == expected
+        assert layout.changed_by(count + 1) == layout.changed_by(1)
+
+
+def test_more_fragments_than_layers_are_refused() -> None:
+    task = task_of("adam")
+    with pytest.raises(ModelError, match=r"fragments=8: the model has 4 layers .* at most 4"):
+        InProcessCluster(
+            task.creator(), num_workers=2, strategy=LocalStrategy(sync_every=8, fragments=8)
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fragments": 0}, "fragments=0"),
+        ({"fragments": True}, "fragments=True"),
+        ({"fragments": 3}, "fragments=3 with sync_every=8: .* give sync_every=9, say"),
+        ({"fragments": 16}, "fragments=16 with sync_every=8: .* give sync_every=16, say"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        LocalStrategy(**settings)
+
+
+def test_embedding_tables_are_refused() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(
+            Embedding(Table("rows", 4)), nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 1)
+        )
+
+    data = torch.arange(8).view(-1, 1), torch.zeros(8, 1)
+    task = Task(net, sgd(), data, batch_size=2)
+    with pytest.raises(ConfigurationError, match="fragments=2 with embedding tables"):
+        InProcessCluster(
+            task.creator(), num_workers=2, strategy=LocalStrategy(sync_every=4, fragments=2)
+        )
+
+
+def simulated_run(task: Task, strategy: LocalStrategy, steps: int) -> Weights:
+    config = run_config(failure=FailureConfig(patience=math.inf))
+    with DistributedSGD(task.creator(), 2, strategy=strategy, run_config=config) as trainer:
+        trainer.fit(steps=steps, progress=False)
+        return trainer.weights()
+
+
+@pytest.mark.parametrize("servers", [None, 1])
+def test_a_checkpoint_in_the_middle_of_a_cycle_goes_on_exactly(
+    servers: int | None, tmp_path: Path
+) -> None:
+    task = task_of("adam")
+    strategy = LocalStrategy(sync_every=8, fragments=4, num_servers=servers)
+    with quiet(), Simulation(1).running():
+        whole = simulated_run(task, strategy, 9)
+        config = run_config()
+        with DistributedSGD(task.creator(), 2, strategy=strategy, run_config=config) as trainer:
+            trainer.fit(steps=6, progress=False)
+            trainer.save(tmp_path / "saved")
+        with DistributedSGD(task.creator(), 2, strategy=strategy, run_config=config) as trainer:
+            trainer.restore(tmp_path / "saved")
+            trainer.fit(steps=3, progress=False)
+            assert same_bits(trainer.weights(), whole)
+
+
+def test_weights_that_are_set_are_those_that_workers_go_on_with() -> None:
+    task = Task(deep, sgd(), samples(50, outputs=3), batch_size=2)
+    strategy = LocalStrategy(sync_every=4, fragments=2)
+    zeros = {name: torch.zeros_like(p) for name, p in deep().state_dict().items()}
+    with quiet(), Simulation(1).running():
+        config = run_config()
+        with DistributedSGD(task.creator(), 2, strategy=strategy, run_config=config) as trainer:
+            trainer.fit(steps=3, progress=False)
+            trainer.set_weights(zeros)
+            trainer.fit(steps=2, progress=False)
+            found = trainer.weights()
+    assert not found["0.weight"].any()  # of zeros all gradients but the last bias' are zero
+    assert found["6.bias"].any()
+
+
+def test_after_a_death_the_successor_goes_on_with_the_mean_of_the_others() -> None:
+    """Every sample counts once, and training goes on; own weights of the dead one are not known."""
+    simulated = Simulation(1)
+    task = Task(deep, sgd(0.05), samples(97, outputs=3), batch_size=2)
+    strategy = LocalStrategy(sync_every=4, fragments=2, num_servers=2)
+    config = run_config(failure=FailureConfig(patience=math.inf))
+    with (
+        quiet(),
+        simulated.running(),
+        DistributedSGD(task.creator(), 3, strategy=strategy, run_config=config) as trainer,
+    ):
+        trainer.fit(steps=5, progress=False)
+        process = next(each for each in simulated.living() if "worker 1" in str(each))
+        simulated.world.kill(process, "it was killed. connection error code 2.")
+        result = trainer.fit(steps=5, progress=False)
+        assert len(trainer.stats().events) == 1
+        assert result.step == 10
+        found = trainer.weights()
+    assert difference(found, by_hand(task, 3, 10, strategy, dies_before=5)) < 1e-12
+    assert difference(found, by_hand(task, 3, 10, strategy)) > 1e-6
+
+
+def test_strategies_follow_each_other() -> None:
+    """To other fragments own weights are taken along; to another kind of training they are not."""
+    task = task_of("momentum", 96)
+    with quiet(), Simulation(1).running():
+        strategy, config = LocalStrategy(sync_every=4, fragments=2), run_config()
+        with DistributedSGD(task.creator(), 2, strategy=strategy, run_config=config) as trainer:
+            trainer.fit(steps=2, progress=False)
+            for following in (LocalStrategy(sync_every=4, fragments=4), "allreduce", strategy):
+                trainer.set_strategy(following)
+                trainer.fit(steps=2, progress=False)
+            trainer.set_strategy(LocalStrategy(sync_every=4))
+            trainer.resize(3)
+            trainer.fit(steps=1, progress=False)
+            assert trainer.stats().step == 9
