@@ -28,7 +28,6 @@ from steepest.core.engine.hosting import (
 from steepest.core.engine.job import Job
 from steepest.core.engine.model_building import build_models
 from steepest.core.engine.replicas import Replicas
-from steepest.core.engine.scheduling import give_way
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Result
 from steepest.core.messages.message import (
@@ -39,8 +38,6 @@ from steepest.core.messages.message import (
     worker_peer,
 )
 from steepest.core.models.protocol import Model
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.allocator import keep_freed_memory, start_thread
 from steepest.core.tensors.shared_memory import allocate
@@ -48,6 +45,9 @@ from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
 from steepest.embedding.torch_model import TorchModel
 from steepest.extensions import EXTENSIONS
+from steepest.runtime.scheduling import give_way
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 
 MLP10 = Workload(
     "mlp10", functools.partial(MLP, hidden=2000), (1024,), batch_size=8, samples=512, steps=6

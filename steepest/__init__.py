@@ -32,10 +32,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.core.models.protocol import Model as Model
     from steepest.core.models.torch import accuracy as accuracy
     from steepest.core.optim.spec import OptimizerSpec as OptimizerSpec
-    from steepest.core.strategies.allreduce import AllreduceStrategy as AllreduceStrategy
-    from steepest.core.strategies.parameter_server import (
-        ParameterServerStrategy as ParameterServerStrategy,
-    )
     from steepest.core.strategies.strategy import Strategy as Strategy
     from steepest.core.tensors.codec import Codec as Codec
     from steepest.core.tensors.layout import ParameterLayout as ParameterLayout
@@ -73,14 +69,18 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.observe.results import Stats as Stats
     from steepest.observe.results import StepResult as StepResult
     from steepest.parameter_server.api import ParameterServer as ParameterServer
+    from steepest.strategies.allreduce import AllreduceStrategy as AllreduceStrategy
     from steepest.strategies.local import LocalStrategy as LocalStrategy
+    from steepest.strategies.parameter_server import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
     from steepest.strategies.simple import SimpleStrategy as SimpleStrategy
     from steepest.tables.table import Table as Table
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "AllreduceStrategy": "core.strategies.allreduce",
+    "AllreduceStrategy": "strategies.allreduce",
     "Callback": "observe.progress",
     "Checkpoints": "checkpoint.files",
     "Codec": "core.tensors.codec",
@@ -110,7 +110,7 @@ _MODULES = {
     "OptimizerSpec": "core.optim.spec",
     "ParameterLayout": "core.tensors.layout",
     "ParameterServer": "parameter_server.api",
-    "ParameterServerStrategy": "core.strategies.parameter_server",
+    "ParameterServerStrategy": "strategies.parameter_server",
     "PowerSGD": "config.compression",
     "ProcessInfo": "observe.results",
     "Prometheus": "driver.prometheus",

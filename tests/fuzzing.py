@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from steepest.collectives.messages import MemberKind
 from steepest.core.messages.message import Kind, Message, Peer
 from steepest.core.tensors.memory import as_tensor, clone
 from steepest.core.transport.frames import HEADER, ROLES, decode_header, decode_meta, encode
@@ -228,7 +229,7 @@ def _words(chance: random.Random, message: Message, peers: Sequence[Peer]) -> No
 def _who(chance: random.Random, message: Message, peers: Sequence[Peer]) -> None:
     what = chance.randrange(3)
     if what == 0:
-        message.kind = chance.choice((*Kind, *RowKind))
+        message.kind = chance.choice((*Kind, *RowKind, *MemberKind))
     elif what == 1:
         message.source = chance.choice(
             (*peers, Peer(chance.choice(ROLES), chance.choice((0, 1, 5, 2**31 - 1))))

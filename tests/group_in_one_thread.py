@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from steepest.core.engine.chunk_transfer import RetainedChunks
 from steepest.core.engine.client import Client, Snapshot
 from steepest.core.engine.coordinator_role import CoordinatorRole
 from steepest.core.engine.server_chunk import ServerChunk
-from steepest.core.engine.survivors import assemble, catch_up, state_of
 from steepest.core.messages.message import Kind, Message, Peer
 from steepest.core.transport.router import Router
 from steepest.parameter_server.arrays import Arrays
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.hosting import committed_in, host_server, read_optimizer
 from steepest.parameter_server.pusher import Pusher
+from steepest.runtime.chunk_transfer import RetainedChunks
+from steepest.runtime.survivors import assemble, catch_up, state_of
 from steepest.testing import Link, Network, server_peers
 from steepest.testing.inspection import (
     pushes_of,

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from steepest.core.engine.chunk_transfer import ChunkState, RetainedChunks
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.server import Server
 from steepest.core.engine.server_chunk import ServerChunk
-from steepest.core.engine.survivors import RecoveredState
 from steepest.core.messages.driver import Result
 from steepest.core.messages.message import Kind
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.strategies.strategy import Strategy
+from steepest.runtime.chunk_transfer import ChunkState, RetainedChunks
+from steepest.runtime.survivors import RecoveredState
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, Weights, same_bits, samples, sgd, snapshot
 

@@ -19,8 +19,8 @@ from benchmarks.recovery_bodies import Clock, Recovery, Seen, around, kill_worke
 from benchmarks.soak_samples import Holding, Place, holding, place, trends, trends_text
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import Commit, CommitLog, LoggedPush
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.named import as_strategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import linear_model_creator
 
 

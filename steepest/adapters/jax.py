@@ -10,7 +10,6 @@ import torch
 from steepest.adapters.jax_arrays import on_cpu, path_name, to_numpy, to_torch, torch_dtype
 from steepest.adapters.optax_rules import optax_spec
 from steepest.core.data.protocol import Source
-from steepest.core.data.sources import as_source
 from steepest.core.models.losses import samples_of
 from steepest.core.models.protocol import (
     Arrive,
@@ -23,6 +22,7 @@ from steepest.core.models.protocol import (
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.tensors.dtypes import same_bits
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
+from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError, ModelError
 from steepest.validation import require_number
 

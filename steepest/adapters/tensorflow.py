@@ -10,7 +10,6 @@ import torch
 
 from steepest.adapters.tf_dataset import TensorFlowDataset
 from steepest.core.data.protocol import Source
-from steepest.core.data.sources import as_source
 from steepest.core.models.protocol import (
     Arrive,
     Computed,
@@ -19,6 +18,7 @@ from steepest.core.models.protocol import (
     checked_weight,
 )
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
+from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError, ModelError
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _import_network() -> Any:
 
 
 def _as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
-    """Return training data as a source, and the batch size; see `steepest.core.data.sources.as_source`."""
+    """Return training data as a source, and the batch size; see `steepest.data.sources.as_source`."""
     if type(data).__module__.startswith("tensorflow.python.data."):
         data = TensorFlowDataset(data)
         batch_size = batch_size or data.batch_size

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from steepest.collectives.messages import MEMBERS, Abort, Connected, Data, MemberKind, Part
 from steepest.collectives.protocol import Collective
-from steepest.core.messages.collective import MEMBERS, Abort, Connected, Data, Part
-from steepest.core.messages.message import Kind, Message, Peer, member_peer
+from steepest.core.messages.message import Message, Peer, member_peer
 from steepest.core.tensors.allocator import Recycler
 from steepest.core.tensors.memory import as_tensor
 from steepest.core.tensors.shared_memory import allocate, segment_of
@@ -21,7 +21,7 @@ from steepest.core.transport.router import Router
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 
 _MOST_ROUNDS = 1024
-_TAKEN = (Kind.DATA, Kind.CONNECTED, Kind.ABORT, Kind.PART)
+_TAKEN = (MemberKind.DATA, MemberKind.CONNECTED, MemberKind.ABORT, MemberKind.PART)
 _LENT = 0  # in `Data.lent`: its payload is lent
 _ABORT_SECONDS = 1.0  # in which a member that waits answers one that connects to tell it of an end
 
@@ -310,7 +310,7 @@ class MemberCollective(Collective):
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Return the memory of an arriving payload: the tensor that awaits it, or new memory."""
         assert message.source is not None
-        if message.kind is Kind.PART:
+        if message.kind is MemberKind.PART:
             return torch.empty(size, dtype=torch.uint8)
         if message.chunk == _LENT and message.payload is not None:
             return as_tensor(message.payload)
@@ -337,9 +337,9 @@ class MemberCollective(Collective):
             raise ProtocolError(f"{source} is none of {self.size} members")
         for kept in self._unsent.pop(source.index, ()):
             self._deliver(source, kept)
-        if message.kind is Kind.CONNECTED:
+        if message.kind is MemberKind.CONNECTED:
             return
-        if message.kind is Kind.PART:
+        if message.kind is MemberKind.PART:
             if self.take_part is not None:
                 self.take_part(Part.unpack(message))
             return
@@ -351,7 +351,7 @@ class MemberCollective(Collective):
                 f"{source} is {_MOST_ROUNDS} calls or generations ahead of member {self.rank}"
             )
         here = self._round(key)
-        if message.kind is Kind.ABORT:
+        if message.kind is MemberKind.ABORT:
             here.aborted = here.aborted or Abort.unpack(message).reason
         elif (data := Data.unpack(message)).payload is not None:
             place = source.index, data.sequence

@@ -19,7 +19,7 @@ from steepest.core.models.protocol import Model
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.layout import ParameterLayout
-from steepest.embedding.job_tables import dealing_of, delays_rows
+from steepest.embedding.job_tables import dealing_of, delays_rows, staleness_of
 from steepest.embedding.row_messages import LINES
 from steepest.errors import ConfigurationError
 
@@ -48,7 +48,7 @@ class EmbeddingTables(Extension):
 
         compile_kernels(dealing.tables)  # before the process joins the job
         rows = RowExchange(worker, dealing, job.holders, send)
-        shares = job.strategy.table_staleness
+        shares = staleness_of(job.strategy)
         if shares is not None and delays_rows(job):  # one of the steps goes to the way back
             rows.delayed.delays, shares = True, shares - 1
         return ExchangeWithRows(exchange, rows, RowCompanion(rows, shares, job.shares))
@@ -88,7 +88,7 @@ class ModelTables:
 
     def keeps_state(self, strategy: Strategy) -> bool:
         """Return whether workers push the gradients of rows a step late, see `DelayedRows`."""
-        return (strategy.table_staleness or 0) > 1
+        return (staleness_of(strategy) or 0) > 1
 
     def stores(self, layout: ParameterLayout, seed: int) -> Stores:
         """Return what makes the shards of a job."""

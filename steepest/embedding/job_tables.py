@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from steepest.core.engine.job import Job
+from steepest.core.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from steepest.tables.dealing import Dealing
@@ -19,6 +20,20 @@ def dealing_of(job: Job) -> Dealing | None:
     return job.stores.dealing if isinstance(job.stores, TableStores) else None
 
 
+@runtime_checkable
+class AsksBeforehand(Protocol):
+    """A strategy with which workers may ask for rows before the step that needs them."""
+
+    @property
+    def table_staleness(self) -> int | None:
+        """How many updates older than the weights rows may be; None to ask for them in the step."""
+
+
+def staleness_of(strategy: Strategy) -> int | None:
+    """Return a strategy's `AsksBeforehand.table_staleness`; None where it has none."""
+    return strategy.table_staleness if isinstance(strategy, AsksBeforehand) else None
+
+
 def delays_rows(job: Job) -> bool:
     """Return whether workers push the gradients of rows a step late, see `DelayedRows`."""
-    return job.stores is not None and (job.strategy.table_staleness or 0) > 1
+    return job.stores is not None and (staleness_of(job.strategy) or 0) > 1

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from steepest.core.data.protocol import Source
 from steepest.core.models import torch as dense
 from steepest.core.models.torch import LossFunction, Metric
+from steepest.data.sources import as_source
 from steepest.validation import require_count
 
 if TYPE_CHECKING:
@@ -77,6 +79,11 @@ class TorchModel(dense.TorchModel):
             lr_scheduler=lr_scheduler, learning_rate=learning_rate, autocast=autocast,
             loss_scale=loss_scale, reduction=reduction,
         )  # fmt: skip
+
+    @staticmethod
+    def _as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
+        """Return data, which may be a Ray Dataset, as a source, and the batch size."""
+        return as_source(data, batch_size)
 
     def use_rows(self, source: RowSource) -> None:
         """Have the module's embedding modules use the rows of a source from now on."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from steepest.collectives.members import MemberCollective
-from steepest.core.messages.collective import Part
+from steepest.collectives.messages import Part
 from steepest.core.tensors.memory import as_tensor
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 from steepest.loop.kept import pack, unpack

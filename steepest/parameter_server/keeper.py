@@ -103,7 +103,7 @@ class Keeper:
         lost = ", ".join(f"server {i}" for i in range(len(servers)) if i not in alive)
         known = ray.put([heard[index] for index in alive])
         found = _get([servers[index].survive.remote(known) for index in alive])
-        from steepest.core.engine.survivors import assemble  # imports torch
+        from steepest.runtime.survivors import assemble  # imports torch
 
         states = {index: state for index, (state, _) in zip(alive, found, strict=True)}
         whole = assemble(len(group.holders), states) if states else None

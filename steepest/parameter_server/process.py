@@ -6,9 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from steepest.core.engine.chunk_transfer import RetainedChunks
 from steepest.core.engine.server import Server
-from steepest.core.engine.survivors import ServerState, catch_up, state_of
 from steepest.core.messages.gradients import Decision
 from steepest.core.messages.message import COORDINATOR, server_peer
 from steepest.core.optim.spec import OptimizerSpec
@@ -19,7 +17,9 @@ from steepest.core.transport.sockets import WireTransport
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.hosting import committed_in, host_server
 from steepest.parameter_server.succession import Succession
+from steepest.runtime.chunk_transfer import RetainedChunks
 from steepest.runtime.process import Process, on_router
+from steepest.runtime.survivors import ServerState, catch_up, state_of
 from steepest.tls.connections import Identity, encryption_with
 
 log = logging.getLogger(__name__)

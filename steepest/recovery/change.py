@@ -10,12 +10,12 @@ from typing import Any
 
 from steepest.core.engine.client import Client
 from steepest.core.engine.job import Job
-from steepest.core.engine.survivors import RecoveredState
 from steepest.core.messages.message import Peer
 from steepest.recovery.decision import Transition
 from steepest.recovery.starting import Start
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.places import Place
+from steepest.runtime.survivors import RecoveredState
 from steepest.state.stock import Stock
 
 

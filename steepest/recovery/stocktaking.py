@@ -8,13 +8,13 @@ from typing import Any
 
 import ray
 
-from steepest.core.engine.survivors import RecoveredState, ServerState, assemble
 from steepest.core.messages.message import Peer, worker_peer
 from steepest.core.strategies.strategy import Strategy
 from steepest.recovery.change import Change
 from steepest.runtime.calls import has_answered
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.diagnostics import update_error
+from steepest.runtime.survivors import RecoveredState, ServerState, assemble
 from steepest.state.job_state import JobState
 from steepest.state.optimizer_state import OptimizerState
 from steepest.state.snapshots import Snapshots

@@ -20,7 +20,6 @@ from steepest.collectives.members import MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.data.stream_place import StreamPlace
-from steepest.core.engine.chunk_transfer import ChunkState, RetainedChunks
 from steepest.core.engine.hosting import (
     build_replicas,
     host_coordinator,
@@ -28,14 +27,10 @@ from steepest.core.engine.hosting import (
     host_worker,
 )
 from steepest.core.engine.job import Description, Job, ModelCreator
-from steepest.core.engine.lent_models import lent_to
 from steepest.core.engine.model_building import build_models
 from steepest.core.engine.replicas import Memory, Replicas, memory_for
-from steepest.core.engine.scheduling import give_way
 from steepest.core.engine.server import Server
-from steepest.core.engine.survivors import ServerState, catch_up, state_of
 from steepest.core.engine.worker import Worker
-from steepest.core.engine.worker_state import WorkerState, worker_state
 from steepest.core.messages.gradients import Decision
 from steepest.core.messages.message import (
     COORDINATOR,
@@ -63,11 +58,16 @@ from steepest.errors import PeerLostError, ShutdownError, describe_error
 from steepest.extensions import EXTENSIONS
 from steepest.runtime.activity import Activity, activity_of
 from steepest.runtime.calls import RemoteError
+from steepest.runtime.chunk_transfer import ChunkState, RetainedChunks
 from steepest.runtime.lease import ProcessLease
+from steepest.runtime.lent_models import lent_to
 from steepest.runtime.places import Place, processor_use
 from steepest.runtime.ray_private import hush_unreadable, name_process
 from steepest.runtime.remote_functions import name_of, sent
+from steepest.runtime.scheduling import give_way
+from steepest.runtime.survivors import ServerState, catch_up, state_of
 from steepest.runtime.ways import make_transport
+from steepest.runtime.worker_state import WorkerState, worker_state
 from steepest.tls.connections import Identity
 
 ProcessType = TypeVar("ProcessType", bound="Process")

@@ -8,12 +8,12 @@ from typing import Any
 import ray
 import torch
 
-from steepest.core.engine.lent_models import lent_to
 from steepest.core.engine.replicas import Replicas, WorkerResult
 from steepest.core.models.protocol import Model, Unfreezing
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.tensors.dtypes import LOOP_STATE, Tensors, furthest
 from steepest.errors import ConfigurationError, describe_error
+from steepest.runtime.lent_models import lent_to
 
 
 def load_buffers(replicas: Replicas, state: Tensors) -> None:

@@ -18,8 +18,6 @@ from steepest.core.engine.client import Snapshot, read_log
 from steepest.core.engine.commit_log import Commit, CommitLog, Unpushed
 from steepest.core.engine.replica_states import all_states, mean_states
 from steepest.core.engine.replicas import Replicas
-from steepest.core.engine.survivors import RecoveredState
-from steepest.core.engine.worker_state import WorkerState
 from steepest.core.messages.driver import Counters
 from steepest.core.models.names import plainly
 from steepest.core.optim.portable import Record
@@ -33,6 +31,8 @@ from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.context import Membership
 from steepest.runtime.owner import Moment, owned
+from steepest.runtime.survivors import RecoveredState
+from steepest.runtime.worker_state import WorkerState
 from steepest.state.optimizer_state import OptimizerState
 from steepest.state.row_read import RowRead, read_apart
 from steepest.state.stock import Stock, recovered

@@ -17,8 +17,6 @@ from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.engine.push_pull import COMPRESSION
 from steepest.core.engine.replica_states import mean_states
 from steepest.core.engine.replicas import InnerOptimizerState
-from steepest.core.engine.survivors import RecoveredState
-from steepest.core.engine.worker_state import WorkerState, worker_state
 from steepest.core.optim.portable import Record, is_text
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.tensors.dtypes import Tensors
@@ -27,6 +25,8 @@ from steepest.embedding.shard_records import disassemble
 from steepest.embedding.state_names import UNPUSHED
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
+from steepest.runtime.survivors import RecoveredState
+from steepest.runtime.worker_state import WorkerState, worker_state
 
 #: Calls a function with these arguments, and the replicas of some workers before them; returns what
 #: each returned.

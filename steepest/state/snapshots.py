@@ -17,11 +17,11 @@ from steepest.checkpoint.rows import TABLES
 from steepest.core.engine.client import Client, Snapshot, read_log
 from steepest.core.engine.commit_log import Commit
 from steepest.core.engine.job import Job
-from steepest.core.engine.worker_state import WorkerState
 from steepest.errors import PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.calls import raise_remote
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.owner import Moment, Owner, owned
+from steepest.runtime.worker_state import WorkerState
 from steepest.state.job_state import JobState
 from steepest.state.stock import Stock, recovered
 

@@ -10,9 +10,9 @@ from steepest.core.data.sampler import Remaining, SamplePlan
 from steepest.core.engine.client import Snapshot
 from steepest.core.engine.commit_log import Commit, CommitLog
 from steepest.core.engine.job import Job
-from steepest.core.engine.survivors import RecoveredState
-from steepest.core.engine.worker_state import WorkerState, buffers_of
 from steepest.core.tensors.dtypes import Tensors
+from steepest.runtime.survivors import RecoveredState
+from steepest.runtime.worker_state import WorkerState, buffers_of
 from steepest.state.optimizer_state import OptimizerState
 
 

@@ -13,11 +13,12 @@ from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.strategies.strategy import ServerStrategy
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import ConfigurationError
+from steepest.strategies.formats import WithFormats
 from steepest.validation import require_choice, require_count, require_number, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalStrategy(ServerStrategy):
+class LocalStrategy(WithFormats, ServerStrategy):
     """Local SGD: each worker trains by itself, and the workers' changes are averaged now and then.
 
     A step is one such round: `sync_every` batches on every replica, each followed by an update of

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 from steepest.config.job import JobConfig
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 
 _BY_NAME: dict[str, Strategy] = {
@@ -42,6 +43,15 @@ def as_strategy(strategy: str | Strategy) -> Strategy:
             "Strategy of your own"
         )
     return _BY_NAME[name]
+
+
+def renewed(strategy: Strategy) -> Strategy:
+    """Return a strategy that was pickled when the core's class had all settings, as one of the class that has them."""
+    for now in (ParameterServerStrategy, AllreduceStrategy):
+        settings = {each.name for each in fields(now)}
+        if type(strategy) is now.__mro__[2] and "table_staleness" in vars(strategy):
+            return now(**{name: own for name, own in vars(strategy).items() if name in settings})
+    return strategy
 
 
 def strategy_for(

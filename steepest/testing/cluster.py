@@ -29,11 +29,11 @@ from steepest.core.messages.driver import Failure, Result, WorkerLost
 from steepest.core.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.core.models.protocol import arriving_with
 from steepest.core.models.step_size import StepSize
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.transport.router import Router
 from steepest.errors import ConfigurationError, PeerLostError
 from steepest.extensions import EXTENSIONS
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing.faults import Fault
 from steepest.testing.network import Link, Network
 from steepest.testing.script import Script

@@ -38,11 +38,12 @@ from steepest.core.models.protocol import Model, arriving_with
 from steepest.core.optim.arriving import ArrivingState
 from steepest.core.tensors.dtypes import Tensors, same_bits
 from steepest.core.tensors.half_precision import narrow_size, rounded
-from steepest.embedding.job_tables import dealing_of
+from steepest.embedding.job_tables import dealing_of, delays_rows
 from steepest.embedding.row_messages import RowKind, RowsOfPush
 from steepest.embedding.shard_records import disassemble
 from steepest.errors import ConfigurationError
 from steepest.extensions import EXTENSIONS
+from steepest.strategies.named import renewed
 
 if TYPE_CHECKING:
     from steepest.embedding.row_exchange import RowExchange
@@ -140,7 +141,7 @@ def _is_mean(name: str, value: torch.Tensor, saved: files.Checkpoint) -> bool:
 
 
 def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | None) -> _Carried:
-    run = _Run(log, model_creator, carried)
+    run = _Run(replace(log, strategy=renewed(log.strategy)), model_creator, carried)
     for commit in log.commits:
         run.repeat(commit)
     return run.carried()
@@ -217,8 +218,8 @@ class _Run:
             return None
         from steepest.testing.replay_rows import RowsOfVersions
 
-        delays = (self._job.strategy.table_staleness or 0) > 1
-        return RowsOfVersions(dealing, self._server, self._log.commits, delays)
+        commits, delays = self._log.commits, delays_rows(self._job)
+        return RowsOfVersions(dealing, self._server, commits, delays)
 
     def repeat(self, commit: Commit) -> None:
         """Compute the gradients of a commit again, and apply them."""

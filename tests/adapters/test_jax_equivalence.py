@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import optax
 import torch
 
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.strategies.strategy import Strategy
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster, replay
 from tests.jax_tasks import JaxTask, network, with_noise

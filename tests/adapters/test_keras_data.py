@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.adapters.tf_dataset import TensorFlowDataset
 from steepest.errors import ConfigurationError
 from steepest.adapters.tensorflow import TensorFlowModel

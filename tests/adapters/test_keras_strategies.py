@@ -18,8 +18,8 @@ from tests.adapters.keras_tools import compute_in
 import numpy as np
 import pytest
 
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.adapters.tensorflow import TensorFlowModel
 from steepest.testing import InProcessCluster
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from steepest import DistributedSGD
-from steepest.core.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.core.data.sampler import SamplePlan
 from steepest.adapters.tensorflow import TensorFlowModel

@@ -15,11 +15,11 @@ import pytest
 import steepest
 from steepest import errors
 from steepest.config.run import DeadlineConfig, FailureConfig, ResourceConfig, RunConfig
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.errors import ConfigurationError, SteepestError
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.named import STRATEGY_NAMES, as_strategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.validation import require_count
 

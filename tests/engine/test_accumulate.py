@@ -17,9 +17,9 @@ from steepest import DistributedSGD, RunConfig
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Failure
 from steepest.core.models.torch import TorchModel
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.errors import ConfigurationError
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import replicas_of

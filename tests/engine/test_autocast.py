@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from steepest.core.engine.job import ModelCreator
 from steepest.core.models.torch import TorchModel
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of

@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 
-from steepest.core.engine.chunk_transfer import RetainedChunks
 from steepest.core.messages.message import worker_peer
+from steepest.runtime.chunk_transfer import RetainedChunks
 from steepest.testing import InProcessCluster
 from tests.modes import hand_over, make, mode, trained, worker_weights
 from tests.pairs import grid

@@ -12,12 +12,12 @@ from torch.nn.utils import clip_grad_norm_
 from steepest import DistributedSGD, RunConfig
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Result
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError
 from steepest.observe.results import StepResult
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import gradient_of

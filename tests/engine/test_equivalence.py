@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from steepest.core.engine.replica_states import mean_states
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster
 from tests.engine.equivalence_tasks import (

@@ -23,8 +23,8 @@ from steepest.core.messages.message import (
     worker_peer,
 )
 from steepest.core.models.torch import TorchModel
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.errors import PeerLostError
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.testing.inspection import buffers_of
 from tests.random_examples import SEEDS, runs, seeds

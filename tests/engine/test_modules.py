@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from steepest.core.engine.replica_states import mean_states
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.engine.equivalence_tasks import Sometimes, all_but_fixed, batch_norm, states
 from tests.modes import check, trained

@@ -16,11 +16,11 @@ from steepest import DistributedSGD
 from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Failure, Result
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError, ModelError, ModelRaisedError
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster, replay
 from tests.engine.own_writes import STATEFUL, WRITERS, WRITES, Momentum, Writer, trained

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from steepest import Callback, DistributedSGD, TorchModel
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.errors import ModelError
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.engine.own_writes import Momentum, Writer, trained
 from tests.reference import same_bits

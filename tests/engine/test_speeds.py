@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from steepest.core.messages.driver import Result
 from steepest.core.messages.message import Kind, Message, server_peer
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, InProcessTransport
 from tests.modes import MODES, check, counters, make, mode, shares
 from tests.random_examples import SEEDS, runs

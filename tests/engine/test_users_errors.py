@@ -19,8 +19,6 @@ from steepest import IndexedStream, TorchModel
 from steepest.core.engine.step_errors import raise_step_error
 from steepest.core.messages.driver import Failure, Result
 from steepest.core.models.protocol import Computed
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.errors import (
     ModelError,
     ModelRaisedError,
@@ -30,7 +28,9 @@ from steepest.errors import (
     described_error,
 )
 from steepest.runtime.calls import RemoteError
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits, samples

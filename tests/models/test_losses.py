@@ -18,10 +18,10 @@ from steepest import TorchModel
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.messages.driver import Failure, Result
 from steepest.core.models.losses import weigh
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.errors import ConfigurationError, ModelError
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, perceptron, samples, sgd, snapshot
 

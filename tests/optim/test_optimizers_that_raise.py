@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, ParameterServerStrategy
-from steepest.core.engine.survivors import state_of
 from steepest.core.messages.driver import Failure
 from steepest.core.messages.message import server_peer, worker_peer
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import DeadlineError, ModelRaisedError, RemoteTraceback
+from steepest.runtime.survivors import state_of
 from steepest.strategies.simple import SimpleStrategy
 from steepest.testing import InProcessCluster
 from tests.group_in_one_thread import GroupInOneThread, values

@@ -15,12 +15,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedules
 
-from steepest.core.engine.survivors import assemble, catch_up, state_of
 from steepest.core.messages.driver import Failure, Result
 from steepest.core.messages.message import Kind, Message
 from steepest.core.optim.json_values import from_json, to_json
 from steepest.core.optim.spec import OptimizerSpec, Schedule
 from steepest.core.transport.frames import decode_meta, encode_meta
+from steepest.runtime.survivors import assemble, catch_up, state_of
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster
 from tests.modes import make, settle, trained

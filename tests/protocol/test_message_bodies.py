@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from steepest.core.messages import collective, driver, gradients, membership, snapshots, users
-from steepest.core.messages.collective import MEMBERS
+from steepest.collectives import messages as collective
+from steepest.collectives.messages import MEMBERS
+from steepest.core.messages import driver, gradients, membership, snapshots, users
 from steepest.core.messages.message import Kind, MessageKind, Peer, PushId
 from steepest.core.messages.permissions import TRAINING, Admission
 from steepest.core.messages.schema import Body, body
@@ -106,8 +107,12 @@ SAID: list[Body] = [
 
 
 def test_each_kind_has_a_body() -> None:
-    assert {said.KIND for said in SAID} == {*Kind, *rows.RowKind}
-    assert {line[0] for line in (*TRAINING, *OPEN, *MEMBERS, *LINES)} == {*Kind, *rows.RowKind}
+    assert {said.KIND for said in SAID} == {*Kind, *rows.RowKind, *collective.MemberKind}
+    assert {line[0] for line in (*TRAINING, *OPEN, *MEMBERS, *LINES)} == {
+        *Kind,
+        *rows.RowKind,
+        *collective.MemberKind,
+    }
 
 
 def test_kinds_have_numbers_of_their_own() -> None:

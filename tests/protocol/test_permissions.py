@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from steepest.collectives.members import MemberCollective
+from steepest.collectives.messages import MEMBERS, MemberKind
 from steepest.config.compression import TopK
 from steepest.core.engine.server import Server
 from steepest.core.engine.topology import HostMap
-from steepest.core.messages.collective import MEMBERS
 from steepest.core.messages.driver import Result
 from steepest.core.messages.message import (
     COORDINATOR,
@@ -27,13 +27,13 @@ from steepest.core.messages.message import (
 )
 from steepest.core.messages.permissions import TRAINING, Admission
 from steepest.core.messages.users import OPEN
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.transport.frames import ROLES, decode_meta
 from steepest.core.transport.router import Router
 from steepest.embedding.row_messages import LINES
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import Fault, InProcessCluster
 from tests.group_in_one_thread import GroupInOneThread, like
 from tests.modes import MODES, make, mode, trained
@@ -487,11 +487,11 @@ def test_states_that_are_put_and_not_installed_are_bounded() -> None:
 def test_what_other_members_are_ahead_is_bounded() -> None:
     member = MemberCollective(0, 2, Router(), 1.0)
     for generation in range(1024):
-        member.handle(member_peer(1), Message(Kind.DATA, generation))
+        member.handle(member_peer(1), Message(MemberKind.DATA, generation))
     with pytest.raises(ProtocolError, match="1024 calls or generations ahead of member 0"):
-        member.handle(member_peer(1), Message(Kind.DATA, 2000))
+        member.handle(member_peer(1), Message(MemberKind.DATA, 2000))
     with pytest.raises(ProtocolError, match="member 5 is none of 2 members"):
-        member.handle(member_peer(5), Message(Kind.DATA))
+        member.handle(member_peer(5), Message(MemberKind.DATA))
 
 
 # -- before anything changes -------------------------------------------------------------------------

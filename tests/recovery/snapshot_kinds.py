@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from steepest.config.compression import Int8, PowerSGD, TopK
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.strategies.strategy import Strategy
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from tests.reference import Task, samples, sgd
 
 

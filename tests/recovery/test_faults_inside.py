@@ -15,9 +15,9 @@ from steepest.core.engine.job import Job
 from steepest.core.engine.model_building import build_models
 from steepest.core.engine.server import Server
 from steepest.core.engine.server_chunk import ServerChunk
-from steepest.core.engine.survivors import assemble, catch_up, state_of
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import PeerLostError
+from steepest.runtime.survivors import assemble, catch_up, state_of
 from steepest.testing import Fault, InProcessCluster, Moment, processes, replay, with_faults
 from steepest.testing.inspection import exchange_of
 from tests.modes import make, mode, salvaged_weights, trainable, trained

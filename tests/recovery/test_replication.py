@@ -10,8 +10,8 @@ import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
 from steepest.core.engine.commit_log import CommitLog
-from steepest.core.engine.survivors import RecoveredState, assemble, catch_up, state_of
 from steepest.errors import ConfigurationError
+from steepest.runtime.survivors import RecoveredState, assemble, catch_up, state_of
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import log_of
 from tests.modes import MODES, check, make, salvaged_weights, settle, trained

@@ -13,15 +13,15 @@ import torch
 from steepest import FailureConfig, RunConfig
 from steepest.core.engine.client import Position, Snapshot
 from steepest.core.engine.job import Job
-from steepest.core.engine.survivors import RecoveredState
-from steepest.core.engine.worker_state import WorkerState
 from steepest.core.messages.message import worker_peer
-from steepest.core.strategies.allreduce import AllreduceStrategy
 from steepest.core.tensors.dtypes import Tensors
 from steepest.errors import PeerLostError
+from steepest.runtime.survivors import RecoveredState
+from steepest.runtime.worker_state import WorkerState
 from steepest.state import snapshots
 from steepest.state.snapshots import Snapshots
 from steepest.state.stock import Stock
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.testing import InProcessCluster
 from tests.recovery.snapshot_kinds import BUFFERS
 from tests.reference import Task

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.core.engine.replicas import Replicas
-from steepest.core.engine.worker_state import WorkerState, worker_state
 from steepest.core.messages.message import Kind, Message, Peer
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import PeerLostError
 from steepest.runtime import remote_functions
+from steepest.runtime.worker_state import WorkerState, worker_state
 from steepest.state.stock import Stock, recovered
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.modes import trained
 from tests.random_examples import SEEDS, runs

@@ -18,10 +18,10 @@ from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Failure
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.errors import ConfigurationError
+from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.modes import check, counters, make, trained, worker_weights
 from tests.pairs import grid

@@ -14,9 +14,9 @@ from steepest import DistributedSGD, FailureConfig
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Failure, Result
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.errors import ConfigurationError
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, replay
 from tests.pairs import grid
 from tests.random_examples import seeds

@@ -19,8 +19,10 @@ from examples.own_strategy import MajorityVote, Votes
 from steepest import AllreduceStrategy, Codec, DistributedSGD, ParameterServerStrategy, Strategy
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.protocol.commit_rules import CommitRule, Decision, Staged
+from steepest.core.strategies import allreduce as dense_allreduce
+from steepest.core.strategies import parameter_server as dense_ps
 from steepest.errors import ConfigurationError, ModelRaisedError
-from steepest.strategies.named import STRATEGY_NAMES, as_strategy
+from steepest.strategies.named import STRATEGY_NAMES, as_strategy, renewed
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd, snapshot
 from tests.simulation.run import Simulation, run_config
@@ -282,3 +284,16 @@ def test_a_codec_that_raises_at_a_server_is_told_as_a_mistake(mode: str) -> None
         pytest.raises(ModelRaisedError, match="ValueError: a mistake"),
     ):
         trainer.fit(steps=3, progress=False)
+
+
+def test_a_strategy_that_was_pickled_as_the_cores_keeps_all_of_its_settings() -> None:
+    for now, core, settings in (
+        (ParameterServerStrategy, dense_ps.ParameterServerStrategy, {"table_staleness": 2}),
+        (AllreduceStrategy, dense_allreduce.AllreduceStrategy, {"compression": "topk"}),
+    ):
+        whole = now(wire_dtype=(None, "bf16"), chunk_bytes=64, **settings)  # type: ignore[arg-type]
+        old = object.__new__(core)
+        old.__dict__.update(vars(whole) | {"wire_formats": whole.wire_formats})
+        assert renewed(pickle.loads(pickle.dumps(old))) == whole
+        assert renewed(whole) is whole
+        assert type(renewed(core())) is core

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import steepest
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.embedding.modules import EmbeddingBag
 from steepest.embedding.table_chunk import TableChunk
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.tables.initial import Constant
 from steepest.tables.row_optimizers import SGD
 from steepest.tables.table import Table

@@ -16,8 +16,6 @@ from torch import nn
 
 import steepest
 from steepest.core.messages.driver import Failure
-from steepest.core.strategies.allreduce import AllreduceStrategy
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.embedding.delayed_rows import divided
 from steepest.embedding.exchange import ExchangeWithRows
 from steepest.embedding.job_tables import dealing_of
@@ -26,6 +24,8 @@ from steepest.embedding.row_exchange import RowExchange
 from steepest.embedding.row_messages import RowKind
 from steepest.embedding.table_counts import table_counts
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.tables.gradients import RowGradients
 from steepest.tables.row_optimizers import SGD
 from steepest.tables.table import Table

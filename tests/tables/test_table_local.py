@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from steepest.core.data.sampler import SamplePlan
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, samples, sgd
 from tests.table_jobs import FIRST, IDS, Words

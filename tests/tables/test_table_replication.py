@@ -9,7 +9,7 @@ import torch
 
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.optimizer_slices import assemble as joined
-from steepest.core.engine.survivors import RecoveredState, assemble, catch_up, state_of
+from steepest.runtime.survivors import RecoveredState, assemble, catch_up, state_of
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import log_of
 from steepest.testing.replay import replay_state

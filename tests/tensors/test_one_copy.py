@@ -13,11 +13,11 @@ from torch import nn
 from steepest import DistributedSGD, TorchModel
 from steepest.core.messages.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.core.models.prefetch import AwaitedParameter
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.tensors import shared_memory
 from steepest.core.tensors.shared_memory import allocate, forget_writes, make_writable
 from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.runtime.process import Program
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits
 from tests.socket_ends import (

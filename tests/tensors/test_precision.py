@@ -14,10 +14,10 @@ from steepest.core.engine.chunk_store import StagedPush
 from steepest.core.engine.server_chunk import ServerChunk
 from steepest.core.messages.driver import Failure
 from steepest.core.messages.message import PushId
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.tensors.half_precision import WIRE_DTYPES, narrow, rounded
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import ConfigurationError
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from tests.modes import MODES, check, counters, make, trained
 from tests.random_examples import seeds
 from tests.reference import Task, difference, perceptron, samples, sgd

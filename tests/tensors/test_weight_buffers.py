@@ -10,8 +10,8 @@ import torch
 from steepest.core.engine.server_chunk import ServerChunk, StagedPush
 from steepest.core.messages.message import PushId
 from steepest.core.optim.spec import OptimizerSpec
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.tensors.layout import ParameterLayout
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.modes import trainable
 from tests.random_examples import seeds

@@ -11,7 +11,6 @@ from steepest.core.engine.server import Server, ServerMode
 from steepest.core.engine.topology import HostMap, Topology
 from steepest.core.engine.weight_buffers import WeightBuffers
 from steepest.core.messages.message import COORDINATOR, Kind, Message, worker_peer
-from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.tensors.shared_memory import (
     AVAILABLE,
@@ -20,6 +19,7 @@ from steepest.core.tensors.shared_memory import (
     give_pages_back,
     segment_of,
 )
+from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, linear_model_creator
 
 COMMITS = 16

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.core.messages import collective, users  # noqa: F401 - their kinds
+from steepest.collectives.messages import MemberKind
+from steepest.core.messages import users  # noqa: F401 - their kinds
 from steepest.core.messages.message import (
     COORDINATOR,
     Kind,
@@ -115,7 +116,7 @@ def assert_same(arrived: list[Message], sent: list[Message]) -> None:
 # -- what is sent arrives ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [*Kind, *RowKind])
+@pytest.mark.parametrize("kind", [*Kind, *RowKind, *MemberKind])
 @pytest.mark.parametrize("meta", [None, {}, {"loss": 0.5, "näme": [1, None, "x"]}])
 @pytest.mark.parametrize("size", [None, 1, 70_000])
 def test_every_kind_comes_out_as_it_went_in(kind, meta, size):
@@ -181,7 +182,7 @@ values = st.recursive(
 peers = st.builds(Peer, st.sampled_from(ROLES), st.integers(-(2**31), 2**31 - 1))
 sent_messages = st.builds(
     Message,
-    kind=st.sampled_from([*Kind, *RowKind]),
+    kind=st.sampled_from([*Kind, *RowKind, *MemberKind]),
     generation=st.integers(0, 2**32 - 1),
     incarnation=st.integers(0, 2**32 - 1),
     sequence=st.integers(0, 2**64 - 1),

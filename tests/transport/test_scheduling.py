@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from steepest.core.engine.scheduling import give_way
+from steepest.runtime.scheduling import give_way
 
 
 def in_a_thread(*functions: object) -> list[object]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from steepest.collectives.members import MemberCollective
+from steepest.collectives.messages import MemberKind
 from steepest.collectives.shared_memory_reduce import shared_allreduce
 from steepest.core.messages.message import Kind, Message, Peer, member_peer
 from steepest.core.transport.channel import Event
@@ -93,7 +94,7 @@ def test_a_message_leaves_when_it_is_sent_and_not_when_its_sender_waits(
     router.attach(transport)
     member = MemberCollective(1, 3, router, 10.0)
     member.isend(torch.ones(1), 0)
-    assert [message.kind for message in transport.left] == [Kind.DATA]
+    assert [message.kind for message in transport.left] == [MemberKind.DATA]
 
 
 def test_what_was_said_leaves_before_a_connection_is_waited_for(
@@ -118,7 +119,7 @@ def test_an_announcement_leaves_although_nothing_is_waited_for_yet(
 ) -> None:
     member = MemberCollective(1, 2, router, 10.0, lambda other, seconds: transport)  # type: ignore[arg-type,return-value]
     member.irecv(torch.ones(1), 0)
-    assert [message.kind for message in transport.left] == [Kind.CONNECTED], (
+    assert [message.kind for message in transport.left] == [MemberKind.CONNECTED], (
         "who has something for it now sends it"
     )
 

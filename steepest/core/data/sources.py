@@ -194,8 +194,8 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
 
     Args:
         data: an array or tensor, a tuple of them (or a list, where they cannot be samples), a
-            map-style dataset, a DataLoader, an IndexedStream or any other `Source`, a materialized
-            Ray Dataset, an IterableDataset of samples, or an iterable of batches.
+            map-style dataset, a DataLoader, an IndexedStream or any other `Source`, an
+            IterableDataset of samples, or an iterable of batches.
         batch_size: samples per replica and step; may be None with a DataLoader that has one, and
             with streams that yield whole batches.
 
@@ -204,10 +204,6 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
             sampler of its own, empty data, columns that are no arrays, a list of arrays that may be
             samples or columns.
     """
-    if type(data).__module__.startswith("ray.data."):  # the core itself imports no Ray
-        from steepest.data.ray_dataset import RayDataset
-
-        data = RayDataset(data)
     batched = batch_size is not None
     loader_source = _from_loader(data) if isinstance(data, DataLoader) else None
     batch_size = batch_size_of(data, batch_size)

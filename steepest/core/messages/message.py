@@ -117,11 +117,6 @@ class Kind(MessageKind):
     PUSH_COMMITTED = 45
     PUSH_REFUSED = 46
     USER_LEFT = 47
-    # steepest.core.messages.collective
-    DATA = 48
-    CONNECTED = 49
-    ABORT = 50
-    PART = 54
 
 
 #: All kinds that have a body in this process, by number.

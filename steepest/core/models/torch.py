@@ -156,7 +156,7 @@ class TorchModel:
         self._autocast = autocast
         self._loss_scale = float(loss_scale)
         self.module = module
-        self.data, self.batch_size = as_source(data, batch_size)
+        self.data, self.batch_size = self._as_source(data, batch_size)
         self._sums = check_reduction(reduction, loss, self.data.size)
         self._loss = loss
         self._metrics = dict(metrics or {})
@@ -511,9 +511,14 @@ class TorchModel:
                 module.training = training
         return Computed(loss.item() / self._per(samples), weight, samples, metrics)
 
+    @staticmethod
+    def _as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
+        """Return data as a source, and the batch size; a subclass may know further kinds of data."""
+        return as_source(data, batch_size)
+
     def source(self, data: Any, batch_size: int) -> Source:
         """Return a source of batches for `evaluate`."""
-        return as_source(data, batch_size)[0]
+        return self._as_source(data, batch_size)[0]
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of persistent buffers and changed frozen parameters, by each name."""

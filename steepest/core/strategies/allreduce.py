@@ -10,14 +10,9 @@ gradients of a host are added up in shared memory first, and leave it once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from steepest.core.strategies.strategy import WireStrategy
-from steepest.errors import ConfigurationError
 from steepest.validation import require_choice, require_count
-
-if TYPE_CHECKING:
-    from steepest.config.compression import Compression
 
 _ALL = 1 << 30  # more servers than there are
 
@@ -33,8 +28,7 @@ class AllreduceStrategy(WireStrategy):
     Attributes:
         sharded: False for a whole copy of the optimizer's state in every worker. Each of W workers
             then sends its gradient to every other worker, which sums them: W - 1 times the bytes of
-            a gradient instead of 2 (W - 1) / W, and one hop instead of two. None for True, or False
-            where gradients are compressed.
+            a gradient instead of 2 (W - 1) / W, and one hop instead of two. None for True.
         replication: how many workers hold, and update, each slice; with 2 any one worker may die
             without a loss.
         hierarchical: on several hosts, whether the gradients of a host's workers are summed in its
@@ -45,20 +39,13 @@ class AllreduceStrategy(WireStrategy):
             for `ParameterServerStrategy`.
         transport: how processes communicate: "wire", "shared", "unix" or "tcp", as for
             `ParameterServerStrategy`.
-        wire_dtype: "fp16" or "bf16" to send float32 gradients and new weights between hosts in half
-            the bytes; a pair sets it for gradients and for weights. None sends them as they are.
-        compression: `Int8`, `TopK` or `PowerSGD`, or "int8", "topk" or "powersgd" for their
-            defaults. Where there is more than one host, every worker sends its gradient compressed
-            to every other worker; what that leaves out is added to the worker's next gradient. Not
-            together with `wire_dtype`.
         clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
-        table_staleness: of embedding tables, as for `ParameterServerStrategy`.
 
     Raises:
         ConfigurationError: a value is out of range.
 
     Example:
-        >>> AllreduceStrategy(wire_dtype="bf16").name
+        >>> AllreduceStrategy(replication=2).name
         'allreduce'
     """
 
@@ -67,32 +54,17 @@ class AllreduceStrategy(WireStrategy):
     sharded: bool | None = None
     replication: int = 1
     hierarchical: bool = True
-    compression: Compression | str | None = None
-    table_staleness: int | None = None
 
     def __post_init__(self) -> None:
-        if self.table_staleness is not None:
-            require_count("table_staleness", self.table_staleness, 0)
         require_choice("sharded", self.sharded, (None, False, True))
         require_count("replication", self.replication)
         require_choice("hierarchical", self.hierarchical, (False, True))
         self._check_wire()
-        if self.sharded and self.compression is not None:
-            raise ConfigurationError(
-                f"sharded=True with compression={self.compression!r}: sharded workers gather new "
-                "weights, which compression would damage; leave sharded out, and every worker gets "
-                "the compressed gradients"
-            )
-        if self.compression is not None and self.wire_dtype is not None:
-            raise ConfigurationError(
-                f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r}: gradients "
-                "are compressed, and no weights are sent; leave wire_dtype out"
-            )
 
     @property
     def is_sharded(self) -> bool:
         """Whether each worker keeps a slice of the optimizer's state, rather than all of it."""
-        return self.compression is None if self.sharded is None else self.sharded
+        return self.sharded is not False
 
     @property
     def in_workers(self) -> bool:

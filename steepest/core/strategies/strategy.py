@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.protocol.commit_rules import CommitAll, CommitRule
 from steepest.core.tensors.codec import Codec
-from steepest.core.tensors.half_precision import WIRE_DTYPES
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.core.transport.channel import TRANSPORTS
 from steepest.errors import ConfigurationError
 from steepest.validation import require_choice, require_count, require_positive
-
-if TYPE_CHECKING:
-    from steepest.config.compression import Compression
-
-_HALF_DTYPES = (None, "fp16", "bf16")
-WireDtype = str | tuple[str | None, str | None] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +99,6 @@ class Strategy:
         """Whether what several workers of a host have in common leaves it and comes to it once."""
         return True
 
-    @property
-    def table_staleness(self) -> int | None:
-        """How many updates older than the weights rows of tables may be; None to ask for them in the step."""
-        return None
-
     # -- what servers do, and where they are ---------------------------------------------------
 
     def server_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
@@ -192,18 +179,12 @@ class WireStrategy(Strategy):
     """A strategy whose processes exchange gradients without the driver.
 
     Attributes:
-        chunk_bytes, nonfinite, transport, wire_dtype: as of `ParameterServerStrategy`.
+        chunk_bytes, nonfinite, transport: as of `ParameterServerStrategy`.
     """
 
     chunk_bytes: int | None = None
     nonfinite: str = "refuse"
     transport: str = "wire"
-    wire_dtype: WireDtype = None
-
-    @property
-    def compression(self) -> Compression | str | None:
-        """How gradients are compressed; None for not at all."""
-        return None
 
     def _check_wire(self) -> None:
         super().__post_init__()
@@ -211,59 +192,11 @@ class WireStrategy(Strategy):
             require_count("chunk_bytes", self.chunk_bytes)
         require_choice("nonfinite", self.nonfinite, ("refuse", "skip", "pass"))
         require_choice("transport", self.transport, TRANSPORTS)
-        if isinstance(self.wire_dtype, tuple):
-            if len(self.wire_dtype) != 2:
-                raise ConfigurationError(
-                    f"wire_dtype={self.wire_dtype}: give one, or a pair for pushes and for pulls"
-                )
-            require_choice("wire_dtype of pushes", self.wire_dtype[0], _HALF_DTYPES)
-            require_choice("wire_dtype of pulls", self.wire_dtype[1], _HALF_DTYPES)
-        else:
-            require_choice("wire_dtype", self.wire_dtype, _HALF_DTYPES)
-        if self.compression is None:
-            return
-        from steepest.config.compression import COMPRESSION_BY_NAME, Compression
-
-        if not isinstance(self.compression, Compression):
-            require_choice("compression", self.compression, (None, *COMPRESSION_BY_NAME))
-        if isinstance(self.wire_dtype, tuple) and self.wire_dtype[0] is not None:
-            raise ConfigurationError(
-                f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r}: pushes are "
-                f"compressed; give wire_dtype={self.wire_dtype[1]!r}, for pulls"
-            )
-
-    @property
-    def push_format(self) -> Compression | str | None:
-        """How gradients are sent between hosts: compressed, "fp16", "bf16"; None for unchanged."""
-        if isinstance(self.compression, str):
-            from steepest.config.compression import COMPRESSION_BY_NAME
-
-            return COMPRESSION_BY_NAME[self.compression]
-        if self.compression is not None:
-            return self.compression
-        return self.wire_dtype[0] if isinstance(self.wire_dtype, tuple) else self.wire_dtype
 
     @property
     def cut(self) -> ChunkSpec:
-        """Chunks of `chunk_bytes`, which hold whole tensors where these are compressed as matrices."""
-        how = self.push_format
-        whole = how is not None and not isinstance(how, str) and how.whole
-        return ChunkSpec(self.chunk_bytes, whole=whole)
-
-    @property
-    def codec(self) -> Codec | None:
-        """The format that `compression` or `wire_dtype` chooses."""
-        if self.push_format is None:
-            return None
-        from steepest.compression.codecs import make_codec
-
-        return make_codec(self.push_format)
-
-    @property
-    def pull_dtype(self) -> torch.dtype | None:
-        """The dtype that `wire_dtype` chooses for weights."""
-        pull = self.wire_dtype[1] if isinstance(self.wire_dtype, tuple) else self.wire_dtype
-        return None if pull is None else WIRE_DTYPES[pull]
+        """Chunks of `chunk_bytes`."""
+        return ChunkSpec(self.chunk_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Annotated
 
 from steepest.core.messages.fields import COUNT, TEXT, Schema
-from steepest.core.messages.message import Kind
+from steepest.core.messages.message import MessageKind
 from steepest.core.messages.permissions import Line, lines
 from steepest.core.messages.schema import Body, Generation, Header, Payload, Sequence, body
 
@@ -13,7 +13,16 @@ from steepest.core.messages.schema import Body, Generation, Header, Payload, Seq
 Call = Annotated[int, Header("version")]
 
 
-@body(Kind.DATA)
+class MemberKind(MessageKind):
+    """The kinds of messages of members."""
+
+    DATA = 48
+    CONNECTED = 49
+    ABORT = 50
+    PART = 54
+
+
+@body(MemberKind.DATA)
 class Data(Body):
     """The bytes of one message of a collective operation.
 
@@ -29,7 +38,7 @@ class Data(Body):
     payload: Payload = None  # the bytes of the tensor
 
 
-@body(Kind.CONNECTED)
+@body(MemberKind.CONNECTED)
 class Connected(Body):
     """A channel between two members is open.
 
@@ -38,7 +47,7 @@ class Connected(Body):
     """
 
 
-@body(Kind.ABORT)
+@body(MemberKind.ABORT)
 class Abort(Body):
     """The sender takes no further part in a call or generation.
 
@@ -51,7 +60,7 @@ class Abort(Body):
     reason: Annotated[str, TEXT] = ""  # in words
 
 
-@body(Kind.PART)
+@body(MemberKind.PART)
 class Part(Body):
     """One worker's values of a gathering in a user's own loop.
 
