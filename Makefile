@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
 # Environments of their own, and the extras that each has: they bring tens of packages, up to a gigabyte, that nothing
@@ -32,7 +32,8 @@ $(STAMP): pyproject.toml constraints.txt
 # and the server that speaks S3 agree and share one; Spark needs Java 17 or 21, and brings grpcio, with which Ray starts a
 # server that the others do not want.
 # All find the packages of the tests' own environment after theirs, so that nothing is installed twice; Ray on Spark looks
-# for Ray's script beside Python. Modules are compiled when they are imported: most of them never are.
+# for Ray's script beside Python. In all environments modules are compiled when they are imported: most of them never are,
+# and compiling all of torch's takes longer than installing them.
 EXTRAS-loggers := loggers
 EXTRAS-shared := lightning,transformers,sagemaker,storage-tests
 EXTRAS-spark := spark
