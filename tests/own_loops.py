@@ -254,16 +254,16 @@ def adversarial(alternate: int = 1) -> None:
     generator, critic, first, second, falling, loader = steepest.prepare(
         generator, critic, first, second, falling, loader
     )
-    count = 0
+    kept = steepest.register(count=0)  # a successor takes the same turns
     for _ in steepest.epochs(3):
         for x, y in loader:
-            count += 1
+            kept.count += 1
             pause(1e-3)
             first.zero_grad()
             critic_loss = critic(generator(x).detach()).mean() - critic(y).mean()
             (critic_loss + critic(y).square().mean()).backward()
             first.step()
-            if count % 2:
+            if kept.count % 2:
                 continue
             second.zero_grad()
             nn.functional.softplus(-critic(generator(x))).mean().backward()

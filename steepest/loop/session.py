@@ -198,7 +198,9 @@ class Session:
         self._looked_for_sums = False
         self._since_report = 0  # samples
         self._kept: Kept | None = None
-        self._ticked: list[int | None] = []  # of the state that was taken, see `_Ticks.at`
+        # of the state that was taken, see `_Ticks`
+        self._ticked: list[int | None] = []
+        self._unticked: list[int | None] = []
         self._committed = 0  # steps of the job that are known to be
         self._passed = 0  # steps of the job of which the loop has seen the end
         self._wanted: Wanted | None = None  # what the loop waits for that gathers
@@ -347,6 +349,7 @@ class Session:
             "at": at,
             "epoch": self._epoch,
             "ticked": [ticks.at if ticks.by_step else None for ticks in self._ticks],
+            "unticked": [ticks.unticked for ticks in self._ticks],
             "gathers": self.gathers_among_batches,
             "lockstep": None
             if self.prepared is None or self.prepared.lockstep is None
@@ -533,16 +536,18 @@ class Session:
             for scheduler, own in zip(prepared.schedulers, state["schedulers"], strict=True):
                 scheduler.load_state_dict(own)
             prepared.set_groups(state["groups"])
-        self._ticked = state["ticked"]
+        self._ticked, self._unticked = state["ticked"], state.get("unticked", [])
         if self._kept is not None:
             self._kept.load(state["kept"])
 
     def _begin_ticks(self, step: int) -> None:
         """Have schedulers count after a step of the job; those of the worker whose state was taken may be behind."""
         self._tell_schedulers()
-        found = self._ticked if self.together and self._ticked else [None] * len(self._ticks)
-        for ticks, at in zip(self._ticks, found, strict=True):
-            ticks.begin(step, 0 if at is None else step - at)
+        none: list[int | None] = [None] * len(self._ticks)
+        found = self._ticked if self.together and self._ticked else none
+        unticked = self._unticked or none
+        for ticks, at, batches in zip(self._ticks, found, unticked, strict=True):
+            ticks.begin(step, 0 if at is None else step - at, batches)
 
     def _tell_schedulers(self) -> None:
         """Have torch's schedulers know that optimizers have stepped, in another worker: they would warn."""
@@ -872,8 +877,8 @@ class SetBack(BaseException):
 class _Ticks:
     """A scheduler's steps, which follow those of the job: a worker without samples in a step misses none.
 
-    A scheduler that is stepped once after each step of the optimizer counts the steps of the job; one that is stepped
-    after several, as at the end of an epoch, counts calls.
+    A scheduler that is stepped once after each step of the optimizer counts the steps of the job; one that was ever
+    stepped after several, as at the end of an epoch, counts calls, also at the end of an epoch of one step.
     """
 
     def __init__(self, session: Session, scheduler: LRScheduler | ReduceLROnPlateau) -> None:
@@ -882,15 +887,28 @@ class _Ticks:
         self._step: Callable[..., None] = partial(own.step, scheduler)
         self.at, self._batches = -1, 0  # at its last step: the job's, and the worker's batches
         self.by_step = False  # whether that was after a step of the optimizer
+        self._counts_calls = False
         # an attribute of the scheduler's own would be part of its state_dict()
         ticking = {"step": lambda _, *arguments, **named: self.tick(*arguments, **named)}
         scheduler.__class__ = type(own.__name__, (own,), ticking)
 
-    def begin(self, step: int, behind: int = 0) -> None:
-        """Begin to count after a step of the job, of which the scheduler is so many steps behind."""
+    @property
+    def unticked(self) -> int | None:
+        """The worker's batches since the scheduler's last step, if that counts calls; else None."""
+        return self._session.batches - self._batches if self._counts_calls else None
+
+    def begin(self, step: int, behind: int = 0, unticked: int | None = None) -> None:
+        """Begin to count after a step of the job.
+
+        Args:
+            step: its number.
+            behind: steps that the scheduler has yet to make.
+            unticked: of the scheduler whose state this one has.
+        """
         for _ in range(behind):
             self._step()
-        self.at, self._batches = step, self._session.batches
+        self._counts_calls = unticked is not None
+        self.at, self._batches = step, self._session.batches - (unticked or 0)
 
     def tick(self, *arguments: Any, **named: Any) -> None:
         """Step the scheduler as often as the job has stepped, if it is stepped by step."""
@@ -899,7 +917,9 @@ class _Ticks:
         if prepared is None or prepared.lockstep is not None:
             self._step(*arguments, **named)
             return
-        by_step = batches - self._batches == 1 and not arguments and not named
+        since = batches - self._batches
+        self._counts_calls |= since > 1
+        by_step = since == 1 and not (self._counts_calls or arguments or named)
         times = max(now - self.at, 0) if by_step else 1
         self.at, self._batches, self.by_step = now, batches, by_step
         for _ in range(times):

@@ -139,11 +139,13 @@ def _of_deaths(
     job, transition = cluster.job, applied.transition
     what = lost or nothing_lost(before, applied.dead)
     who = f"{', '.join(said)} died"
-    if transition.replaced:
-        line = f"{who}; others took over what they held at step {cluster.step + 1}, {what}; {took}"
-        return "recovered", line
-    left = [f"{job.num_workers} workers"] if transition.missing else []
+    fewer = job.num_workers < before.num_workers  # also where a set-back has given roles anew
+    left = [f"{job.num_workers} workers"] if transition.missing or fewer else []
     if transition.servers and job.num_servers < before.num_servers:
         left.append(f"{job.num_servers} servers, which took over")
     then = f"{applied.then}; " if applied.then else ""
-    return "left", f"{who}; going on with {' and '.join(left)}, {sizes}; {then}{what}; {took}"
+    going_on = f"; going on with {' and '.join(left)}, {sizes}; {then}"
+    if transition.replaced:
+        took_over = f"others took over what they held at step {cluster.step + 1}"
+        return "recovered", f"{who}; {took_over}{going_on if fewer else ', '}{what}; {took}"
+    return "left", f"{who}{going_on}{what}; {took}"

@@ -107,13 +107,14 @@ class Struck:
 
     weights: Weights
     rows: list[dict[str, Any]]
-    events: set[str]
+    events: dict[str, str]  # by kind: the line of the last one
     log: CommitLog
 
     @property
     def same_workers(self) -> bool:
         """Whether there were as many workers in each step."""
-        return not {"left", "returned", "resized"} & self.events
+        few = {"left", "returned", "resized"} & self.events.keys()  # maybe within a step, too
+        return not few and {row["workers"] for row in self.rows} == {WORKERS}
 
 
 def struck(script: Any, strategy: Any, seed: int, deaths: int, workers: int = WORKERS) -> Struck:
@@ -148,7 +149,7 @@ def struck(script: Any, strategy: Any, seed: int, deaths: int, workers: int = WO
             callbacks=[observer],
             progress=False,
         )
-        events = {event["event"] for event in found.history.events}
+        events = {event["event"]: event["line"] for event in found.history.events}
         rows = list(found.history.steps)
         return Struck(dict(found.state_dict), rows, events, observer.log)
 
@@ -260,6 +261,16 @@ def test_a_batch_follows_another_of_the_same_worker_alone(micros: int) -> None:
 
 def test_a_worker_gets_another_number_while_its_step_is_not_committed() -> None:
     check(STRATEGIES["ps, two copies"], 69, deaths=2)
+
+
+def test_a_scheduler_by_epoch_is_known_where_one_batch_of_an_epoch_was_left() -> None:
+    check(STRATEGIES["allreduce, two copies"], 1014)
+
+
+def test_it_is_told_that_fewer_workers_go_on_with_what_others_have_taken_over() -> None:
+    found = struck(SCRIPT, STRATEGIES["allreduce"], 1005, deaths=2)
+    assert {row["workers"] for row in found.rows} == {2}
+    assert "going on with 2 workers, 4 samples a step, from step 1 on" in found.events["recovered"]
 
 
 @pytest.mark.long
