@@ -4,9 +4,10 @@ Names are loaded when they are first used: torch takes seconds to import, and no
 needs it.
 """
 
-from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from steepest.lazy import lazily
 
 if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the same to Python
     from steepest.adapters.hugging_face import HuggingFaceModel as HuggingFaceModel
@@ -152,19 +153,4 @@ _NEEDS = {"numba": _NEED_NUMBA, "jax": {"JaxModel"}}
 __all__ = sorted(
     _MODULES.keys() - {name for extra in _NEEDS if not find_spec(extra) for name in _NEEDS[extra]}
 )
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name, or a module of the package, when it is first used."""
-    if name in _MODULES:
-        found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
-        found = import_module(f"{__name__}.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found  # found without this function from now on
-    return found
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+__getattr__, __dir__ = lazily(__name__, _MODULES)

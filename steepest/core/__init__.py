@@ -6,8 +6,9 @@ The driver's process holds the coordinator and, unless a strategy puts them in t
 are loaded when they are first used. The packages in here import nothing else of steepest but its errors and checks.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from steepest.lazy import lazily
 
 if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the same to Python
     from steepest.core.models.torch import TorchModel as TorchModel
@@ -26,16 +27,4 @@ _MODULES = {
     "Trainer": "trainer",
 }
 __all__ = sorted(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = found  # found without this function from now on
-    return found
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+__getattr__, __dir__ = lazily(__name__, _MODULES)

@@ -210,7 +210,7 @@ class Trainer:
         self._described = self._make_models(range(self._num_workers))
         if self._described.layout.opaque_chunks:
             raise ConfigurationError(
-                "the model has embedding tables, whose rows plain processes do not exchange: use "
+                "the model has embedding tables, which plain processes do not exchange: use "
                 "DistributedSGD, or torch.nn.Embedding"
             )
         self._job = self._job_of(self._num_workers)

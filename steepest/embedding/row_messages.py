@@ -12,9 +12,9 @@ from steepest.core.messages.fields import (
     TEXT,
     Field,
     Schema,
+    each_of,
     many,
     nothing_or,
-    row,
     whole,
 )
 from steepest.core.messages.gradients import Report
@@ -110,8 +110,8 @@ class RowsToRead(NamedTuple):
         return {**found, **({"since": self.since} if self.since else {})} or None
 
 
-_MORE = nothing_or(row(many(row(COUNT, COUNT)), FLAG))
-_WANTED = {"table": COUNT, "since": many(row(CHUNK, COUNT, COUNT))}
+_MORE = nothing_or(each_of(many(each_of(COUNT, COUNT)), FLAG))
+_WANTED = {"table": COUNT, "since": many(each_of(CHUNK, COUNT, COUNT))}
 _OPTIONS = Field(
     f"null, or {whole(Schema(_WANTED)).allowed}, and nothing else",
     lambda value, limits: (

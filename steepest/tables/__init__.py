@@ -6,8 +6,9 @@ get one, and which rows go. They are loaded when they are first used.
 It needs no Ray, no torch, no sockets; numba, from ``pip install 'steepest[embedding]'``.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from steepest.lazy import lazily
 
 if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the same to Python
     from steepest.tables.admission import CBFFilter as CBFFilter
@@ -52,16 +53,4 @@ _MODULES = {
     "Zeros": "initial",
 }
 __all__ = sorted(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = found  # found without this function from now on
-    return found
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+__getattr__, __dir__ = lazily(__name__, _MODULES)

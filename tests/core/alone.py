@@ -2,7 +2,7 @@
 
     python tests/core/alone.py [arguments of pytest]
 
-`steepest/core` with the three single files below, `tests/core` and the example are copied to a temporary folder, and
+`steepest/core` with the four single files below, `tests/core` and the example are copied to a temporary folder, and
 run there. The package can import PyTorch, NumPy, msgpack and the standard library alone, and nobody Ray.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = [
-    "steepest/__init__.py", "steepest/errors.py", "steepest/validation.py", "steepest/core", "tests/core",
-    "examples/core_digits.py",
+    "steepest/__init__.py", "steepest/errors.py", "steepest/lazy.py", "steepest/validation.py",
+    "steepest/core", "tests/core", "examples/core_digits.py",
 ]  # fmt: skip
 #: What the package may import there; it unpickles functions of the tests, and of a program.
 LIBRARIES = ["steepest", "torch", "numpy", "msgpack", "tests", "__main__", "__mp_main__"]

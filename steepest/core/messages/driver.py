@@ -1,6 +1,6 @@
 """The messages between the driver's client and the coordinator: steps, counters, the log."""
 
-from collections.abc import Sequence as Row
+from collections.abc import Sequence as Seq
 from typing import Annotated, Any
 
 from steepest.core.messages.fields import (
@@ -15,11 +15,11 @@ from steepest.core.messages.fields import (
     TEXT,
     WORKER,
     RateChanges,
+    each_of,
     many,
     nothing_or,
     numbers_by_name,
     plain_by_name,
-    row,
 )
 from steepest.core.messages.message import Kind, Peer
 from steepest.core.messages.schema import Body, Generation, Header, Sequence, Version, body
@@ -52,7 +52,7 @@ class Result(Body):
     samples: Annotated[int, COUNT]  # in the step's pushes
     bytes_pushed: Annotated[int, COUNT]  # of gradients, summed over its pushes, see `Report`
     bytes_pulled: Annotated[int, COUNT]  # of weights, likewise
-    staleness: Annotated[Row[int], many(COUNT)]  # of each push, in versions
+    staleness: Annotated[Seq[int], many(COUNT)]  # of each push, in versions
     # mean over the samples, by weight; None, with metrics and timings, where no statistics were asked for
     loss: Annotated[float | None, NUMBER] = None
     # means over the samples, by name
@@ -84,7 +84,7 @@ class Failure(Body):
     # seconds)
     reason: Annotated[str, TEXT]
     # (worker, parameter's name) for each NaN or infinity, see `VersionStaged`
-    culprits: Annotated[Row[Row[Any]], CULPRITS] = ()
+    culprits: Annotated[Seq[Seq[Any]], CULPRITS] = ()
     worker: Annotated[int | None, WORKER] = None  # whose model or data raised
     peer: Annotated[Peer | None, PEER] = None  # that died, or the server whose optimizer raised
     why: Annotated[str, TEXT] = ""  # the cause of its death, in words
@@ -93,7 +93,7 @@ class Failure(Body):
     traceback: Annotated[str, TEXT] = ""
     kind: Annotated[str, TEXT] = ""
     # names of the processes that have not done their part
-    awaited: Annotated[Row[str], many(TEXT)] = ()
+    awaited: Annotated[Seq[str], many(TEXT)] = ()
     seconds: Annotated[float | None, FINITE] = None  # for which the step was waited for
 
 
@@ -195,13 +195,13 @@ class Counters(Body):
     skipped: Annotated[int, COUNT]
     dropped: Annotated[int, COUNT]  # number of pushes that were dropped instead of committed
     # (staleness in versions, number of pushes that had it)
-    staleness: Annotated[Row[tuple[int, int]], many(row(COUNT, COUNT))]
+    staleness: Annotated[Seq[tuple[int, int]], many(each_of(COUNT, COUNT))]
     following: Annotated[int, COUNT]  # the lowest share of the samples that was never leased
-    returned: Annotated[Row[int], many(COUNT)]  # shares below that one that came back uncommitted
+    returned: Annotated[Seq[int], many(COUNT)]  # shares below that one that came back uncommitted
     # (worker, seconds of computing for one push, a running mean)
-    paces: Annotated[Row[tuple[int, float]], many(row(WORKER, NUMBER))]
+    paces: Annotated[Seq[tuple[int, float]], many(each_of(WORKER, NUMBER))]
     # (worker, number of steps committed before it became a straggler)
-    slow: Annotated[Row[tuple[int, int]], many(row(WORKER, COUNT))]
+    slow: Annotated[Seq[tuple[int, int]], many(each_of(WORKER, COUNT))]
 
 
 @body(Kind.READ_LOG)

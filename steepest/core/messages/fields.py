@@ -124,9 +124,9 @@ def many(each: Field) -> Field:
     )
 
 
-def rows(width: int) -> Field:
-    """Return a field of a list of rows of `width` integers, the first a worker's index."""
-    # It checks a whole list at once, because a COMMIT has many rows.
+def by_worker(width: int) -> Field:
+    """Return a field of a list of lists of `width` integers, the first a worker's index."""
+    # It checks a whole list at once, because a COMMIT has many.
     lengths = {width}
 
     def fits(value: Any, limits: Limits) -> bool:
@@ -162,7 +162,7 @@ def some(each: Field) -> Field:
     )
 
 
-def row(*parts: Field) -> Field:
+def each_of(*parts: Field) -> Field:
     """Return a field that holds a list of as many elements as `parts`, each fit for its part."""
     checks = tuple(part.fits for part in parts)
 
@@ -230,28 +230,28 @@ def _pushes(value: Iterable[Iterable[int]]) -> tuple[PushId, ...]:
 
 
 #: Pushes: (worker, incarnation, sequence number) of each.
-PUSHES = replace(rows(3), read=_pushes)
+PUSHES = replace(by_worker(3), read=_pushes)
 #: Readers of weights: (worker, sequence number of the push that it awaits them for, or 0).
-READERS = rows(2)
+READERS = by_worker(2)
 #: The learning rate of each parameter group; None for those of the schedule.
 Rates = Sequence[float] | None
 #: Learning rates that a user has set: (step, rates) of each change, by ascending step; the rates of
 #: that step, counted from 0, and of those after it up to the next change.
 RateChanges = Sequence[tuple[int, Rates]]
-RATES = many(row(COUNT, nothing_or(many(FINITE))))
+RATES = many(each_of(COUNT, nothing_or(many(FINITE))))
 PEER = replace(
-    row(one_of("coordinator", "server", "worker", "client", "aggregator", "member"), COUNT),
+    each_of(one_of("coordinator", "server", "worker", "client", "aggregator", "member"), COUNT),
     read=lambda value: Peer(*value),
 )
 #: Clients that have put a state: (role, index, request number) of each.
-PUTS = many(row(one_of("client"), COUNT, COUNT))
+PUTS = many(each_of(one_of("client"), COUNT, COUNT))
 #: NaN or infinity: (worker, or -1 for the sum over all; name of the parameter).
 CULPRITS = many(
-    row(Field("an integer from -1", lambda v, limits: type(v) is int and -1 <= v < MOST), TEXT)
+    each_of(Field("an integer from -1", lambda v, limits: type(v) is int and -1 <= v < MOST), TEXT)
 )
 _COUNTS = ("committed", "skipped", "dropped")
 _HISTORY = Schema(
-    {**dict.fromkeys(_COUNTS, COUNT), "staleness": many(row(COUNT, COUNT))},
+    {**dict.fromkeys(_COUNTS, COUNT), "staleness": many(each_of(COUNT, COUNT))},
     required=(*_COUNTS, "staleness"),
 )
 #: The state from which another coordinator continues; parts that are missing begin anew.

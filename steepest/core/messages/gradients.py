@@ -1,6 +1,6 @@
 """The messages of a step: pushes of gradients, reports, what is staged, commits, weights."""
 
-from collections.abc import Sequence as Row
+from collections.abc import Sequence as Seq
 from dataclasses import field
 from typing import Annotated, Any
 
@@ -41,7 +41,7 @@ Unit = Annotated[float, Header("weight", weighs=True)]
 #: Summed weight of the samples behind a gradient.
 Total = Annotated[float, Header("total", weighs=True)]
 #: Indices, in the layout's entries, of the parameters of a chunk that have no gradient.
-Absent = Annotated[Row[int], many(COUNT)]
+Absent = Annotated[Seq[int], many(COUNT)]
 
 
 @body(Kind.PUSH)
@@ -104,7 +104,7 @@ class VersionStaged(Body):
     # not checked
     squares: Annotated[float | None, NUMBER] = None
     # (worker, parameter's name) for each NaN or infinity; worker -1 where only the sum is not finite
-    culprits: Annotated[Row[Row[Any]], CULPRITS] = ()
+    culprits: Annotated[Seq[Seq[Any]], CULPRITS] = ()
 
 
 @body(Kind.PUSH_STAGED)
@@ -121,7 +121,7 @@ class PushStaged(Body):
     worker: Annotated[int, WORKER]  # that pushed
     # of this push's gradient, as in `VersionStaged`; so are culprits
     squares: Annotated[float | None, NUMBER] = None
-    culprits: Annotated[Row[Row[Any]], CULPRITS] = ()
+    culprits: Annotated[Seq[Seq[Any]], CULPRITS] = ()
 
     @property
     def push(self) -> PushId:
@@ -152,7 +152,7 @@ class Report(Body):
     # seconds, by part of the step: "data", "compute", "wait"
     timings: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
     # what a replay needs to know of the push beside its name and samples, see `LoggedPush.more`; None for nothing
-    more: Annotated[Row[Any] | None, UNUSED] = None
+    more: Annotated[Seq[Any] | None, UNUSED] = None
     # for each parameter group, the hyperparameters of a worker's own loop that differ from the optimizer's own; None
     # where none does, or the worker has no loop of its own
     hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
@@ -199,7 +199,7 @@ class Commit(Decision):
 
     rate: Annotated[float, Header("weight", FACTOR)]
     pushes: Annotated[tuple[PushId, ...], PUSHES]
-    readers: Annotated[Row[Row[int]], READERS]
+    readers: Annotated[Seq[Seq[int]], READERS]
     hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
     skip: Annotated[bool, FLAG] = False
     clip: Annotated[float, NUMBER] = 1.0
@@ -216,7 +216,7 @@ class Discard(Decision):
 
     pushes: Annotated[tuple[PushId, ...], PUSHES]
     # (worker, 0) of each worker that is sent the present weights for its next push
-    readers: Annotated[Row[Row[int]], READERS] = ()
+    readers: Annotated[Seq[Seq[int]], READERS] = ()
 
 
 @body(Kind.REFRESH)
@@ -227,7 +227,7 @@ class Refresh(Decision):
     rule that commits pushes one by one.
     """
 
-    readers: Annotated[Row[Row[int]], READERS]  # (worker, 0) of each of these workers
+    readers: Annotated[Seq[Seq[int]], READERS]  # (worker, 0) of each of these workers
 
 
 @body(Kind.LOGGED)

@@ -1,6 +1,6 @@
 """The messages by which the coordinator and workers agree on members, generations and steps."""
 
-from collections.abc import Sequence as Row
+from collections.abc import Sequence as Seq
 from typing import Annotated, Any
 
 from steepest.core.messages.fields import (
@@ -38,10 +38,10 @@ class Members(Decision):
     installed. A worker that joins a generation later is sent it alone.
     """
 
-    workers: Annotated[Row[int], many(WORKER)]  # indices of the members, ascending
+    workers: Annotated[Seq[int], many(WORKER)]  # indices of the members, ascending
     reload: Annotated[bool, FLAG]  # whether servers send all weights to all members
     # (role, index, request number) of clients whose states are installed before weights are sent
-    install: Annotated[Row[Row[Any]], PUTS] = ()
+    install: Annotated[Seq[Seq[Any]], PUTS] = ()
     # whether a worker with a gradient of the same version and share pushes that, instead of computing anew
     again: Annotated[bool, FLAG] = False
 

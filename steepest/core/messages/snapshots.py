@@ -1,6 +1,6 @@
 """The messages by which clients read one version of the state, or install another state."""
 
-from collections.abc import Sequence as Row
+from collections.abc import Sequence as Seq
 from dataclasses import field
 from typing import Annotated, Any
 
@@ -48,7 +48,7 @@ class Read(Body):
     # "weights"; "state": the optimizer's and the coordinator's too; "standing": version and coordinator's state alone;
     # "opaque": opaque chunks alone
     what: Annotated[str, _WHAT] = "weights"
-    chunks: Annotated[Row[int] | None, many(CHUNK)] = None  # that are wanted; None for all
+    chunks: Annotated[Seq[int] | None, many(CHUNK)] = None  # that are wanted; None for all
     options: Annotated[Options | None, UNUSED] = (
         None  # how to read opaque chunks; None for as they are
     )
@@ -69,7 +69,7 @@ class Snapshot(Body):
     version: Version  # that the servers are at
     reader: Annotated[Peer, PEER]  # that asked
     what: Annotated[str, _WHAT]
-    chunks: Annotated[Row[int] | None, many(CHUNK)] = None
+    chunks: Annotated[Seq[int] | None, many(CHUNK)] = None
     options: Annotated[Options | None, UNUSED] = None
     # of the coordinator, to be passed on to the reader; None where only weights are read
     state: Annotated[dict[str, Any] | None, STATE] = None
@@ -88,7 +88,7 @@ class _Tensor(Body):
     # it stands for a value that is none, see `steepest.core.optim.portable`
     plain: Annotated[bool, FLAG]
     dtype: Annotated[str, TEXT]  # without "torch."
-    shape: Annotated[Row[int], many(COUNT)]
+    shape: Annotated[Seq[int], many(COUNT)]
     payload: Payload = field(default=None, kw_only=True)
 
     @property
@@ -234,4 +234,4 @@ class InstallPut(Decision):
     """
 
     # (role, index, request number) of each client whose put is installed
-    install: Annotated[Row[Row[Any]], PUTS]
+    install: Annotated[Seq[Seq[Any]], PUTS]

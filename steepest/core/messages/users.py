@@ -1,7 +1,7 @@
 """The messages between the users of a parameter server and its coordinator, and all that may be sent there."""
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Row
+from collections.abc import Sequence as Seq
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -48,7 +48,7 @@ class PushRefused(Body):
 
     sequence: Sequence
     # (worker, array's name) for each array with NaN or infinity
-    culprits: Annotated[Row[Row[Any]], CULPRITS] = ()
+    culprits: Annotated[Seq[Seq[Any]], CULPRITS] = ()
     # the server whose optimizer raised, and what, in words; empty if none did
     raised: Annotated[str, TEXT] = ""
     traceback: Annotated[str, TEXT] = ""  # of what it raised
