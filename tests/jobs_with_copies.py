@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from steepest.testing import replay
 from tests.living import places_of
 from tests.reference import Task, same_bits, samples, sgd
 from tests.step_callbacks import Watch
+from tests.strikes import send_signal
 
 TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(20_000), batch_size=1)
 LOGGED = RunConfig(keep_log=True)
@@ -26,7 +26,7 @@ COPIES = ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=64)
 def kill(trainer: DistributedSGD, *peers: Peer) -> None:
     places = places_of(trainer)
     for pid in [places[peer].pid for peer in peers]:
-        os.kill(pid, signal.SIGKILL)
+        send_signal(pid, signal.SIGKILL)
 
 
 def train(trainer: DistributedSGD, steps: int, *moments: tuple[int, Callable[[], Any]]) -> Watch:

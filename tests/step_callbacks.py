@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from steepest import (
     DistributedSGD,
     StepResult,
 )
+from tests.strikes import send_signal
 
 
 class Stop(Callback):
@@ -63,4 +63,4 @@ class Kill(Callback):
 
     def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
         if result.step >= self.step and self.victims:
-            os.kill(self.victims.pop(), signal.SIGKILL)
+            send_signal(self.victims.pop(), signal.SIGKILL)

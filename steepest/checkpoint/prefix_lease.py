@@ -13,13 +13,12 @@ import json
 import logging
 import os
 import secrets
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from steepest.core.system import system
 from steepest.errors import CheckpointError
 from steepest.storage.object_storage import ObjectStorage, Patience
 from steepest.storage.places import ObjectUrl
@@ -65,17 +64,17 @@ class PrefixLease:
         # two of them, one after the other, end well before the lease
         patience = Patience(self._times.lasts / 6, self._times.lasts / 6)
         self._storage = storage or ObjectStorage.of(folder.scheme, patience)
-        self._clock, self._wait = clock or time.monotonic, wait or time.sleep
+        self._clock, self._wait = clock or system().now, wait or system().sleep
         self._token, self._count = secrets.token_hex(8), 0
         self._lost: str | None = None
-        self._ended = threading.Event()
-        self._renewing = threading.Lock()
+        self._ended = system().event()
+        self._renewing = system().lock()
         self._renewed = self._clock()
         try:
             self._number = self._take()
         except OSError as error:
             raise CheckpointError(f"cannot keep checkpoints in {folder}: {error}") from error
-        threading.Thread(target=self._renew_often, name="steepest-lease", daemon=True).start()
+        system().start(self._renew_often, "steepest-lease")
 
     def check(self) -> None:
         """Check that the lease is held, and renew it if that is due."""

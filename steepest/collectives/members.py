@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 from steepest.collectives.messages import MEMBERS, Abort, Connected, Data, MemberKind, Part
 from steepest.collectives.protocol import Collective
 from steepest.core.messages.message import Message, Peer, member_peer
+from steepest.core.system import system
 from steepest.core.tensors.allocator import Recycler
 from steepest.core.tensors.memory import as_tensor
 from steepest.core.tensors.shared_memory import allocate, segment_of
@@ -272,11 +272,11 @@ class MemberCollective(Collective):
         """Turn the router until a condition holds that another member, named for the error, brings about."""
         # DeadlineError: it takes too long; PeerLostError: a member is dead, the collective was aborted, or a new
         # generation has begun.
-        key, limit = self._key(), time.monotonic() + self.deadline
+        key, limit = self._key(), system().now() + self.deadline
         here = self._round()
         while not condition():
             self._raise_if_over(key, here)
-            left = limit - time.monotonic()
+            left = limit - system().now()
             if left <= 0:
                 raise DeadlineError(
                     f"member {self.rank} waited {self.deadline:g} s in vain for {what} by member "

@@ -18,6 +18,7 @@ from steepest.core.messages.message import Peer, server_peer, worker_peer
 from steepest.core.models.protocol import Model
 from steepest.core.models.step_size import StepSize
 from steepest.core.optim.arriving import ArrivingState
+from steepest.core.system import system
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.core.transport.channel import Address
@@ -57,13 +58,13 @@ class WorkerProcess:
         self._on_router(lambda: torch.set_num_threads(threads))
 
     def _on_router(self, function: Callable[[], T]) -> T:
-        return self._router.call(function).result()
+        return system().result(self._router.call(function))
 
     def _between_steps(self, function: Callable[[Worker], Future[T]]) -> T:
         """Return what a future of the worker's holds."""
         worker = self._worker
         assert worker is not None
-        return self._on_router(lambda: function(worker)).result()
+        return system().result(self._on_router(lambda: function(worker)))
 
     def build(
         self, model_creator: ModelCreator, index: int, seed: int, cut: ChunkSpec, size: StepSize

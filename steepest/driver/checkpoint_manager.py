@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoints
 from steepest.core.data.sampler import SamplePlan
+from steepest.core.system import system
 from steepest.driver.calls import Calls
 from steepest.driver.checkpoint_writer import Keeper
 from steepest.driver.directory_lock import DirectoryLock
@@ -355,7 +355,7 @@ class CheckpointManager:
 
     def _keep(self) -> None:
         """Read the state and begin to write it, unless the write before it hangs."""
-        keeper, began, step = self._keeper, time.monotonic(), self._training.step
+        keeper, began, step = self._keeper, system().now(), self._training.step
         assert keeper is not None
         if not keeper.settled():
             hangs = keeper.where()

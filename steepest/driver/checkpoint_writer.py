@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import Checkpoints
+from steepest.core.system import Queue, system
 from steepest.driver.directory_lock import DirectoryLock
 from steepest.embedding.row_messages import Bases
 from steepest.errors import CheckpointError, DeadlineError, PeerLostError, ShutdownError
@@ -64,7 +63,7 @@ class _Work:
                 self.then()
 
 
-def _do_each(works: queue.SimpleQueue[_Work | None]) -> None:
+def _do_each(works: Queue[_Work | None]) -> None:
     """Do one thing after the other, until None comes."""
     while True:
         work = works.get()
@@ -87,19 +86,16 @@ class Writer:
     ) -> None:
         self._folder = folder
         self._patience = patience
-        self._clock = clock or time.monotonic
+        self._clock = clock or system().now
         self._work: _Work | None = None
-        self._works: queue.SimpleQueue[_Work | None] | None = None  # while a thread serves it
+        self._works: Queue[_Work | None] | None = None  # while a thread serves it
 
-    def _served(self) -> queue.SimpleQueue[_Work | None]:
+    def _served(self) -> Queue[_Work | None]:
         """Return the queue of the thread, which is started if there is none."""
         if self._works is None:
-            works: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-            thread = threading.Thread(
-                target=_do_each, args=(works,), name="steepest-keeping", daemon=True
-            )
+            works: Queue[_Work | None] = system().queue()
             try:
-                thread.start()
+                system().start(partial(_do_each, works), "steepest-keeping")
                 self._works = works
             except BaseException:
                 works.put(None)
@@ -209,7 +205,7 @@ class Keeper:
         best: int | None,
     ) -> None:
         """Begin to write a state, at a place, for which training has paused since some time."""
-        history, paused = self._history.unwritten(), time.monotonic() - began
+        history, paused = self._history.unwritten(), system().now() - began
         try:
             self._rows, self.written = rows, place
             self._writer.start(
@@ -261,7 +257,7 @@ class Keeper:
         progress: Progress,
     ) -> None:
         """Write a checkpoint; log how long it took."""
-        step, began, chain = saved.about["step"], time.monotonic(), self._chain
+        step, began, chain = saved.about["step"], system().now(), self._chain
 
         def paced(file: object) -> None:
             """Note progress, and leave training the processor for a while."""
@@ -289,7 +285,7 @@ class Keeper:
         increments = chain.increments + 1 if chain and found.changes else 0
         whole = not found.place or increments >= self.policy.increments  # the next one
         self._chain = None if whole else _Chain(link, found.place, increments)
-        written = time.monotonic() - began
+        written = system().now() - began
         log.info("%s: training paused for %.3f s, written in %.3f s", path, paused, written)
 
     def _write_history(self, rows: tuple[list[dict[str, Any]], int], progress: Progress) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import _thread
 import logging
 import os
+from functools import partial
 
+from steepest.core.system import system
 from steepest.driver.checkpoint_manager import CheckpointManager
 from steepest.runtime.cluster import Cluster
 
@@ -18,7 +19,7 @@ def drop(cluster: Cluster, keeping: CheckpointManager, process: int) -> None:
     A garbage collection may come in the middle of anything, so nothing is waited for here.
     """
     if os.getpid() == process:
-        _thread.start_new_thread(_drop, (cluster, keeping))  # threading's own takes locks
+        system().begin(partial(_drop, cluster, keeping))
 
 
 def _drop(cluster: Cluster, keeping: CheckpointManager) -> None:

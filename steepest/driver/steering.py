@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from steepest.core.system import Lock
 from steepest.driver.checkpoint_manager import CheckpointManager
 from steepest.driver.training import Training
 from steepest.observe.results import EvaluationResult
@@ -22,7 +22,7 @@ class Steering:
     _training: Training
     _keeping: CheckpointManager
     _supervisor: Supervisor
-    _lock: threading.RLock  # held by the thread whose call takes steps
+    _lock: Lock  # held by the thread whose call takes steps
 
     def _live(self) -> Cluster:
         raise NotImplementedError

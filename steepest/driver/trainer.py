@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.job import Job, ModelCreator
 from steepest.core.engine.replicas import Replicas, WorkerResult
 from steepest.core.strategies.strategy import Strategy
+from steepest.core.system import system
 from steepest.driver.calls import Calls
 from steepest.driver.checkpoint_manager import CheckpointManager
 from steepest.driver.directory_lock import DirectoryLock
@@ -138,7 +138,7 @@ class DistributedSGD(Steering):
         config = strategy_for(strategy, least, chosen)
         most = chosen.most_of(most)
         # held by the thread whose call of step, fit, evaluate, save ... it is; never by the owner
-        self._lock = threading.RLock()
+        self._lock = system().lock()
         self._cluster: Cluster | None = None
         self._dropped: weakref.finalize[..., DistributedSGD] | None = None
         with contextlib.ExitStack() as undo:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import queue
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import ray
 
@@ -22,6 +19,7 @@ from steepest.core.engine.client import Client, Position
 from steepest.core.engine.step_errors import raise_step_error
 from steepest.core.messages.driver import Failure, Result, WorkerLost
 from steepest.core.messages.message import Peer
+from steepest.core.system import Queue, system
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError
 from steepest.observe.history import Figures, History
 from steepest.observe.results import StepResult
@@ -64,23 +62,21 @@ class Run:
     end: Callable[[], int]
     stats: bool  # whether workers report loss and metrics
     # for the caller; None when the run has ended
-    results: queue.SimpleQueue[StepResult | None] = field(
-        default_factory=lambda: queue.SimpleQueue()
-    )
+    results: Queue[StepResult | None] = field(default_factory=lambda: system().queue())
     handed_on: int = 0  # results
     told: int = 0  # of them, taken by the caller
     given_up: bool = False  # whether the caller takes no more
     begun: bool = False  # whether steps were, or may have been, granted
     waits: bool = False  # whether the owner waits for the caller to take results
     telling: int | None = None  # the step of which the caller's function is being told
-    thread: int | None = None  # of the caller; None where nobody is told
-    began: float = field(default_factory=lambda: time.monotonic())
+    thread: Any = None  # of the caller; None where nobody is told
+    began: float = field(default_factory=lambda: system().now())
 
     def lead(self, workers: int) -> int:
         """Return how many steps workers may be ahead of the caller: those of about a second."""
         if self.thread is None:
             return _ALL
-        pace = self.told / max(time.monotonic() - self.began, 1e-3)
+        pace = self.told / max(system().now() - self.began, 1e-3)
         return max(_LEAST_LEAD * workers, math.ceil(pace * _LEAD_SECONDS))
 
 
@@ -168,7 +164,7 @@ class Training:
         Runs on the caller's thread, which the owner does not wait for. What was granted and is not
         used is taken back when anything raises.
         """
-        run = self._run = Run(end, stats, thread=threading.get_ident())
+        run = self._run = Run(end, stats, thread=system().current())
         request: Request | None = None
         try:
             request = self.owner.submit(partial(self._take, run), Moment.FREE)
@@ -200,7 +196,7 @@ class Training:
     def is_telling(self) -> bool:
         """Whether the calling thread is in a function that is told of a step."""
         run = self._run
-        here = run is not None and run.thread == threading.get_ident()
+        here = run is not None and run.thread is system().current()
         return here and run is not None and run.telling is not None and not run.given_up
 
     def compare(self, step: int) -> None:
@@ -252,7 +248,7 @@ class Training:
 
     def _take_steps(self, run: Run) -> None:
         run.begun = True
-        self._began = time.monotonic()
+        self._began = system().now()
         self.running, self._idle = True, True
         self._newest = max(self.step, self._supervisor.promised)
         self.rates.settle(self._newest)
@@ -276,7 +272,7 @@ class Training:
         client, plan = self.cluster.client, self.cluster.plan[0]
         while taken.done < goal and not run.given_up:
             self._grant(taken, goal, run)
-            due = self._supervisor.look(self.seconds + time.monotonic() - self._began)
+            due = self._supervisor.look(self.seconds + system().now() - self._began)
             self._stop_if_wanted(taken, client, changing=due == "soon", goal=goal)
             stopped = taken.have_stopped
             if due == "now" or (stopped and taken.changing):
@@ -341,7 +337,7 @@ class Training:
     def _end(self, run: Run) -> None:
         self.running = self._supervisor.in_call = False
         self.rates.settle(self._newest)
-        self.seconds += time.monotonic() - self._began
+        self.seconds += system().now() - self._began
         if not self._idle:
             self._revoke()
         if run.thread is not None and not self._supervisor.is_amid_change:
@@ -362,7 +358,7 @@ class Training:
 
     def _heard(self) -> None:
         """Note that processes are at work now."""
-        self._silent_since = time.monotonic()
+        self._silent_since = system().now()
 
     def _hand_on(self, outcome: Result | Failure, plan: SamplePlan | None, run: Run) -> None:
         if isinstance(outcome, Failure):
@@ -391,7 +387,7 @@ class Training:
             self.cluster.client.position.generation,
             result.bytes_pushed,
             result.bytes_pulled,
-            self.seconds + time.monotonic() - self._began,
+            self.seconds + system().now() - self._began,
         )
         ends = plan is not None and epoch is not None and plan.end_of(epoch) == result.step
         self.history.stepped(self.last, figures, ends_epoch=ends)
@@ -425,11 +421,11 @@ class Training:
 
     def _complete(self) -> None:
         """Make the changes that are due, and wait until copies that were lost are there again."""
-        deadline = time.monotonic() + 5 * self.cluster.run_config.deadlines.start
+        deadline = system().now() + 5 * self.cluster.run_config.deadlines.start
         while True:
             if self._supervisor.look() is not None:
                 self._supervisor.change()
-            elif self._supervisor.lacks_copies and time.monotonic() < deadline:
+            elif self._supervisor.lacks_copies and system().now() < deadline:
                 self.owner.attend(_SHORT_SECONDS)
             else:
                 return
@@ -452,7 +448,7 @@ class Training:
                 return None
             self.cluster.deaths.raise_if_dead(replaced=supervisor.observation.can_replace)
             # the coordinator's word first
-            if time.monotonic() - self._silent_since > self._timeout + _LATER_SECONDS:
+            if system().now() - self._silent_since > self._timeout + _LATER_SECONDS:
                 raise DeadlineError(
                     f"step {self.step + 1} was not committed within {self._timeout:g} s and "
                     "the coordinator is mute"

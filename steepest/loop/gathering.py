@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import torch
 
 from steepest.collectives.members import MemberCollective
 from steepest.collectives.messages import Part
+from steepest.core.system import system
 from steepest.core.tensors.memory import as_tensor
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 from steepest.loop.kept import pack, unpack
@@ -142,10 +142,10 @@ class Gatherings:
             self._member.tell(other, part)
         except (PeerLostError, DeadlineError, ProtocolError):
             self._late.append((other, part))
-            self._again = time.monotonic() + _AGAIN_SECONDS
+            self._again = system().now() + _AGAIN_SECONDS
 
     def _send_late(self) -> None:
-        if self._late and time.monotonic() >= self._again:
+        if self._late and system().now() >= self._again:
             late, self._late = self._late, []
             for other, part in late:
                 self._send(other, part)

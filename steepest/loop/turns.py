@@ -5,12 +5,11 @@ from __future__ import annotations
 import _thread
 import contextvars
 import functools
-import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from steepest.core.system import Queue, system
 from steepest.core.tensors.allocator import keeps_here, start_thread
 from steepest.core.transport.router import runs_in_turn
 
@@ -47,8 +46,8 @@ class Turns:
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self.ended: Ended | None = None
         self._function = function
-        self._given: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._given: Queue[Any] = system().queue()
+        self._asked: Queue[Any] = system().queue()
         self._body, self._name = functools.partial(contextvars.copy_context().run, self._run), name
         self._begun = False
         self._ident: int | None = None  # of the function's thread, once that runs
@@ -63,10 +62,7 @@ class Turns:
             return self.ended
         if not self._begun:
             self._begun = True
-            if keeps_here():
-                start_thread(self._body, self._name)
-            else:
-                threading.Thread(target=self._body, name=self._name, daemon=True).start()
+            (start_thread if keeps_here() else system().start)(self._body, self._name)
         me = _thread.get_ident()
         runs_in_turn[me] = lambda: self._ident
         try:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, overload
 
+from steepest.core.system import system
 from steepest.errors import ConfigurationError
 from steepest.observe.results import EvaluationResult, Event, StepResult
 
@@ -99,7 +98,7 @@ class History(Sequence[dict[str, Any]]):
         self._written = 0  # the serial of the last row in the file
         self._before = 0  # that of the last row of the program before
         self._sinks: dict[str, Sink] = {}
-        self._lock = threading.RLock()
+        self._lock = system().lock()
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -178,9 +177,9 @@ class History(Sequence[dict[str, Any]]):
         with self._lock:
             self._take_events()
             self._cut(result.step)
-            self._add("step", result.step, time.time(), result, figures)
+            self._add("step", result.step, system().time(), result, figures)
             if ends_epoch:
-                self._add("epoch", result.step, time.time(), self._epoch(result.epoch))
+                self._add("epoch", result.step, system().time(), self._epoch(result.epoch))
             while self._awaited and self._awaited[0].step <= result.step:
                 row = self._awaited.pop(0)
                 self._add(row.kind, row.step, row.time, row.what)
@@ -190,7 +189,7 @@ class History(Sequence[dict[str, Any]]):
         with self._lock:
             self._take_events()
             told = dataclasses.asdict(dataclasses.replace(result, step=step))
-            now = time.time()
+            now = system().time()
             row = {"kind": "evaluation", "time": now, **told}
             same = (r for r in self._rows if r.kind == "evaluation" and r.step == step)
             if all(r.as_dict() | {"time": now} != row for r in same):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from steepest.core.engine.client import Client
 from steepest.core.engine.job import Job
 from steepest.core.messages.message import Peer
+from steepest.core.system import system
 from steepest.recovery.decision import Transition
 from steepest.recovery.starting import Start
 from steepest.runtime.cluster import Cluster
@@ -56,7 +56,7 @@ class Change:
     # what is said of each dead process, by the call that watched it
     said: dict[Any, str] = field(default_factory=dict)
     applied: list[Applied] = field(default_factory=list)  # by each try that has got so far
-    began: float = field(default_factory=lambda: time.monotonic())
+    began: float = field(default_factory=lambda: system().now())
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the work
 
     @classmethod
@@ -74,9 +74,9 @@ class Change:
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Count the seconds of a block as those of a part of the work."""
-        began = time.monotonic()
+        began = system().now()
         try:
             yield
         finally:
-            passed = time.monotonic() - began
+            passed = system().now() - began
             self.seconds[name] = self.seconds.get(name, 0.0) + passed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from typing import NamedTuple
 import ray
 
 from steepest.core.strategies.strategy import Strategy
+from steepest.core.system import system
 from steepest.errors import ResourcesError
 from steepest.recovery.starting import Starting
 from steepest.runtime.cluster import Cluster
@@ -58,7 +58,7 @@ class Growth:
         self._cluster = cluster
         self._starting = starting
         self._room: Room | None = None
-        self._looked = time.monotonic()
+        self._looked = system().now()
         self._pause = _LOOK_SECONDS
 
     def start_missing(self, wanted: Wanted) -> None:
@@ -93,7 +93,7 @@ class Growth:
 
     def _start_workers(self, missing: int, *, asked: bool) -> None:
         """Start workers on free seats, and ask for room for others, where that is of use."""
-        cluster, placement, now = self._cluster, self._cluster.placement, time.monotonic()
+        cluster, placement, now = self._cluster, self._cluster.placement, system().now()
         if not asked:
             worn_out = len(placement.retired) > cluster.job.num_workers + missing
             if now - self._looked < self._pause or worn_out:
@@ -129,7 +129,7 @@ class Growth:
             self._cluster.placement.add(self._room.seats)
             self._room, self._pause = None, _LOOK_SECONDS
             self._begin(self._free_seats())
-        elif time.monotonic() - self._room.began >= limit:
+        elif system().now() - self._room.began >= limit:
             self.cancel()
             raise ResourcesError(
                 f"the cluster has had no room for more workers for {limit:g} s: training goes on "

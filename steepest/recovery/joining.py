@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Set
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ from steepest.core.data.stream_place import StreamPlace
 from steepest.core.engine.replica_states import all_states, mean_states
 from steepest.core.engine.replicas import Replicas
 from steepest.core.messages.message import Peer, worker_peer
+from steepest.core.system import system
 from steepest.core.tensors.dtypes import Tensors
 from steepest.errors import DeadlineError, PeerLostError
 from steepest.recovery.decision import Transition
@@ -45,7 +45,7 @@ class Joining:
             return None
         missing = set(dead)
         for peer, start in starts.items():
-            old, step, began = cluster.members[peer].place, cluster.step + 1, time.monotonic()
+            old, step, began = cluster.members[peer].place, cluster.step + 1, system().now()
             try:
                 self._join(peer, start, missing)
             except BaseException as error:
@@ -66,8 +66,8 @@ class Joining:
         """Return whether a process that was about to join, or another one of the job's, is dead."""
         observation, watches = self._observation, self._cluster.watches
         patience = max(NOTICE_SECONDS, 4 * self._cluster.run_config.failure.heartbeat)
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline:
+        deadline = system().now() + patience
+        while system().now() < deadline:
             observation.ask_for_signs()  # one may be cut off
             if start.is_dead:
                 observation.failed_to_start(peer)
@@ -80,7 +80,7 @@ class Joining:
 
     def _tell_of(self, peer: Peer, start: Start, old: Place, step: int, began: float) -> None:
         """Note that a successor, which began to join at a time, has joined."""
-        cluster, now = self._cluster, time.monotonic()
+        cluster, now = self._cluster, system().now()
         pid = cluster.members[peer].place.pid
         took = now - start.began
         together = cluster.job.strategy.rule.together

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 
 from steepest.core.messages.message import Peer
+from steepest.core.system import system
 from steepest.errors import ResourcesError
 from steepest.recovery.starting import Starting
 from steepest.runtime.cluster import Cluster
@@ -47,7 +47,7 @@ class Leaving:
 
     def look(self, least: int) -> None:
         """Find nodes that will go, ask for room elsewhere, and start processes there."""
-        now = time.monotonic()
+        now = system().now()
         if now - self._looked >= _LOOK_SECONDS and not self.nodes:
             self._looked = now
             failing = dict.fromkeys(self._cluster.placement.failing, 0.0)
@@ -86,7 +86,7 @@ class Leaving:
         going = {node: at for node, at in nodes.items() if node in here - self._known}
         self._known |= going.keys()
         self.nodes, self._why = frozenset(going), why
-        left = [max(at - time.time(), 0.0) / 3 for at in going.values() if at]
+        left = [max(at - system().time(), 0.0) / 3 for at in going.values() if at]
         self._patience = min([cluster.run_config.deadlines.start, *left])
         if not going:
             return
@@ -109,7 +109,7 @@ class Leaving:
         for node in sorted(going.keys() - self._told):
             self._told.add(node)
             peers = sorted(peer for peer, place in places.items() if place.node == node)
-            left = max(going[node] - time.time(), 0.0)
+            left = max(going[node] - system().time(), 0.0)
             when = f"in {left:.0f} s" if going[node] else "at a time that is not known"
             self._cluster.note(
                 "draining",

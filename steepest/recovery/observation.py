@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -16,6 +15,7 @@ import ray
 from steepest.core.messages.driver import WorkerLost
 from steepest.core.messages.message import Peer, server_peer, worker_peer
 from steepest.core.strategies.strategy import Strategy
+from steepest.core.system import system
 from steepest.errors import ResourcesError, ShutdownError
 from steepest.recovery.decision import Target, World
 from steepest.recovery.growth import Growth, Wanted
@@ -182,7 +182,7 @@ class Observation:
             if (known := starting.instead.get(peer)) is not None:
                 if known.is_dead and known.was_up:  # not because its node is
                     self.failed_to_start(peer)
-                    known = replace(known, awaited=time.monotonic())
+                    known = replace(known, awaited=system().now())
                 known = starting.again(known)
                 known = known if known.cause == cause else replace(known, cause=cause)
                 starting.instead[peer] = known
@@ -199,7 +199,7 @@ class Observation:
 
     def tell_who_is_awaited(self) -> None:
         """Log, once each, which dead processes have waited long for their successors."""
-        now = time.monotonic()
+        now = system().now()
         self._told &= set(self.starting.instead.values())
         for peer, start in self.starting.instead.items():
             if start.cause and now - start.began >= _TELL_SECONDS and start not in self._told:
@@ -252,7 +252,7 @@ class Observation:
         Each gets the number that it was made for where that can be; otherwise it builds its models
         once more, and joins when it has.
         """
-        starting, now = self.starting, time.monotonic()
+        starting, now = self.starting, system().now()
         up = [start for start in starting.workers if start.is_up]
         self._up_since = min(self._up_since, now) if up else math.inf
         late = [start for start in starting.workers if start not in up]
@@ -298,7 +298,7 @@ class Observation:
 
     def _is_overdue(self, dead: Collection[Peer]) -> bool:
         """Return whether successors of dead workers were waited for long enough."""
-        now, run_config = time.monotonic(), self._cluster.run_config
+        now, run_config = system().now(), self._cluster.run_config
         cold = [
             now - start.began
             for peer, start in self.starting.instead.items()

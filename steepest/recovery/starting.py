@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import ray
 
 from steepest.core.engine.job import check_agreement
 from steepest.core.messages.message import Peer, worker_peer
+from steepest.core.system import system
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.runtime.calls import has_answered, never_ran
 from steepest.runtime.cluster import Cluster
@@ -36,9 +36,9 @@ class Start:
     spare: bool = False  # whether it was kept in reserve
     cut: ChunkSpec | None = None  # of a worker's models
     # when this process was started
-    started: float = field(default_factory=lambda: time.monotonic())
+    started: float = field(default_factory=lambda: system().now())
     # since when it has had to come up: from `began`, or when one that had come up before it died
-    awaited: float = field(default_factory=lambda: time.monotonic())
+    awaited: float = field(default_factory=lambda: system().now())
 
     @property
     def is_up(self) -> bool:
@@ -87,7 +87,7 @@ class Starting:
         spare, cluster = actor is not None, self._cluster
         actor = actor or cluster.start_worker(index, seat)
         building = self._building(actor, index)
-        cut, now = self._cluster.job.cut, time.monotonic()
+        cut, now = self._cluster.job.cut, system().now()
         watch = actor.watch.remote()
         return Start(worker_peer(index), seat, actor, watch, building, now, cause, spare, cut)
 
@@ -104,7 +104,7 @@ class Starting:
         actor = actor or self._cluster.start_server(peer.index, seat)
         building = [actor.reserve.remote(self._cluster.job.description.layout.nbytes)]
         building.append(actor.place.remote())
-        now, watch = time.monotonic(), actor.watch.remote()
+        now, watch = system().now(), actor.watch.remote()
         return Start(peer, seat, actor, watch, building, now, cause, spare)
 
     def _building(self, actor: Any, index: int) -> list[Any]:
@@ -129,7 +129,7 @@ class Starting:
 
     def is_late(self, start: Start) -> bool:
         """Return whether a process has not come up for so long that it is not awaited any more."""
-        return time.monotonic() - start.awaited > self.patience and not start.is_up
+        return system().now() - start.awaited > self.patience and not start.is_up
 
     def check_models(self, starts: Mapping[Peer, Start], what: str) -> None:
         """Raise ModelError or ModelRaisedError unless workers that are up have built the job's model."""
@@ -151,7 +151,7 @@ class Starting:
         A process that does not even come to life in half the time counts as dead, too. The other
         one has the rest of the time to come up.
         """
-        hangs = time.monotonic() - start.started > self.patience / 2 and not start.is_placed
+        hangs = system().now() - start.started > self.patience / 2 and not start.is_placed
         if hangs and not start.is_dead:
             ray.kill(start.actor, no_restart=True)
         elif not start.is_dead:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import ray
 
 from steepest.core.messages.message import Peer, worker_peer
 from steepest.core.strategies.strategy import Strategy
+from steepest.core.system import system
 from steepest.recovery.change import Change
 from steepest.runtime.calls import has_answered
 from steepest.runtime.cluster import Cluster
@@ -36,7 +36,7 @@ def find_dead(cluster: Cluster, accused: tuple[Peer, str] | None) -> dict[Peer, 
         cluster: the job's processes.
         accused: a process whose channel has closed, if any, and why it is said to be dead.
     """
-    began, signs, (suspect, why) = time.monotonic(), cluster.signs, accused or (None, "")
+    began, signs, (suspect, why) = system().now(), cluster.signs, accused or (None, "")
     asked = {peer: actor.lost_peers.remote() for peer, actor in cluster.actors.items()}
     closed: set[Peer] = set()
     if suspect is not None:  # otherwise processes close channels because they get other roles
@@ -53,7 +53,7 @@ def find_dead(cluster: Cluster, accused: tuple[Peer, str] | None) -> dict[Peer, 
                     del asked[peer]
                 continue
             else:
-                passed, actor = time.monotonic() - began, cluster.members[peer].actor
+                passed, actor = system().now() - began, cluster.members[peer].actor
                 grace = _WORD_SECONDS if peer == suspect else _GRACE_SECONDS
                 cut_off = peer in closed and passed >= grace
                 silent = signs.is_silent(actor) or passed >= cluster.run_config.deadlines.step
@@ -63,7 +63,7 @@ def find_dead(cluster: Cluster, accused: tuple[Peer, str] | None) -> dict[Peer, 
                 cause = cause if cut_off else cluster.silence_of(peer, signs.silence(actor))
                 dead[peer] = cluster.deaths.declare(peer, cause)
             del asked[peer]
-        if suspect in asked and time.monotonic() - began >= _WORD_SECONDS:
+        if suspect in asked and system().now() - began >= _WORD_SECONDS:
             # its router ended a channel although the process answers
             del asked[suspect]
             dead[suspect] = cluster.deaths.declare(suspect, why)

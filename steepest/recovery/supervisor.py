@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from steepest.core.engine.client import Client
 from steepest.core.messages.driver import WorkerLost
 from steepest.core.messages.message import Peer
 from steepest.core.strategies.strategy import Strategy
+from steepest.core.system import system
 from steepest.errors import (
     DeadlineError,
     ModelError,
@@ -182,9 +182,9 @@ class Supervisor:
         return min(_LONG_SECONDS, self._cluster.run_config.failure.heartbeat / 6)
 
     def _is_time(self) -> bool:
-        if time.monotonic() - self._looked < self.pause:
+        if system().now() - self._looked < self.pause:
             return False
-        self._looked = time.monotonic()
+        self._looked = system().now()
         return True
 
     def _look_at(self, dead: Mapping[Peer, str], *, patient: bool) -> World:
@@ -259,7 +259,7 @@ class Supervisor:
             with self.owner.amid_change():
                 applied = self._apply(change, patient=patient)
         except BaseException as error:
-            passed = time.monotonic() - change.began
+            passed = system().now() - change.began
             change_log.info(
                 "change at step %d | not made in %.2f s: %s", change.step, passed, error
             )

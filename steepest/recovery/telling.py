@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 
 from steepest.core.engine.job import Job
 from steepest.core.messages.message import Peer, worker_peer
+from steepest.core.system import system
 from steepest.embedding.job_tables import delays_rows
 from steepest.errors import listed
 from steepest.recovery.change import Applied, Change
@@ -18,7 +18,7 @@ def tell(cluster: Cluster, change: Change, number: int, lost: int) -> None:
     applied, before, said = change.applied[-1], change.job, list(change.said.values())
     job, transition, record = cluster.job, applied.transition, record_of(cluster, change, number)
     sizes = f"{job.global_batch} samples a step, from step {cluster.step + 1} on"
-    took = f"training stopped for {time.monotonic() - change.began:.2f} s"
+    took = f"training stopped for {system().now() - change.began:.2f} s"
     then = ", and made again" if change.client.torn is None else ""
     if said:
         what = f"{lost} updates since the last copy are lost{then}" if lost else ""
@@ -30,7 +30,7 @@ def tell(cluster: Cluster, change: Change, number: int, lost: int) -> None:
     elif applied.joined and any(start.cause for start in applied.joined.values()):
         places, joined = cluster.places, map(worker_peer, applied.joined)
         who = ", ".join(f"{peer} (pid {places[peer].pid})" for peer in joined)
-        after = time.monotonic() - min(start.began for start in applied.joined.values())
+        after = system().now() - min(start.began for start in applied.joined.values())
         line = f"{who} is there again, after {after:.1f} s: {job.num_workers} workers, {sizes}"
         kind, line = "returned", f"{line}; {took}"
     elif (job.num_workers, job.num_servers) != (before.num_workers, before.num_servers):
@@ -53,7 +53,7 @@ def record_of(cluster: Cluster, change: Change, number: int) -> str:
         f"{len(change.said)} of {len(change.names)} processes dead; {_source(change)}",
         _decision(change),
         cluster.job,
-        change.seconds | {"in all": time.monotonic() - change.began},
+        change.seconds | {"in all": system().now() - change.began},
         (steps, steps * change.job.global_batch),
     )
 

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import ray
 
 from steepest.core.messages.message import Peer
+from steepest.core.system import system
 from steepest.core.transport.router import Router
 from steepest.errors import describe_stack, listed
 from steepest.runtime.calls import drop_calls, last_line
@@ -130,7 +130,7 @@ class _Report:
 
     def __init__(self, context: Watched) -> None:
         self._context = context
-        self._began = time.monotonic()
+        self._began = system().now()
         self._actors = dict(context.actors)
         self._names = {actor: str(peer) for peer, actor in self._actors.items()}
         self._places = {
@@ -144,8 +144,7 @@ class _Report:
 
     def text(self) -> str:
         """Ask all processes; return the report."""
-        asking = threading.Thread(target=self._ask, name="steepest report", daemon=True)
-        asking.start()
+        asking = system().start(self._ask, "steepest report")
         asking.join(_REPORT_SECONDS)
         late = f"the report was not complete within {_REPORT_SECONDS:g} s"
         lines = [
@@ -175,7 +174,7 @@ class _Report:
         before = {actor: processor_use(pid) for actor, pid in near.items()}
         calls = {actor: actor.doing.remote() for actor in actors}
         self._own = self._driver()
-        left = max(self._began + _ANSWER_SECONDS - time.monotonic(), 0.0)
+        left = max(self._began + _ANSWER_SECONDS - system().now(), 0.0)
         _, owing = ray.wait(list(calls.values()), num_returns=len(calls), timeout=left)
         for actor, call in calls.items():
             name = self._names.get(actor, "a process without a role")
@@ -200,7 +199,7 @@ class _Report:
         self, actor: Any, pid: int | None, before: tuple[float, bool] | None
     ) -> Iterator[str]:
         """Yield what is known of a mute process; its pid, and what it used before, on this node alone."""
-        waited = time.monotonic() - self._began
+        waited = system().now() - self._began
         with contextlib.suppress(Exception):  # another thread looks for signs of life meanwhile
             silent = max(self._context.silence(actor), waited)
             yield f"; its last sign of life came {silent:.1f} s ago"

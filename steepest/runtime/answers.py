@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Generic, TypeVar, cast
 
+from steepest.core.system import Queue, system
+
 T = TypeVar("T")
 
 
@@ -67,7 +69,7 @@ class Answer(Generic[T]):
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until there is a result, for so many seconds at most; return whether there is one."""
         if not self.done():
-            woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            woken: Queue[Any] = system().queue()
             self.add_done_callback(woken.put)
             try:
                 woken.get(timeout=timeout)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import secrets
-import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -23,6 +20,7 @@ from steepest.core.engine.job import Description, Job, ModelCreator, check_agree
 from steepest.core.messages.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.core.models.step_size import StepSize
 from steepest.core.strategies.strategy import Strategy
+from steepest.core.system import system
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import check_ways
 from steepest.errors import (
@@ -415,7 +413,7 @@ class Cluster(JobContext):
 
     def _connect_driver(self, initial: Any, held: Holdings | None) -> None:
         """Connect the driver's end of the job to its processes; return when workers have joined."""
-        index = secrets.randbelow(1 << 31)
+        index = system().chance.randrange(1 << 31)
         peers: tuple[Peer, ...] = (Peer("client", index),)
         if self.job.strategy.in_driver:
             peers = (*peers, COORDINATOR, server_peer(0))
@@ -459,7 +457,8 @@ class Cluster(JobContext):
             PeerLostError, ShutdownError: the router has ended, perhaps because a process died.
         """
         try:
-            return self.router.call(function).result(self.run_config.deadlines.step)
+            called = self.router.call(function)
+            return system().result(called, self.run_config.deadlines.step)
         except ShutdownError:
             self.deaths.raise_if_dead()  # the better explanation
             raise
@@ -477,10 +476,10 @@ class Cluster(JobContext):
             PeerLostError: a process died, or gave no sign of life for `heartbeat` seconds.
         """
         limit = self.run_config.deadlines.step
-        deadline = time.monotonic() + limit
+        deadline = system().now() + limit
         future.add_done_callback(lambda _: self.owner.wake())
         while not self.owner.attend(min(LOOK_SECONDS, limit), future.done):
-            if time.monotonic() >= deadline:
+            if system().now() >= deadline:
                 break
             self.meanwhile()
         try:
@@ -507,9 +506,8 @@ class Cluster(JobContext):
             except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
                 errors.append(error)
 
-        ending = threading.Thread(target=end, name="steepest shutdown")
         try:
-            ending.start()
+            ending = system().start(end, "steepest shutdown", daemon=False)
         except RuntimeError:  # the interpreter ends, and starts no threads any more
             end()
         else:

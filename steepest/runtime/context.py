@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +15,7 @@ from steepest.core.engine.client import Client
 from steepest.core.engine.job import Job
 from steepest.core.messages.message import Peer, server_peer, worker_peer
 from steepest.core.strategies.strategy import Strategy
+from steepest.core.system import system
 from steepest.core.transport.channel import Address
 from steepest.core.transport.router import Router
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, listed
@@ -88,7 +87,7 @@ class JobContext:
         self.signs = SignsOfLife(run_config.failure.heartbeat)
         self.unfrozen: frozenset[str] = frozenset()  # names that are to be trained, see `Job`
         self.router = Router()
-        self.token = secrets.token_bytes(32)
+        self.token = system().chance.randbytes(32)
         self.identity = identity_of(run_config.tls)
         # called again and again while calls are waited for; what it raises ends the waiting
         self.meanwhile: Callable[[], None] = lambda: None
@@ -172,7 +171,7 @@ class JobContext:
 
     def note(self, kind: str, line: str, record: str = "") -> None:
         """Log what happened to processes in one line, and add it to `events`; see `Event`."""
-        self.events.append(Event(time.time(), kind, self.step, line or record, record))
+        self.events.append(Event(system().time(), kind, self.step, line or record, record))
         if line:
             log.warning("%s", line)
         if record:
@@ -193,7 +192,7 @@ class JobContext:
 
     def extend_deadline(self) -> None:
         """Give processes that start from now on the full time to come up, see `get`."""
-        self._deadline = time.monotonic() + self.run_config.deadlines.start * (1 + _UP_FACTOR)
+        self._deadline = system().now() + self.run_config.deadlines.start * (1 + _UP_FACTOR)
 
     def names(self, actors: Iterable[Any]) -> list[str]:
         """Return the names of processes by Ray's handles, for errors."""
@@ -244,9 +243,9 @@ class JobContext:
 
     def _awaited(self, refs: list[Any], deadline: float) -> list[Any]:
         """Return what calls return; raise what the first one raises, or `GetTimeoutError`."""
-        looked = time.monotonic()
+        looked = system().now()
         while True:
-            now = time.monotonic()
+            now = system().now()
             left = max(deadline - now, 0.1)
             try:
                 results: list[Any] = ray.get(refs, timeout=min(left, _SLICE_SECONDS))
@@ -260,7 +259,7 @@ class JobContext:
             self.owner.attend(0.0)
             if now - looked >= LOOK_SECONDS:
                 self.meanwhile()
-                looked = time.monotonic()
+                looked = system().now()
 
     def substitute(self, peer: Peer, actor: Any, place: Place, listening: Address) -> None:
         """Note that another process is a worker now."""

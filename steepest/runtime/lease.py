@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from typing import Any
 
 import ray
+
+from steepest.core.system import Event, system
 
 log = logging.getLogger(__name__)
 #: A lease is renewed this many times in its length.
@@ -25,12 +26,12 @@ class DriverLease:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._actors: list[weakref.ref[Any]] = []
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._lock = system().lock()
+        self._ended = system().event()
 
     def begin(self) -> None:
         """Renew leases from now on."""
-        threading.Thread(target=self._run, name="steepest lease", daemon=True).start()
+        system().start(self._run, "steepest lease")
 
     def add(self, actor: Any) -> None:
         """Renew the lease of a process from now on, as long as its handle is referenced."""
@@ -62,7 +63,7 @@ class DriverLease:
                 log.debug("the lease of a process is not renewed: %s", error)
 
 
-def wait_for_silence(word: threading.Event, seconds: float) -> None:
+def wait_for_silence(word: Event, seconds: float) -> None:
     """Return when nothing was heard for `seconds`, or a tenth longer.
 
     That are several waits in a row, each in vain. So a process that was stopped itself, or whose
@@ -81,9 +82,9 @@ class ProcessLease:
     """A process' end of the lease: a thread ends the process when the lease has run out."""
 
     def __init__(self, name: str, seconds: float) -> None:
-        self._word = threading.Event()
+        self._word = system().event()
         self._name, self._seconds = name, seconds
-        threading.Thread(target=self._watch, name="steepest lease", daemon=True).start()
+        system().start(self._watch, "steepest lease")
 
     def renew(self) -> None:
         """Begin the lease anew; called when the driver has sent word."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -16,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import ray
 
+from steepest.core.system import Queue, Thread, system
 from steepest.errors import ShutdownError
 from steepest.runtime.answers import Answer
 
@@ -81,25 +80,24 @@ class Owner:
 
     def __init__(self) -> None:
         self.look: Callable[[], float] = lambda: 1.0
-        self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._queue: Queue[Request | None] = system().queue()
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._level = Moment.FREE  # the rarest moment of what may run at the present wait
         self._shielded = True  # whether what runs goes on when nobody waits for it
         self._kept = False  # whether it does in blocks of `for_caller` too
-        self._thread: threading.Thread | None = None
-        self._ended = threading.Event()
+        self._thread: Thread | None = None
+        self._ended = system().event()
         self._why = "this trainer is shut down: make another one"
 
     def start(self) -> None:
         """Begin to own the job: the thread that has started it does so no more."""
-        self._thread = threading.Thread(target=self._run, name="steepest owner", daemon=True)
-        self._thread.start()
+        self._thread = system().start(self._run, "steepest owner")
 
     @property
     def is_mine(self) -> bool:
         """Whether the calling thread owns the job."""
-        return self._thread in (None, threading.current_thread()) or self._ended.is_set()
+        return self._thread in (None, system().current()) or self._ended.is_set()
 
     @property
     def has_ended(self) -> bool:
@@ -190,13 +188,13 @@ class Owner:
             GivenUp: nobody waits for the result of what runs, see `for_caller`.
         """
         assert self.is_mine, "only the owner's thread waits here"
-        deadline = time.monotonic() + seconds
+        deadline = system().now() + seconds
         while True:
             self._check()
             served = self._serve()
             if until is not None and until():
                 return True
-            left = deadline - time.monotonic()
+            left = deadline - system().now()
             if left <= 0 or (until is None and served):
                 return until is None and served
             try:
@@ -211,9 +209,9 @@ class Owner:
 
     def await_calls(self, calls: list[Any], seconds: float, number: int | None = None) -> list[Any]:
         """Wait for a number of calls of Ray, by default all, and run what may be run; return those that ended."""
-        number, deadline = len(calls) if number is None else number, time.monotonic() + seconds
+        number, deadline = len(calls) if number is None else number, system().now() + seconds
         while calls:
-            left = max(deadline - time.monotonic(), 0.0)
+            left = max(deadline - system().now(), 0.0)
             done, _ = ray.wait(calls, num_returns=number, timeout=min(left, _CALLS_SECONDS))
             if len(done) >= number or left <= 0:
                 return list(done)
@@ -308,7 +306,7 @@ class Owner:
         """End the owner, whatever it does; requests that wait, and later ones, raise `ShutdownError`."""
         self._give_up(self._why)
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not system().current():
             thread.join(_CLOSE_SECONDS)
 
     def _give_up(self, why: str) -> None:

@@ -44,6 +44,7 @@ from steepest.core.models.protocol import Model, OptimizerArrives, arriving_with
 from steepest.core.models.step_size import StepSize
 from steepest.core.optim.arriving import ArrivingState
 from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.system import system
 from steepest.core.tensors.allocator import keep_freed_memory, start_thread
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
@@ -119,9 +120,8 @@ def on_router(
         process: ProcessType, /, *arguments: Parameters.args, **options: Parameters.kwargs
     ) -> Result:
         with _as_text():
-            return process.router.call(
-                functools.partial(method, process, *arguments, **options)
-            ).result()
+            run = functools.partial(method, process, *arguments, **options)
+            return system().result(process.router.call(run))
 
     return called
 
@@ -169,7 +169,7 @@ class Process:
             self.router.start(name, start_thread)
         else:
             self.router.start(name)
-        self.router.call(functools.partial(_use_threads, threads)).result()
+        system().result(self.router.call(functools.partial(_use_threads, threads)))
         self._lease = None if lease is None else ProcessLease(name, lease)
 
     def __repr__(self) -> str:
@@ -450,7 +450,7 @@ class Process:
         """Have the worker take no further step; return when its current step has ended."""
         if (worker := self._worker) is not None:
             with _as_text():
-                self.router.call(worker.give_up).result().result()
+                system().result(system().result(self.router.call(worker.give_up)))
 
     @on_router
     def heard(self) -> list[Decision]:
@@ -466,8 +466,8 @@ class Process:
 
     def watch(self) -> None:
         """Return when the process is stopped; raise RemoteError if its router has ended by an error."""
-        if (error := self.router.finished.exception()) is not None:
-            raise RemoteError(describe_error(error))
+        with _as_text():
+            system().result(self.router.finished)
 
     def call(
         self, position: tuple[int, int], number: int, function: Callable[..., Any], *arguments: Any
@@ -482,7 +482,7 @@ class Process:
 
         at_version = functools.partial(self._worker.at_version, *position, run)
         with _as_text():
-            return self.router.call(at_version).result().result()
+            return system().result(system().result(self.router.call(at_version)))
 
     def own_state(self, generation: int, version: int | None, step: int) -> WorkerState | None:
         """Return copies of the worker's own state, see `Worker.exactly_at`.
@@ -501,7 +501,7 @@ class Process:
             return cast("Future[WorkerState | None]", worker.at_version(0, -1, take))
 
         with _as_text(), contextlib.suppress(PeerLostError, ShutdownError):
-            return self.router.call(begin).result().result()
+            return system().result(system().result(self.router.call(begin)))
         return None
 
     def view_call(

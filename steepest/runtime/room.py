@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from steepest.core.system import system
 from steepest.errors import ResourcesError
 from steepest.runtime.ray_private import (
     draining_nodes,
@@ -192,7 +192,7 @@ class Room(_Asked):
                 "it more bundles with tune.with_resources(trainable, DistributedSGD.resources(...))"
             )
         super().__init__()
-        self.began = time.monotonic()
+        self.began = system().now()
         self._count = count
         self._bundle = dict(bundle)
         self._without = without
@@ -204,7 +204,7 @@ class Room(_Asked):
 
     def _ask_apart(self, nodes: Collection[str]) -> None:
         """Ask for a seat on each of some nodes, or elsewhere if there is no room by then."""
-        self._apart, self._since = True, time.monotonic()
+        self._apart, self._since = True, system().now()
         self._groups = [
             _ask(1, self._bundle, self._without, "STRICT_PACK", node or None) for node in nodes
         ]
@@ -224,7 +224,7 @@ class Room(_Asked):
             nodes = placement_group_table(group)["bundles_to_node_id"].values()
             remove_placement_group(group)
             self._ask_apart(nodes)
-        elif self._apart and self._count > 1 and time.monotonic() - self._since > _APART_SECONDS:
+        elif self._apart and self._count > 1 and system().now() - self._since > _APART_SECONDS:
             self.release()
             self._ask_together()
         return False
@@ -290,10 +290,10 @@ def _seats_in(
     room: _Asked, what: str, asked_for: str, timeout: float, who_else: Callable[[], str]
 ) -> list[Seat]:
     """Return the seats of a room when it is there; give it back when anything raises, as after `timeout`."""
-    deadline = time.monotonic() + timeout
+    deadline = system().now() + timeout
     try:
         while not room.is_there:
-            if time.monotonic() > deadline:
+            if system().now() > deadline:
                 free = summary(ray.available_resources())
                 total = summary(ray.cluster_resources())
                 others = _reserved_by_others(placement_group_table(), room.names)
@@ -302,7 +302,7 @@ def _seats_in(
                     f"{free} of {total}{others}{who_else()}; ask for fewer, stop what holds the rest, "
                     "or add nodes"
                 )
-            time.sleep(_LOOK_SECONDS)
+            system().sleep(_LOOK_SECONDS)
     except BaseException:
         room.release()
         raise

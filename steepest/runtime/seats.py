@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from steepest.core.system import system
 from steepest.runtime.room import Seat
 
 log = logging.getLogger(__name__)
@@ -120,8 +120,7 @@ class Placement:
             except ray.exceptions.RayError as error:
                 log.warning("Ray did not take back what workers had reserved: %s", error)
 
-        thread = threading.Thread(target=give_back, name="steepest release", daemon=True)
-        thread.start()
+        thread = system().start(give_back, "steepest release")
         thread.join(_RELEASE_SECONDS)
         if thread.is_alive():
             log.warning(

@@ -17,6 +17,7 @@ from types import FrameType
 
 import ray
 
+from steepest.core.system import system
 from steepest.runtime.activity import Watched, report
 from steepest.runtime.ray_private import is_drivers_sigterm_handler, keep_exit_status
 
@@ -41,7 +42,7 @@ def end_on_sigterm() -> None:
     knows the signal. Only that handler is replaced: a user's own stays, and so does that of Ray's
     workers. On other threads than the main one this does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if system().current() is not threading.main_thread():
         return
     if is_drivers_sigterm_handler(signal.getsignal(signal.SIGTERM)):
         keep_exit_status(EXIT_STATUS)
@@ -92,7 +93,7 @@ def report_on_sigusr1(context: Watched) -> None:
     """
     global _installed_in
     _watched.add(context)
-    if threading.current_thread() is threading.main_thread() and _is_free():
+    if system().current() is threading.main_thread() and _is_free():
         _installed_in = os.getpid()
         signal.signal(signal.SIGUSR1, _begin_report)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
 
+from steepest.core.system import system
 from steepest.runtime.calls import has_answered
 from steepest.runtime.places import Place, processor_use
 
@@ -38,14 +38,14 @@ class SignsOfLife:
     @property
     def is_time(self) -> bool:
         """Whether it is time to `look`: a sixth of `heartbeat` after the last time."""
-        return time.monotonic() - self._looked >= self._limit / 6
+        return system().now() - self._looked >= self._limit / 6
 
     def look(self, places: Mapping[Any, Place]) -> bool:
         """Take answers, and ask those of the living that owe none; return whether it was time to.
 
         Time in which nobody has looked, because the driver was paused or busy, counts as no silence.
         """
-        limit, now = self._limit, time.monotonic()
+        limit, now = self._limit, system().now()
         if not self.is_time:
             return False
         passed = now - self._looked

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 
 from steepest.core.messages.message import Peer, worker_peer
+from steepest.core.system import system
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ShutdownError
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import (
@@ -71,7 +71,7 @@ class WorkerCalls:
         except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
             raise_unsendable(f"the function {name_of(function)}", function, error)
         results: dict[int, Any] = {}
-        deadline = time.monotonic() + seconds
+        deadline = system().now() + seconds
         try:
             while refs:
                 done = context.owner.await_calls(list(refs), min(LOOK_SECONDS, seconds), 1)
@@ -81,7 +81,7 @@ class WorkerCalls:
                 if not done:
                     context.meanwhile()
                     self._deaths.raise_if_dead()
-                    if time.monotonic() > deadline:
+                    if system().now() > deadline:
                         silent = ", ".join(str(worker_peer(index)) for index in refs.values())
                         log_report(context, f"{silent} asked to {what}")
                         raise DeadlineError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ import torch
 
 from steepest.core.engine.replica_states import mean_states
 from steepest.core.engine.replicas import InnerOptimizerState, Replicas
+from steepest.core.system import system
 from steepest.core.tensors.dtypes import Tensors
 
 
@@ -28,13 +28,13 @@ class WorkerState:
 
 def worker_state(replicas: Replicas, step: int) -> WorkerState:
     """Return copies of a worker's own state, between two steps, after so many committed."""
-    began = time.perf_counter()
+    began = system().now()
     buffers = replicas.states()
     inner = replicas.inner_state(step)
     if inner is not None:
         inner = Tensors(inner[0]), *inner[1:]
     exchanged = {} if replicas.exchange is None else replicas.exchange.state(step)
-    return WorkerState(buffers, inner, time.perf_counter() - began, exchanged)
+    return WorkerState(buffers, inner, system().now() - began, exchanged)
 
 
 def buffers_of(

@@ -15,6 +15,7 @@ from steepest.checkpoint import files, rows
 from steepest.core.engine.client import Snapshot
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.optim.portable import Record
+from steepest.core.system import system
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.embedding.row_messages import Bases, RowsToRead
 from steepest.errors import CheckpointError
@@ -92,7 +93,8 @@ class RowsAsTheyCome(files.RowParts):
         while snapshot is not None:
             hurried = self._hurried()
             try:
-                yield snapshot.result(_HURRIED_SECONDS if hurried else _LOOK_SECONDS).records
+                seconds = _HURRIED_SECONDS if hurried else _LOOK_SECONDS
+                yield system().result(snapshot, seconds).records
                 return
             except FutureTimeoutError:
                 yield self._read.take()

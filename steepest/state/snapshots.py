@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from steepest.checkpoint.rows import TABLES
 from steepest.core.engine.client import Client, Snapshot, read_log
 from steepest.core.engine.commit_log import Commit
 from steepest.core.engine.job import Job
+from steepest.core.system import system
 from steepest.errors import PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.calls import raise_remote
 from steepest.runtime.cluster import Cluster
@@ -50,14 +50,14 @@ class _Request:
     version: int | None  # of all of it; None where workers have no version in common
     read_log: Callable[[], Future[list[Commit]]] | None = None  # since the copy before
     log: Future[list[Commit]] | None = None  # asked for when servers have answered
-    asked: float = field(default_factory=lambda: time.monotonic())
+    asked: float = field(default_factory=lambda: system().now())
     answered: float = 0.0  # when the servers' part had come
 
     def __post_init__(self) -> None:
         self.servers.add_done_callback(self._note)
 
     def _note(self, servers: Future[Snapshot]) -> None:
-        self.answered = time.monotonic()
+        self.answered = system().now()
 
     def has_come(self) -> bool:
         """Return whether all parts have come, or will not."""
@@ -72,15 +72,15 @@ class _Request:
 
     def await_all(self, owner: Owner, seconds: float) -> None:
         """Return when all parts have come, or after a time."""
-        until = time.monotonic() + seconds
+        until = system().now() + seconds
         self.servers.add_done_callback(lambda _: owner.wake())
         owner.attend(seconds, self.servers.done)
         self.has_come()
         if self.log is not None:
             self.log.add_done_callback(lambda _: owner.wake())
-            owner.attend(max(until - time.monotonic(), 0.0), self.log.done)
+            owner.attend(max(until - system().now(), 0.0), self.log.done)
         if calls := list(self.workers):
-            owner.await_calls(calls, max(until - time.monotonic(), 0.0))
+            owner.await_calls(calls, max(until - system().now(), 0.0))
 
 
 class Snapshots:
@@ -107,7 +107,7 @@ class Snapshots:
         self._due = 0.0  # when the next one may be asked for
         self._notice = _NOTICE_SECONDS
         self._costs: deque[float] = deque(maxlen=3)  # of the last snapshots, in seconds
-        self._seen = (time.monotonic(), 0)  # when one was asked for last, and the version then
+        self._seen = (system().now(), 0)  # when one was asked for last, and the version then
         self._told_of_size = False
         self._told = False  # whether the user was told that there are none
 
@@ -127,7 +127,7 @@ class Snapshots:
         if not self._wanted:
             return
         taken, every = self.taken, self._cluster.run_config.failure.snapshot_every
-        now, version = time.monotonic(), self._cluster.client.position.version
+        now, version = system().now(), self._cluster.client.position.version
         if self._request is not None or now < self._due:
             return
         if self._stale or taken is None or abs(version - taken.found.version) >= (every or 1):
@@ -139,7 +139,7 @@ class Snapshots:
         """Ask for a copy of the present state if there is none; no worker may be training."""
         if not self._wanted:
             return
-        if self.taken is None and self._request is None and time.monotonic() >= self._due:
+        if self.taken is None and self._request is None and system().now() >= self._due:
             self._ask(self._cluster.client.position.version)
 
     @owned(Moment.WHOLE)
@@ -181,8 +181,8 @@ class Snapshots:
         request = self._request
         assert request is not None
         heartbeat = config.failure.heartbeat
-        until = time.monotonic() + max(_HEARTBEATS * heartbeat, config.deadlines.step)
-        while not request.has_come() and time.monotonic() < until:
+        until = system().now() + max(_HEARTBEATS * heartbeat, config.deadlines.step)
+        while not request.has_come() and system().now() < until:
             request.await_all(self._cluster.owner, heartbeat / 6)
             meanwhile()
         return self.taken is not before
@@ -235,7 +235,7 @@ class Snapshots:
         request = self._request
         if request is None or not request.has_come():
             return
-        self._request, now = None, time.monotonic()
+        self._request, now = None, system().now()
         self._due = now + _PAUSE_SECONDS
         lost = request.servers.cancelled() or request.servers.exception() is not None
         if request.log is not None and self._reader is self._cluster.client:

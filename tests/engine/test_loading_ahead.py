@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from steepest.core.messages.message import Kind, Message
 from steepest.core.models.torch import TorchModel
 from steepest.core.strategies.strategy import Strategy
 from steepest.testing import InProcessCluster
+from tests.hand_moved_clock import HandMovedClock
 from tests.reference import same_bits
 
 STRATEGIES: dict[str, Strategy] = {
@@ -136,22 +136,19 @@ def test_the_next_batch_is_read_before_the_weights_come_and_the_last_grants_no_m
 
 
 def test_the_seconds_of_reading_are_told_as_such_also_where_they_pass_while_weights_are_awaited(
-    monkeypatch: pytest.MonkeyPatch,
+    clock: HandMovedClock,
 ) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
     class Slow(Noisy):
         def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-            now[0] += 0.25
+            clock.seconds += 0.25
             return super().__getitem__(index)
 
     cluster = job([], workers=1, data=lambda: Slow([]))
-    began = now[0]
+    began = clock.seconds
     results = [outcome for outcome in cluster.step(4) if isinstance(outcome, Result)]
     assert [result.timings["data"] for result in results] == [0.5] * 4
     assert [result.timings["wait"] for result in results] == [0.0] * 4
-    assert now[0] - began == 4 * 0.5
+    assert clock.seconds - began == 4 * 0.5
 
 
 def test_under_leases_nothing_is_read_beforehand() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +23,7 @@ from tests.group_in_one_thread import GroupInOneThread, values
 from tests.living import places_of
 from tests.reference import Task, difference, samples
 from tests.simulation.run import Simulation, run_config
+from tests.strikes import send_signal
 from tests.unusual_optimizers import Raising
 
 STEPS, WORKERS = 12, 2
@@ -47,7 +46,7 @@ def simulated(strategy: Strategy, snapshot_every: int) -> Iterator[DistributedSG
     """A trainer in a simulation."""
     config = run_config(failure=FailureConfig(snapshot_every=snapshot_every))
     with (
-        Simulation(1).running(sys.modules[__name__]),
+        Simulation(1).running(),
         DistributedSGD(
             TASK.creator(), num_workers=WORKERS, strategy=strategy, run_config=config
         ) as trainer,
@@ -151,7 +150,7 @@ def test_a_process_may_die_at_the_same_time(name: str) -> None:
         trainer.fit(steps=4, progress=False)
         Raising.left.append(2)
         victim = places_of(trainer)[worker_peer(1)].pid
-        Raising.before = lambda: os.kill(victim, signal.SIGKILL)
+        Raising.before = lambda: send_signal(victim, signal.SIGKILL)
         told = False
         try:
             trainer.fit(steps=STEPS - 4, progress=False)

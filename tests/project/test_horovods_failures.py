@@ -7,7 +7,6 @@ committed step of its epoch, and the log gives the weights bit for bit.
 from __future__ import annotations
 
 import math
-import os
 import signal
 from collections import Counter
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.jobs_with_copies import COPIES, LOGGED, TASK, check, kill, train
 from tests.living import places_of
 from tests.pairs import diagonal, mostly_full
 from tests.reference import Task, difference, same_bits, samples, sgd
+from tests.strikes import kill_this_process, send_signal
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 
@@ -44,7 +44,7 @@ def pids(trainer: DistributedSGD) -> list[int]:
 
 def kill_all(victims: list[int]) -> None:
     for pid in victims:
-        os.kill(pid, signal.SIGKILL)
+        send_signal(pid, signal.SIGKILL)
 
 
 # --- fewer than the least number, and back (3494: those that stayed and those that came wait for each other) ---
@@ -77,7 +77,7 @@ class Mortal(TorchModel):
         path = Path(self.folder, f"{moment} {self.worker}")
         if path.exists():
             path.rename(path.with_name(f"died: {path.name}"))
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_this_process()
 
     def state(self) -> Any:
         self.die("gives state")

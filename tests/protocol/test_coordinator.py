@@ -23,6 +23,7 @@ from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.coordinator import Coordinator
 from steepest.core.protocol.step_summary import summarize
 from steepest.errors import ProtocolError
+from tests.hand_moved_clock import HandMovedClock
 
 CLIENT = Peer("client", 0)
 REQUESTS = WeakKeyDictionary[Coordinator, Iterator[int]]()  # the numbers of those to come
@@ -481,7 +482,7 @@ def test_a_summary_has_means_by_weight_and_sums() -> None:
 
 
 def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
-    monkeypatch: pytest.MonkeyPatch,
+    clock: HandMovedClock,
 ) -> None:
     class Script:
         """A coordinator of which the next step is committed with each message, and given up with some kinds."""
@@ -511,8 +512,6 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
         def tick(self, now: float) -> list[tuple[Peer, Message]]:
             return self.settle()
 
-    now = [100.0]
-    monkeypatch.setattr("steepest.core.engine.coordinator_role.time.monotonic", lambda: now[0])
     told: list[int] = []
     commits: list[Peer] = []
     script = Script()
@@ -532,7 +531,7 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
     assert script.settled == 1  # nor are they made
     with pytest.raises(ProtocolError):  # a message that makes no sense costs no result
         role.handle(server_peer(0), Message(Kind.WEIGHTS))
-    now[0] += 1.0
+    clock.seconds += 1.0
     assert steps(1) == [1, 2, 3, 4]
     assert steps(1) == [1, 2, 3, 4, 5]  # the last that was asked for
     script.limit = 10

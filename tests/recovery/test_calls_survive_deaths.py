@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 
 from steepest import DistributedSGD, FailureConfig, ParameterServerStrategy, RunConfig
 from steepest.core.messages.message import server_peer, worker_peer
+from steepest.core.system import system
 from tests.jobs_with_copies import COPIES, TASK, kill, train
 from tests.pairs import mostly_full
 from tests.reference import same_bits
@@ -111,9 +110,9 @@ def test_successors_start_and_join_between_calls() -> None:
         before = trainer.foreach_worker(lambda view: view.pid)
         events = trainer._live().events
         kill(trainer, worker_peer(1))
-        deadline = time.monotonic() + 120
-        waiting = threading.Event()
-        while not events and time.monotonic() < deadline:
+        deadline = system().now() + 120
+        waiting = system().event()
+        while not events and system().now() < deadline:
             waiting.wait(0.05)
         assert [event.kind for event in events] == ["replaced"]
         after = trainer.foreach_worker(lambda view: view.pid)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import threading
 from functools import partial
 from typing import Any
 
@@ -22,11 +20,13 @@ from steepest import (
     TorchModel,
 )
 from steepest.core.messages.message import Peer, server_peer, worker_peer
+from steepest.core.system import Thread
 from steepest.runtime.cluster import Cluster
 from tests.jobs_with_copies import COPIES, LOGGED, TASK, check, kill, train
 from tests.living import places_of
 from tests.pairs import diagonal, mostly_full
 from tests.step_callbacks import Watch
+from tests.strikes import later, send_signal
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 
@@ -100,14 +100,15 @@ def test_pairs_of_deaths_soon_after_each_other(seed: int) -> None:
     ) as trainer:
         first, second = draw.choice(pairs)
         pids = {peer: places_of(trainer)[peer].pid for peer in (first, second)}
-        later = threading.Timer(draw.uniform(0.0, 0.6), os.kill, [pids[second], signal.SIGKILL])
+        seconds, second_one = draw.uniform(0.0, 0.6), list[Thread]()
 
         def strike() -> None:
-            later.start()
-            os.kill(pids[first], signal.SIGKILL)
+            kill_it = partial(send_signal, pids[second], signal.SIGKILL)
+            second_one.append(later(seconds, kill_it))
+            send_signal(pids[first], signal.SIGKILL)
 
         watch = train(trainer, 500, (20, strike))
-        later.join()
+        second_one[0].join()
         check(trainer, watch, 500)
 
 
@@ -125,7 +126,7 @@ def test_a_death_while_the_job_is_put_together(
         def strike(cluster: Cluster, *arguments: Any, **named: Any) -> Any:
             if not struck:
                 struck.append(cluster.places[victim].pid)
-                os.kill(struck[0], signal.SIGKILL)
+                send_signal(struck[0], signal.SIGKILL)
             return whole(cluster, *arguments, **named)
 
         monkeypatch.setattr(Cluster, moment, strike)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.living import places_of
 from tests.recovery.snapshot_kinds import KINDS
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd
 from tests.step_callbacks import Watch
+from tests.strikes import send_signal
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 
@@ -26,7 +26,7 @@ WORKERS, STEPS = 3, 60
 
 
 def kill(trainer: DistributedSGD, victim: Peer) -> None:
-    os.kill(places_of(trainer)[victim].pid, signal.SIGKILL)
+    send_signal(places_of(trainer)[victim].pid, signal.SIGKILL)
 
 
 def buffers(model: Any) -> Weights:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.living import pids, places_of
 from tests.pairs import mostly_full
 from tests.reference import Task, difference, samples, sgd
 from tests.step_callbacks import Kill
+from tests.strikes import send_signal
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 
@@ -51,7 +51,7 @@ def test_a_server_that_dies_is_replaced_and_nothing_is_lost(
             record.getMessage() for record in caplog.records if "took over" in record.getMessage()
         ]
         assert f"server {server}" in line
-        os.kill(server_pid(trainer, 1 - server), signal.SIGKILL)  # between two steps
+        send_signal(server_pid(trainer, 1 - server), signal.SIGKILL)  # between two steps
         assert trainer.fit(steps=10, progress=False).step == 50
         assert difference(trainer.weights(), TASK.train(2, 50)) < 1e-12
         assert trainer.stats().replaced == 2
@@ -96,7 +96,7 @@ def test_without_copies_it_is_an_error() -> None:
     run_config = RunConfig(failure=FailureConfig(snapshot_every=0))
     with DistributedSGD(TASK.creator(), num_workers=2, run_config=run_config) as trainer:
         trainer.step()
-        os.kill(server_pid(trainer, 0), signal.SIGKILL)
+        send_signal(server_pid(trainer, 0), signal.SIGKILL)
         with pytest.raises(PeerLostError, match="server 0 on .* died"):
             trainer.fit(steps=30, progress=False)
 
@@ -128,7 +128,7 @@ def test_a_server_that_is_silent_is_replaced(server: int) -> None:
         TASK.creator(), num_workers=2, strategy=TWICE, run_config=run_config
     ) as trainer:
         trainer.fit(steps=10, progress=False)
-        os.kill(server_pid(trainer, server), signal.SIGSTOP)
+        send_signal(server_pid(trainer, server), signal.SIGSTOP)
         trainer.fit(steps=10, progress=False)
         assert difference(trainer.weights(), TASK.train(2, 20)) < 1e-12
         assert trainer.stats().replaced == 1

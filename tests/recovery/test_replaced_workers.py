@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
-import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,12 +15,14 @@ from torch import nn
 
 from steepest import Callback, DistributedSGD, FailureConfig, RunConfig, StepResult
 from steepest.core.messages.message import worker_peer
+from steepest.core.system import Thread
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, replay
 from tests.living import pids
 from tests.pairs import mostly_full
 from tests.reference import Task, difference, same_bits, samples, sgd
 from tests.step_callbacks import Kill
+from tests.strikes import later, send_signal
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 
@@ -49,7 +50,7 @@ def test_a_synchronous_run_ends_as_if_nobody_had_died(caplog: pytest.LogCaptureF
         ]
         assert line.startswith("worker 1 on ")
         assert f"(pid {before[1]}) died in step " in line
-        os.kill(after[0], signal.SIGKILL)  # between two steps
+        send_signal(after[0], signal.SIGKILL)  # between two steps
         trainer.fit(steps=10, progress=False)
         assert difference(trainer.weights(), straight.weights()) < 1e-12
         assert trainer.stats().replaced == 2
@@ -82,7 +83,7 @@ def test_successors_take_the_others_buffers_and_the_place_in_the_data() -> None:
     with DistributedSGD(task.creator(), num_workers=2) as trainer:
         trainer.fit(steps=12, progress=False)
         others = trainer.foreach_model(lambda model: model.state())[0]
-        os.kill(pids(trainer)[1], signal.SIGKILL)
+        send_signal(pids(trainer)[1], signal.SIGKILL)
         ray.wait(
             [trainer._live().watches[worker_peer(1)]], timeout=10
         )  # a call to it in this moment would fail
@@ -93,10 +94,10 @@ def test_successors_take_the_others_buffers_and_the_place_in_the_data() -> None:
         trainer.fit(steps=8, progress=False)
         assert difference(trainer.weights(), straight.weights()) < 1e-12
         assert trainer.evaluate(samples(16)).samples == 16
-        os.kill(pids(trainer)[1], signal.SIGKILL)
+        send_signal(pids(trainer)[1], signal.SIGKILL)
         ray.wait([trainer._live().watches[worker_peer(1)]], timeout=10)
         trainer.set_strategy("async")
-        os.kill(pids(trainer)[1], signal.SIGKILL)  # whose life is known to the new coordinator
+        send_signal(pids(trainer)[1], signal.SIGKILL)  # whose life is known to the new coordinator
         trainer.fit(steps=3, progress=False)
         assert len(set(pids(trainer))) == 2  # which waits for the successor
         assert trainer.stats().replaced == 3
@@ -107,10 +108,10 @@ def test_who_dies_too_often_is_not_replaced_again() -> None:
         TASK.creator(), num_workers=2, run_config=RunConfig(failure=FailureConfig(max_failures=1))
     ) as trainer:
         first = pids(trainer)
-        os.kill(first[1], signal.SIGKILL)
+        send_signal(first[1], signal.SIGKILL)
         trainer.fit(steps=3, progress=False)
         second = pids(trainer)
-        os.kill(second[1], signal.SIGKILL)
+        send_signal(second[1], signal.SIGKILL)
         assert trainer.fit(steps=3, progress=False).step == 6
         assert trainer.num_workers == 1, "the other one continues alone"
         assert "max_failures=1" in trainer.stats().events[-1].line
@@ -134,7 +135,7 @@ def test_who_is_silent_is_replaced_by_a_spare_process(
         trainer.fit(steps=5, progress=False)
         ray.get(trainer._supervisor.observation.reserve._spares[0].placing)  # it is up
         stopped = pids(trainer)[1]
-        os.kill(stopped, signal.SIGSTOP)
+        send_signal(stopped, signal.SIGSTOP)
         with caplog.at_level(logging.WARNING, "steepest"):
             trainer.fit(steps=100, progress=False)
             while trainer.stats().replaced < 1:
@@ -160,16 +161,17 @@ def test_who_stands_still_for_a_moment_is_not_replaced() -> None:
         TASK.creator(), num_workers=2, run_config=RunConfig(failure=FailureConfig(heartbeat=20.0))
     ) as trainer:
         before = pids(trainer)
-        wake = threading.Timer(1.0, os.kill, (before[1], signal.SIGCONT))
+        go_on = partial(send_signal, before[1], signal.SIGCONT)
+        wakes: list[Thread] = []
 
         class Stop(Callback):
             awake = False
 
             def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
                 if result.step == 20:
-                    os.kill(before[1], signal.SIGSTOP)
-                    wake.start()
-                self.awake |= wake.finished.is_set()
+                    send_signal(before[1], signal.SIGSTOP)
+                    wakes.append(later(1.0, go_on))
+                self.awake |= bool(wakes) and not wakes[0].is_alive()
 
         stop = Stop()
         trainer.fit(steps=600, callbacks=[stop], progress=False)
@@ -189,9 +191,9 @@ def test_a_successor_waits_for_who_stands_still_for_a_moment() -> None:
         class KillAndStop(Callback):
             def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
                 if result.step == 20:
-                    os.kill(before[2], signal.SIGSTOP)
-                    os.kill(before[1], signal.SIGKILL)
-                    threading.Timer(4.0, os.kill, (before[2], signal.SIGCONT)).start()
+                    send_signal(before[2], signal.SIGSTOP)
+                    send_signal(before[1], signal.SIGKILL)
+                    later(4.0, partial(send_signal, before[2], signal.SIGCONT))
 
         trainer.fit(steps=200, callbacks=[KillAndStop()], progress=False)
         assert pids(trainer)[::2] == before[::2]
@@ -216,8 +218,8 @@ def test_successors_of_two_who_die_together(run_config: RunConfig) -> None:
         class KillTwo(Callback):
             def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
                 if result.step == 40:
-                    os.kill(before[1], signal.SIGKILL)
-                    os.kill(before[2], signal.SIGKILL)
+                    send_signal(before[1], signal.SIGKILL)
+                    send_signal(before[2], signal.SIGKILL)
 
         trainer.fit(steps=180, callbacks=[KillTwo()], progress=False)
         assert same_bits(trainer.weights(), straight.weights())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from itertools import pairwise
 from typing import Any
 
@@ -20,12 +18,14 @@ from steepest import (
     RunConfig,
     StepResult,
 )
+from steepest.core.system import system
 from steepest.errors import ConfigurationError, ResourcesError
 from steepest.recovery.growth import Wanted
 from steepest.runtime.process import Process
 from tests.living import pids
 from tests.pairs import mostly_full
 from tests.reference import Task, difference, samples, serially, sgd
+from tests.strikes import send_signal
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 
@@ -86,7 +86,7 @@ def test_while_training_is_under_way(strategy: str) -> None:
     with DistributedSGD(
         task.creator(), num_workers=1, strategy=strategy, run_config=run_config
     ) as trainer:
-        grown = threading.Event()
+        grown = system().event()
 
         def grow(trainer: DistributedSGD) -> None:
             trainer.resize(num_workers=2)
@@ -186,7 +186,7 @@ def test_without_a_successor_it_goes_on_with_fewer(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(
             cluster, "start_worker", lambda index, seat: nowhere.remote("nowhere", b"", 1)
         )
-        os.kill(first[1], signal.SIGKILL)
+        send_signal(first[1], signal.SIGKILL)
         trainer.fit(steps=40, progress=False)
         assert trainer.num_workers == 2
         assert pids(trainer) == [first[0], first[2]]

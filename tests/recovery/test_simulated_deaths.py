@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from steepest import DistributedSGD
+from steepest.core.system import system
 from steepest.testing import InProcessCluster
 from tests.pairs import mostly_full
 from tests.random_examples import seeds
@@ -175,8 +175,7 @@ def test_threads_of_a_dead_process_end_in_the_middle_of_what_they_do() -> None:
 
 
 def test_nothing_is_replaced_after_a_simulation() -> None:
-    from steepest.core.transport import router
-
+    before = system()
     with Simulation(1).running():
-        assert router.threading is not threading
-    assert router.threading is threading
+        assert system() is not before
+    assert system() is before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import signal
 from collections import Counter
 from typing import Any
@@ -27,6 +26,7 @@ from tests.living import pids
 from tests.pairs import diagonal
 from tests.reference import Task, difference, same_bits, samples, serially, sgd
 from tests.step_callbacks import Watch
+from tests.strikes import send_signal
 
 pytestmark = pytest.mark.usefixtures("anywhere")
 
@@ -57,7 +57,7 @@ def killer(*victims: int) -> Any:
 
     def kill() -> None:
         for pid in victims:
-            os.kill(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
 
     return kill
 

@@ -23,6 +23,7 @@ from steepest.state.snapshots import Snapshots
 from steepest.state.stock import Stock
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.testing import InProcessCluster
+from tests.hand_moved_clock import HandMovedClock
 from tests.recovery.snapshot_kinds import BUFFERS
 from tests.reference import Task
 
@@ -34,9 +35,11 @@ def own_state(seconds: float) -> WorkerState:
 class Driver:
     """What `Snapshots` uses of a job; futures, workers' answers and the clock are set by the test."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, task: Task, every: int | None) -> None:
+    def __init__(
+        self, clock: HandMovedClock, monkeypatch: pytest.MonkeyPatch, task: Task, every: int | None
+    ) -> None:
         config = AllreduceStrategy()
-        self.now = 100.0
+        self.clock = clock
         self.owner = SimpleNamespace(  # whose waits are over at once
             attend=lambda seconds, until: until(),
             await_calls=lambda calls, seconds: list(calls),
@@ -53,7 +56,6 @@ class Driver:
         self.actors = {worker_peer(index): actor for index in range(2)}
         self.client = SimpleNamespace(read=self._read, position=self.position)
         self.fails = False
-        monkeypatch.setattr(snapshots.time, "monotonic", lambda: self.now)
         fake = SimpleNamespace(
             wait=lambda calls, **how: ([c for c in calls if c], [c for c in calls if not c]),
             get=lambda calls: [call["state"] for call in calls],
@@ -82,7 +84,7 @@ class Driver:
 
     def be_at(self, version: int, after: float = 0.0) -> None:
         """Commits up to a version, and lets the driver look for a snapshot."""
-        self.now += after
+        self.clock.seconds += after
         self.client.position = Position(1, version)
         self.snapshots.remember()
 
@@ -95,11 +97,12 @@ class Driver:
 
 
 def test_a_hundred_times_as_long_as_a_snapshot_took_passes_before_the_next(
+    clock: HandMovedClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver = Driver(monkeypatch, Task(), None)
+    driver = Driver(clock, monkeypatch, Task(), None)
     driver.snapshots.begin()
-    driver.now += 0.5
+    driver.clock.seconds += 0.5
     driver.answer(0)
     driver.be_at(5, after=2.0)
     assert driver.snapshots.taken is not None
@@ -117,9 +120,9 @@ def test_a_hundred_times_as_long_as_a_snapshot_took_passes_before_the_next(
 
 
 def test_snapshots_of_large_tables_are_told_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    clock: HandMovedClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver = Driver(monkeypatch, Task(), 1)
+    driver = Driver(clock, monkeypatch, Task(), 1)
     value = torch.empty(3 << 30, dtype=torch.uint8, device="meta")
     for version in (1, 2):
         driver.be_at(version, after=2.0)
@@ -130,10 +133,12 @@ def test_snapshots_of_large_tables_are_told_of_once(
     assert "replication=2" in caplog.text
 
 
-def test_what_workers_take_to_copy_their_own_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(monkeypatch, BUFFERS, None)
+def test_what_workers_take_to_copy_their_own_counts_too(
+    clock: HandMovedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(clock, monkeypatch, BUFFERS, None)
     driver.snapshots.begin()
-    driver.now += 3.0  # of waiting for a version, which costs nothing
+    driver.clock.seconds += 3.0  # of waiting for a version, which costs nothing
     driver.answer(0, 0.1, own_state(0.1), own_state(0.2))
     driver.be_at(1)
     assert driver.snapshots.taken is not None
@@ -145,9 +150,10 @@ def test_what_workers_take_to_copy_their_own_counts_too(monkeypatch: pytest.Monk
 
 
 def test_workers_that_were_past_the_version_are_told_earlier_the_next_time(
+    clock: HandMovedClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver = Driver(monkeypatch, BUFFERS, 1)
+    driver = Driver(clock, monkeypatch, BUFFERS, 1)
     driver.snapshots.begin()
     driver.answer(0, 0.0, own_state(0.0), own_state(0.0))
     driver.be_at(100, after=1.0)
@@ -170,9 +176,10 @@ def test_workers_that_were_past_the_version_are_told_earlier_the_next_time(
 
 
 def test_a_copy_of_another_job_or_of_a_state_that_was_replaced_is_not_kept(
+    clock: HandMovedClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver = Driver(monkeypatch, Task(), None)
+    driver = Driver(clock, monkeypatch, Task(), None)
     driver.snapshots.begin()
     driver.answer(0)
     driver.snapshots.forget()
@@ -191,9 +198,10 @@ def test_a_copy_of_another_job_or_of_a_state_that_was_replaced_is_not_kept(
 
 
 def test_the_copy_of_the_state_before_stays_until_that_of_the_new_one_has_come(
+    clock: HandMovedClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver = Driver(monkeypatch, Task(), None)
+    driver = Driver(clock, monkeypatch, Task(), None)
     driver.snapshots.begin()
     driver.answer(0)
     before = driver.snapshots.taken
@@ -207,33 +215,36 @@ def test_the_copy_of_the_state_before_stays_until_that_of_the_new_one_has_come(
 
 
 def test_workers_that_have_begun_a_void_step_give_a_copy_of_what_stands_after_it(
+    clock: HandMovedClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A step may last longer than five heartbeats; nobody waits longer than the deadline of a step."""
-    driver = Driver(monkeypatch, BUFFERS, None)
+    driver = Driver(clock, monkeypatch, BUFFERS, None)
     config = driver.run_config
     own, most = own_state(0.0), config.deadlines.step
     assert 5 * config.failure.heartbeat < most
 
     def wait() -> None:
-        driver.now += most / 10
-        if driver.now > 100.0 + 0.8 * most:
+        driver.clock.seconds += most / 10
+        if driver.clock.seconds > 100.0 + 0.8 * most:
             driver.answer(0, 0.0, own, own)
 
     assert driver.snapshots.renew(wait)
     assert driver.versions == [None, None], "no version that a worker may be past"
-    taken, began = driver.snapshots.taken, driver.now
+    taken, began = driver.snapshots.taken, driver.clock.seconds
     assert taken is not None
-    assert not driver.snapshots.renew(lambda: setattr(driver, "now", driver.now + most / 10))
+    assert not driver.snapshots.renew(
+        lambda: setattr(driver.clock, "seconds", driver.clock.seconds + most / 10)
+    )
     assert driver.snapshots.taken is taken
-    assert driver.now < began + 1.2 * most
+    assert driver.clock.seconds < began + 1.2 * most
 
 
 @pytest.mark.parametrize("every", [0, None])
 def test_none_is_asked_for_where_none_is_wanted(
-    every: int | None, monkeypatch: pytest.MonkeyPatch
+    every: int | None, clock: HandMovedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = Driver(monkeypatch, Task(), every)
+    driver = Driver(clock, monkeypatch, Task(), every)
     driver.snapshots.ensure() if every == 0 else driver.snapshots.begin()
     driver.be_at(5, after=10.0)
     assert len(driver.asked) == (0 if every == 0 else 1)

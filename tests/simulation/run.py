@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 import steepest
+from steepest.core.system import using
 from tests.simulation.simulated_processes import Node, SimulatedProcess, World
 from tests.simulation.simulated_ray import SimulatedRay
-from tests.simulation.virtual_primitives import EPOCH, Active, stand_ins
+from tests.simulation.virtual_primitives import EPOCH, Active, VirtualSystem
 from tests.simulation.virtual_threads import Killed, Scheduler
 
 _REAL = ("steepest.testing", "steepest.cli", "steepest.parameter_server")
@@ -124,22 +125,22 @@ class Simulation:
         """
         assert Active.scheduler is None, "another simulation runs"
         replacing = [
-            *stand_ins(self.scheduler, self.dice.getrandbits(32)),
             *self.world.stand_ins(),
             *self.ray.stand_ins(),
             *self._private(),
         ]
         self._main = threading.get_ident()
         affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
-        with _replaced(replacing, programs):
-            Active.scheduler = self.scheduler
+        threads_of_this = VirtualSystem(self.scheduler, self.dice.getrandbits(32))
+        with using(threads_of_this), _replaced(replacing, programs):
+            Active.scheduler, Active.simulation = self.scheduler, self
             # the baton goes faster from thread to thread on one processor
             os.sched_setaffinity(0, {sorted(affinity)[os.getpid() % len(affinity)]})
             try:
                 yield self
             finally:
                 self.scheduler.end()
-                Active.scheduler = None
+                Active.scheduler = Active.simulation = None
                 os.sched_setaffinity(0, affinity)
                 torch.set_num_threads(threads)
 
@@ -270,6 +271,11 @@ class Simulation:
         # After `shutdown`. The seconds are more than the driver's lease of its processes.
         self.scheduler.sleep(seconds)
         return self.world.living()
+
+
+def running() -> Simulation | None:
+    """Return the simulation that runs; None outside of any."""
+    return Active.simulation
 
 
 def pause(seconds: float) -> None:

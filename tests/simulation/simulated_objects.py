@@ -7,12 +7,12 @@ import pickle
 import traceback
 import types
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import ray as real
 from ray import cloudpickle
 
-from tests.simulation.virtual_primitives import Future
 from tests.simulation.virtual_threads import Scheduler, Waiters
 
 _PLAIN = (int, float, bool, str, bytes, type(None))

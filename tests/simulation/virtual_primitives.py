@@ -6,16 +6,11 @@ else is asked of it comes from the module itself, but for other things that make
 
 from __future__ import annotations
 
-import _thread
-import gc
 import queue
 import random
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from tests.simulation.virtual_threads import Scheduler, VirtualThread, Waiters
@@ -25,64 +20,16 @@ EPOCH = 1_700_000_000.0  # what `time.time` returns when the virtual clock is at
 
 
 class Active:
-    """The scheduler of the simulation that runs; None outside of any."""
+    """The simulation that runs, and its scheduler; None outside of any."""
 
     scheduler: Scheduler | None = None
+    simulation: Any = None
 
 
 def active() -> Scheduler:
     """Return the scheduler of the simulation that runs."""
     assert Active.scheduler is not None, "no simulation runs"
     return Active.scheduler
-
-
-class Future(futures.Future[T]):
-    """A future whose waits are those of virtual threads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._virtual_waiters: Waiters = []
-        self.add_done_callback(self._wake)
-
-    def _wake(self, _: object) -> None:
-        if Active.scheduler is not None:
-            Active.scheduler.wake(self._virtual_waiters)
-
-    def _await(self, timeout: float | None) -> float | None:
-        if Active.scheduler is None:
-            return timeout
-        if not self.done() and not active().block(self._virtual_waiters, timeout, "a future"):
-            raise TimeoutError
-        return 0.0
-
-    def result(self, timeout: float | None = None) -> T:
-        """Return the result when it is there; raise as `concurrent.futures.Future` does."""
-        return super().result(self._await(timeout))
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the exception, or None, when the future is done."""
-        return super().exception(self._await(timeout))
-
-
-def wait_for_futures(
-    several: Iterable[Future[Any]],
-    timeout: float | None = None,
-    return_when: str = futures.ALL_COMPLETED,
-) -> tuple[set[Future[Any]], set[Future[Any]]]:
-    """Wait as `concurrent.futures.wait` does, for all futures or the first one."""
-    found, end = list(several), None if timeout is None else active().now + timeout
-    least = len(found) if return_when == futures.ALL_COMPLETED else min(len(found), 1)
-    while sum(future.done() for future in found) < least:
-        left = None if end is None else end - active().now
-        waiters: Waiters = []
-        me = active().current
-        for future in found:
-            if not future.done():
-                future._virtual_waiters.append((me, me.wait + 1))
-        if not active().block(waiters, left, "futures"):
-            break
-    done = {future for future in found if future.done()}
-    return done, set(found) - done
 
 
 class Event:
@@ -277,30 +224,6 @@ class Thread:
         return self.virtual is not None and not self.virtual.finished
 
 
-class Timer(Thread):
-    """As `threading.Timer`."""
-
-    def __init__(
-        self,
-        interval: float,
-        function: Callable[..., object],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(target=self._later, name="timer")
-        self._interval, self._function = interval, partial(function, *args, **(kwargs or {}))
-        self.finished = Event()
-
-    def _later(self) -> None:
-        if not self.finished.wait(self._interval):
-            self._function()
-        self.finished.set()
-
-    def cancel(self) -> None:
-        """Do not call the function any more."""
-        self.finished.set()
-
-
 class Namespace:
     """A module with other things in some names' places.
 
@@ -322,46 +245,44 @@ class Namespace:
         return getattr(self._module, name)
 
 
-def _start_new_thread(function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-    """Start a virtual thread, of which there is no handle."""
-    Thread(target=function, args=arguments, daemon=True).start()
+class VirtualSystem:
+    """A `System` of virtual threads.
 
+    Args:
+        scheduler: of its threads.
+        seed: of what is drawn by chance.
+    """
 
-def stand_ins(scheduler: Scheduler, seed: int) -> list[tuple[Any, Any]]:
-    """Return each thing of Python's that makes threads wait, or is drawn by chance, with a stand-in."""
-    import secrets
+    event, lock, queue = Event, RLock, Queue
 
-    dice = random.Random(seed)
-    threads = {
-        "Event": Event,
-        "RLock": RLock,
-        "Lock": lambda: RLock(reentrant=False),
-        "Condition": Condition,
-        "Thread": Thread,
-        "Timer": Timer,
-        "current_thread": lambda: scheduler.current.handle or scheduler.current,
-        "get_ident": lambda: id(scheduler.current),
-    }
-    clocks = {
-        "monotonic": scheduler.clock,
-        "perf_counter": scheduler.clock,
-        "time": lambda: EPOCH + scheduler.clock(),
-        "sleep": scheduler.sleep,
-    }
-    chances = {
-        "token_bytes": lambda count=32: dice.randbytes(count),
-        "token_hex": lambda count=32: dice.randbytes(count).hex(),
-        "randbelow": dice.randrange,
-        "randbits": dice.getrandbits,
-    }
-    queues = {"Queue": Queue, "SimpleQueue": Queue}
-    return [
-        (threading, Namespace(threading, threads, ("Semaphore", "Barrier", "BoundedSemaphore"))),
-        (time, Namespace(time, clocks)),
-        (secrets, Namespace(secrets, chances)),
-        (queue, Namespace(queue, queues, ("LifoQueue", "PriorityQueue"))),
-        (futures.Future, Future),
-        (futures.wait, wait_for_futures),
-        (gc, Namespace(gc, {"collect": lambda *_: 0})),
-        (_thread, Namespace(_thread, {"start_new_thread": _start_new_thread})),
-    ]
+    def __init__(self, scheduler: Scheduler, seed: int) -> None:
+        self._scheduler = scheduler
+        self.chance = random.Random(seed)
+        self.now, self.sleep = scheduler.clock, scheduler.sleep
+
+    def time(self) -> float:
+        """Return the seconds since the epoch."""
+        return EPOCH + self._scheduler.clock()
+
+    def start(self, body: Callable[[], object], name: str, *, daemon: bool = True) -> Thread:
+        """Start a thread of the process whose thread this is."""
+        thread = Thread(target=body, name=name, daemon=daemon)
+        thread.start()
+        return thread
+
+    def begin(self, body: Callable[[], object]) -> None:
+        """Start a thread without a handle."""
+        self.start(body, "thread")
+
+    def current(self) -> Any:
+        """Return the thread that runs."""
+        return self._scheduler.current.handle or self._scheduler.current
+
+    def result(self, future: futures.Future[T], timeout: float | None = None) -> T:
+        """Wait for a future."""
+        if not future.done():
+            waiters: Waiters = []
+            future.add_done_callback(lambda _: self._scheduler.wake(waiters))
+            if not self._scheduler.block(waiters, timeout, "a future"):
+                raise TimeoutError
+        return future.result(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
@@ -197,7 +196,7 @@ def test_every_two_pushes_are_an_update() -> None:
 def simulated(workers: int, strategy: str | Strategy) -> Iterator[DistributedSGD]:
     """A trainer in a simulation."""
     with (
-        Simulation(1).running(sys.modules[__name__]),
+        Simulation(1).running(),
         DistributedSGD(
             TASK.creator(), workers, strategy=strategy, run_config=run_config()
         ) as trainer,
@@ -210,7 +209,7 @@ def test_a_death_leaves_every_sample_counted_once(name: str) -> None:
     simulation = Simulation(2)
     config = run_config(keep_log=True)
     with (
-        simulation.running(sys.modules[__name__]),
+        simulation.running(),
         DistributedSGD(TASK.creator(), 4, strategy=OWN[name], run_config=config) as trainer,
     ):
         trainer.fit(steps=3, progress=False)

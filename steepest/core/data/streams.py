@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from typing import Any, cast
@@ -13,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
+from steepest.core.system import system
 from steepest.errors import ConfigurationError
 
 _SKIP_SECONDS = 30.0  # a tenth of the time that a step may take by default
@@ -142,14 +142,14 @@ class DividedDataset(IterableDataset[Any]):
             return
         with _told(info):
             samples = iter(self.dataset)
-        first, patience = begin, time.monotonic() + self._patience
+        first, patience = begin, system().now() + self._patience
         for number in count():
             with _told(info):
                 taken = list(islice(samples, 1))
             if not taken:
                 break
             block, within = divmod(number, self._block)
-            if block < first and not within and time.monotonic() > patience:
+            if block < first and not within and system().now() > patience:
                 first = block
             if info.asked or (block >= first and self._is_mine(block - begin, begin + shift, info)):
                 yield taken[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -48,6 +46,7 @@ from steepest.core.messages.snapshots import (
     StateTensor,
 )
 from steepest.core.optim.portable import Record
+from steepest.core.system import Queue, system
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import (
     ConfigurationError,
@@ -102,7 +101,7 @@ class _Read:
 
     def begin(self) -> None:
         """Note that a part comes."""
-        self.began = self.began or time.monotonic()
+        self.began = self.began or system().now()
 
 
 @dataclass
@@ -126,11 +125,11 @@ class Client:
         self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send
     ) -> None:
         # RESULT, FAILURE and WORKER_LOST, or the loss of a peer, in the order of events, for any thread
-        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.outcomes: Queue[Outcome] = system().queue()
         self.on_outcome: Callable[[], None] = lambda: None  # called when there is another one
         # the newest generation and version that the client has heard of
         self.position = Position(0, 0)
-        self._since = time.monotonic()  # when a step last ended
+        self._since = system().now()  # when a step last ended
         self._layout = layout
         self._holders = holders
         self._servers = num_servers
@@ -389,7 +388,7 @@ class Client:
     def _end_step(self, outcome: Result | Failure) -> None:
         position = Position(outcome.generation, outcome.version)
         if position > self.position:  # else it is a copy: a failure begins a generation
-            self.position, self._since = position, time.monotonic()
+            self.position, self._since = position, system().now()
             if isinstance(outcome, Failure) and outcome.reason == "optimizer":
                 self.torn = outcome
             self._tell(outcome)
@@ -441,7 +440,7 @@ class Client:
         if not read.awaited:
             del self._reads[end.sequence]
             read.snapshot.records += [each for each in read.records.values() if each is not None]
-            read.snapshot.seconds = time.monotonic() - read.began
+            read.snapshot.seconds = system().now() - read.began
             read.future.set_result(read.snapshot)
 
     def _acknowledge(self, source: Peer, received: PutReceived) -> None:
@@ -500,7 +499,7 @@ class Client:
             found.append(f"waits for {who} a state")
         if self._answers:
             found.append(f"waits for {len(self._answers)} answers of the coordinator")
-        seconds = time.monotonic() - self._since
+        seconds = system().now() - self._since
         known = f"knows of version {self.position.version}; no step has ended for {seconds:.1f} s"
         return listed([known, *found])
 

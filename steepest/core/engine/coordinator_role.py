@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from steepest.core.messages.message import Kind, Message, Peer, Send
 from steepest.core.protocol.commit_state import Outgoing
 from steepest.core.protocol.coordinator import Coordinator
+from steepest.core.system import system
 from steepest.errors import ProtocolError
 
 #: Messages that come in every step: the results of earlier steps need not be made before them.
@@ -77,7 +77,7 @@ class CoordinatorRole:
     def _results_are_due(self) -> bool:
         """Return whether results leave now, rather than with those of the steps after them."""
         more = self.coordinator.version < self.coordinator.limit
-        return not more or time.monotonic() - self._sent_at >= self._pause
+        return not more or system().now() - self._sent_at >= self._pause
 
     def _settle(self) -> None:
         self._carry_out(self.coordinator.settle())
@@ -106,7 +106,7 @@ class CoordinatorRole:
 
     def _send_results(self) -> None:
         """Send clients' waiting messages in order, up to a result whose commit, with copies, no other has heard of."""
-        self._sent_at = time.monotonic()
+        self._sent_at = system().now()
         while self._results:
             peer, message = self._results[0]
             if message.kind is Kind.RESULT and message.version > self.coordinator.logged:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +40,7 @@ from steepest.core.models.protocol import (
 )
 from steepest.core.models.write_check import refusal
 from steepest.core.optim.spec import ScheduleState
+from steepest.core.system import system
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.layout import Entry, ParameterLayout
 from steepest.core.tensors.shared_memory import allocate, forget_writes, make_writable
@@ -376,12 +376,12 @@ class Replicas:
         ):
             batch: Any = None
             error: BaseException | None = None
-            began = time.perf_counter()
+            began = system().now()
             try:
                 batch = self._load_batch(places[0])
             except BaseException as raised:  # noqa: BLE001 - the user's code may call sys.exit()
                 error = raised
-            seconds = time.perf_counter() - began
+            seconds = system().now() - began
             self._loaded = _Loaded(places[0], batch, error, HeldGenerators(), seconds)
 
     def load(self, place: Place) -> Any:
@@ -501,9 +501,9 @@ class Replicas:
         companion = self._companion
         loading = computing = self.seconds_ahead = 0.0
         for place in places:
-            began, replica = time.perf_counter(), place[1]
+            began, replica = system().now(), place[1]
             batch = companion.take(place, self.load)
-            loaded = time.perf_counter()
+            loaded = system().now()
             companion.begin_batch(place)
             if (weighs := self._able.batches[replica]) is not None:
                 weighs.expect(self._places.share_of(place, places if self._is_update else None))
@@ -522,7 +522,7 @@ class Replicas:
             collector.end(result.weight)
             companion.end_batch(result.weight)
             loading += loaded - began
-            computing += time.perf_counter() - loaded
+            computing += system().now() - loaded
         return results, loading + self.seconds_ahead, computing
 
     @property
@@ -595,7 +595,7 @@ class Replicas:
         Raises:
             ConfigurationError: the data are none, or have no known length.
         """
-        began = time.perf_counter()
+        began = system().now()
         model = self.models[0]
         size = batch_size_of(data, batch_size) or model.batch_size
         source = model.source(data, size)
@@ -610,7 +610,7 @@ class Replicas:
         for share, batch in zip(shares, source.open(shares), strict=True):
             _expect(model, Share(len(share), len(share)))
             results.append(validate_computed(model.evaluate(batch)))
-        return WorkerResult(*_mean(results), {"evaluate": time.perf_counter() - began})
+        return WorkerResult(*_mean(results), {"evaluate": system().now() - began})
 
 
 def _divides(source: Any) -> bool:

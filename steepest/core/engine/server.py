@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +48,7 @@ from steepest.core.optim.portable import Record
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.protocol.decision_log import DecisionLog
 from steepest.core.protocol.push_tracking import MOST_PUSHES, ClosedPushes
+from steepest.core.system import system
 from steepest.core.tensors.layout import Chunk
 from steepest.core.tensors.memory import as_tensor
 from steepest.errors import ProtocolError
@@ -108,7 +108,7 @@ class Server:
         self.refused = 0  # the number of pushes that were dropped
         # the update in which the optimizer raised, if no whole state was installed since: chunks are of no version
         self.torn: RaisedUpdate | None = None
-        self._since = time.monotonic()  # when it took its present position
+        self._since = system().now()  # when it took its present position
         self._index = index
         self._send = send
         layout, holders, stores = topology.layout, topology.holders, topology.stores
@@ -295,7 +295,7 @@ class Server:
 
     def doing(self) -> str:
         """Return which pushes are not here yet, in words, see `Role.doing`."""
-        version, lasting = self.version + 1, f", for {time.monotonic() - self._since:.1f} s"
+        version, lasting = self.version + 1, f", for {system().now() - self._since:.1f} s"
         if self.torn is not None:
             return f"is of no version: its optimizer raised {self.torn.error}"
         if not self._trainable:
@@ -497,7 +497,7 @@ class Server:
         if self._spec is not None and (self._changed or any(hyper)):
             self._changed = True  # what a schedule leaves alone later returns to the recipe's value
             hyper = self._spec.hyperparameters(hyper)
-        self.version, self._since = commit.version, time.monotonic()
+        self.version, self._since = commit.version, system().now()
         contributors = {push.worker for push in commit.pushes}
         self._left_out = (
             self._left_out | contributors if commit.skip else self._left_out - contributors
@@ -618,7 +618,7 @@ class Server:
         if (begun.generation, begun.version) <= self._position:
             return  # a copy
         self.generation, self.version = begun.generation, begun.version
-        self._since = time.monotonic()
+        self._since = system().now()
         self._members = frozenset(begun.workers)
         for held in self._trainable:
             held.discard()

@@ -8,8 +8,6 @@ import logging
 import math
 import os
 import sys
-import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from steepest.core.messages.message import Message, Peer, Send
 from steepest.core.messages.permissions import Admission
+from steepest.core.system import Thread, system
 from steepest.core.tensors.memory import Memory, clone
 from steepest.core.transport.channel import Channel, Event, Transport, overlap
 from steepest.errors import ProtocolError, ShutdownError, describe_stack
@@ -76,13 +75,7 @@ class Role(Protocol):
 
 
 #: Starts a daemon thread, given its body and its name, and returns it.
-StartThread = Callable[[Callable[[], None], str], threading.Thread]
-
-
-def _start_thread(body: Callable[[], None], name: str) -> threading.Thread:
-    thread = threading.Thread(target=body, name=name, daemon=True)
-    thread.start()
-    return thread
+StartThread = Callable[[Callable[[], None], str], Thread]
 
 
 #: By a router's thread that waits while another one runs in its turn: what returns the identifier of that one.
@@ -116,9 +109,9 @@ class Router:
         self._events: deque[Event] = deque()  # of the transport, not delivered yet
         self._later: deque[Callable[[], None]] = deque()  # to be called when nothing is to be done
         self._ticked = 0.0
-        self._stopping = threading.Event()
+        self._stopping = system().event()
         self._why = "the process is shut down"  # nothing can be done, once `_stopping` is set
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._ident = 0  # of that thread
         # holds None when `run` has ended after `stop`, or the exception that ended it
         self.finished: Future[None] = Future()
@@ -306,10 +299,10 @@ class Router:
         # Where one process has all roles, a worker's step has messages sent that let it take the next one, as long as
         # steps are granted: other processes have to be heard in between. What coordinator and servers have been sent is
         # always delivered, so that they agree then.
-        until = time.monotonic() + _LOCAL_SECONDS
+        until = system().now() + _LOCAL_SECONDS
         while self._local:
             at = 0
-            if self.transport is not None and time.monotonic() > until:
+            if self.transport is not None and system().now() > until:
                 targets = (message.target for message in self._local)
                 others = (i for i, peer in enumerate(targets) if peer and peer.role != "worker")
                 if (at := next(others, -1)) < 0:
@@ -401,7 +394,7 @@ class Router:
 
     def _turn_and_tick(self, timeout: float = math.inf) -> None:
         self.turn(min(timeout, self._tick_seconds))
-        now = time.monotonic()
+        now = system().now()
         if now - self._ticked >= self._tick_seconds:
             self._ticked = now
             self.tick(now)
@@ -411,7 +404,7 @@ class Router:
         for role in list(self._roles.values()):
             role.tick(now)
 
-    def start(self, name: str, start_thread: StartThread = _start_thread) -> None:
+    def start(self, name: str, start_thread: StartThread | None = None) -> None:
         """Call `run` in a thread of that name, or as `start_thread` starts it; `finished` holds how that ended."""
 
         def body() -> None:
@@ -423,7 +416,7 @@ class Router:
             else:
                 self._end(None)
 
-        self._thread = start_thread(body, name)
+        self._thread = (start_thread or system().start)(body, name)
 
     def where(self, *, whole: bool = False) -> str:
         """Return the frames, all or those of users' code alone, in which the router's thread is; any thread may ask."""
@@ -439,7 +432,7 @@ class Router:
     @property
     def busy(self) -> float:
         """Seconds since the router's thread last looked at the time; within `tick_seconds` if idle."""
-        return time.monotonic() - self._ticked if self._ticked else 0.0
+        return system().now() - self._ticked if self._ticked else 0.0
 
     def _end(self, error: BaseException | None) -> None:
         self._stopping.set()
@@ -462,7 +455,7 @@ class Router:
         self._stopping.set()
         if self.transport is not None:
             self.transport.wake()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not system().current():
             self._thread.join(timeout)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -500,7 +493,7 @@ class Router:
         self.transport, self._channels = None, {}
         self._calls, self._local, self._events = deque(), deque(), deque()
         self._thread = None
-        self._stopping, self.finished = threading.Event(), Future()
+        self._stopping, self.finished = system().event(), Future()
         self._stopping.set()
         self.finished.set_exception(ShutdownError(self._why))
 

@@ -1,0 +1,169 @@
+"""What the system gives a process: a clock, threads, waits, chance. Python's own, or a simulation's.
+
+Code that looks at a clock, waits, or starts a thread asks `system()`, in whatever process it runs: a
+role, a stream of data, a loop of the user's have no other way to it. A simulation uses one of its own.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Thread(Protocol):
+    """A thread that was started."""
+
+    name: str
+
+    def join(self, timeout: float | None = None) -> None:
+        """Return when it has ended, or after some seconds."""
+
+    def is_alive(self) -> bool:
+        """Return whether it has not ended."""
+
+
+class Event(Protocol):
+    """As `threading.Event`."""
+
+    def is_set(self) -> bool:
+        """Return whether it is set."""
+
+    def set(self) -> None:
+        """Set it; those who wait go on."""
+
+    def clear(self) -> None:
+        """Reset it."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return when it is set, or after some seconds; return whether it is."""
+
+
+class Lock(Protocol):
+    """As `threading.RLock`."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take it; return whether it was taken."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+    def __enter__(self) -> bool:
+        """Take it."""
+
+    def __exit__(self, *_: Any) -> None:
+        """Give it back."""
+
+
+class Queue(Protocol[T]):
+    """As `queue.SimpleQueue`; `queue.Empty` where nothing comes."""
+
+    def put(self, item: T) -> None:
+        """Add an item."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> T:
+        """Return the oldest item when there is one."""
+
+    def get_nowait(self) -> T:
+        """Return the oldest item."""
+
+    def empty(self) -> bool:
+        """Return whether there is none."""
+
+
+class System(Protocol):
+    """A clock, threads, waits and chance; any thread may use all of it."""
+
+    @property
+    def chance(self) -> random.Random:
+        """What is drawn by chance, such as tokens."""
+
+    def now(self) -> float:
+        """Return the time in seconds, on a clock that does not go back."""
+
+    def time(self) -> float:
+        """Return the seconds since the epoch."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let the calling thread wait."""
+
+    def start(self, body: Callable[[], object], name: str, *, daemon: bool = True) -> Thread:
+        """Start a thread that runs a function; RuntimeError where the interpreter ends."""
+
+    def begin(self, body: Callable[[], object]) -> None:
+        """Start a thread without a handle, and take no lock, as amid a signal or a garbage collection."""
+
+    def current(self) -> Any:
+        """Return the calling thread, as `start` has."""
+
+    def event(self) -> Event:
+        """Return a new event."""
+
+    def lock(self) -> Lock:
+        """Return a new lock, which its thread may take again."""
+
+    def queue(self) -> Queue[Any]:
+        """Return a new queue without bounds."""
+
+    def result(self, future: Future[T], timeout: float | None = None) -> T:
+        """Wait for a future; return its result, or raise as `Future.result` does."""
+
+
+class PythonSystem:
+    """Python's own clock, threads and waits, see `System`."""
+
+    time = staticmethod(time.time)
+    current = staticmethod(threading.current_thread)
+    event, lock, queue = threading.Event, threading.RLock, queue.SimpleQueue
+
+    def __init__(self) -> None:
+        self.chance: random.Random = random.SystemRandom()
+
+    def now(self) -> float:
+        """Return the monotonic clock."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let the calling thread wait."""
+        time.sleep(seconds)
+
+    def start(self, body: Callable[[], object], name: str, *, daemon: bool = True) -> Thread:
+        """Start a thread."""
+        thread = threading.Thread(target=body, name=name, daemon=daemon)
+        thread.start()
+        return thread
+
+    def begin(self, body: Callable[[], object]) -> None:
+        """Start a thread as the C code does."""
+        _thread.start_new_thread(body, ())
+
+    def result(self, future: Future[T], timeout: float | None = None) -> T:
+        """Wait for a future."""
+        return future.result(timeout)
+
+
+_used: System = PythonSystem()
+
+
+def system() -> System:
+    """Return the system of this process."""
+    return _used
+
+
+@contextlib.contextmanager
+def using(other: System) -> Iterator[None]:
+    """Have all threads of this process use another system in a block."""
+    global _used
+    before, _used = _used, other
+    try:
+        yield
+    finally:
+        _used = before
