@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -170,7 +169,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def anywhere(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where a test of whole jobs runs: simulated, on virtual time, or on the tests' cluster.
 
-    Simulated, Ray, `os.kill`, threads and clocks are replaced in the tests' modules as well.
+    It sends signals, and lets things happen later, by `tests/strikes.py`.
     """
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
@@ -186,11 +185,8 @@ def anywhere(request: pytest.FixtureRequest) -> Iterator[None]:
         pause(BATCH_SECONDS)
         return compute(model, *arguments, **named)
 
-    helpers = (n for n in sys.modules if n.startswith("tests.") and n.split(".")[1] != "simulation")
-    names = {request.module.__name__, *helpers}
-    programs = (sys.modules[name] for name in sorted(names))
     simulation = Simulation(1, cpus=(8,), switches=1_000_000)
-    with pytest.MonkeyPatch.context() as patch, simulation.running(*programs):
+    with pytest.MonkeyPatch.context() as patch, simulation.running():
         patch.setattr(TorchModel, "compute_gradients", in_some_time)
         yield
 

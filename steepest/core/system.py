@@ -120,16 +120,13 @@ class System(Protocol):
 class PythonSystem:
     """Python's own clock, threads and waits, see `System`."""
 
-    time = staticmethod(time.time)
+    now: Callable[[], float] = staticmethod(time.monotonic)
+    time: Callable[[], float] = staticmethod(time.time)
     current = staticmethod(threading.current_thread)
     event, lock, queue = threading.Event, threading.RLock, queue.SimpleQueue
 
     def __init__(self) -> None:
         self.chance: random.Random = random.SystemRandom()
-
-    def now(self) -> float:
-        """Return the monotonic clock."""
-        return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
         """Let the calling thread wait."""

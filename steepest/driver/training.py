@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-import ray
-
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.client import Client, Position
 from steepest.core.engine.step_errors import raise_step_error
@@ -26,6 +24,7 @@ from steepest.observe.results import StepResult
 from steepest.recovery.supervisor import Supervisor
 from steepest.runtime.calls import has_answered
 from steepest.runtime.cluster import Cluster
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.owner import Moment, Request, owned
 
 log = logging.getLogger(__name__)
@@ -500,13 +499,13 @@ class Training:
         """Return the name, samples and frames of workers that are waited for, if they answer soon."""
         cluster = self.cluster
         workers = {p: actor for p, actor in cluster.actors.items() if str(p) in awaited}
-        calls = {p: a.where.remote() for p, a in workers.items() if p.role == "worker"}
+        calls = {p: runtime().call(a, "where") for p, a in workers.items() if p.role == "worker"}
         if calls:
             self.owner.await_calls(list(calls.values()), _WHERE_SECONDS)
         found = []
         for peer, call in calls.items():
             if has_answered(call):
-                share, frames = ray.get(call)
+                share, frames = call.get()
                 words = "" if share is None else cluster.samples_of(share)
                 if words and share is not None:
                     words = f"its share of step {share // cluster.job.shares + 1}: {words}"

@@ -6,15 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import ray
-
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.system import system
 from steepest.errors import ResourcesError
 from steepest.recovery.starting import Starting
 from steepest.runtime.cluster import Cluster
-from steepest.runtime.ray_private import draining_nodes
-from steepest.runtime.room import Room, check_possible, fitting, may_grow
+from steepest.runtime.job_runtime import runtime
+from steepest.runtime.room import Room, check_possible, fitting
 
 _LOOK_SECONDS = 1.0
 _LONGEST_PAUSE = 60.0
@@ -87,8 +85,8 @@ class Growth:
         if not free:
             return []
         placement.look()
-        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        living -= draining_nodes().keys()
+        living = {*runtime().nodes()}
+        living -= runtime().leaving_nodes().keys()
         return [seat for seat in free if placement.nodes([seat])[0] in living]
 
     def _start_workers(self, missing: int, *, asked: bool) -> None:
@@ -106,8 +104,10 @@ class Growth:
                 return
         if (further := missing - len(free)) > 0:
             workers = cluster.job.num_workers + missing
-            check_possible(workers, cluster.bundle, ray.nodes(), may_grow())
-            going = {*draining_nodes()}
+            check_possible(
+                workers, cluster.bundle, runtime().nodes().values(), grows=runtime().may_grow
+            )
+            going = {*runtime().leaving_nodes()}
             # what is free may be in pieces, or another's by then: so it asks more rarely until it
             # has got some
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)

@@ -18,6 +18,7 @@ from steepest.recovery.observation import NOTICE_SECONDS, Observation
 from steepest.recovery.starting import Start
 from steepest.recovery.telling import nothing_lost, record_line
 from steepest.runtime.cluster import Cluster
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.places import Place
 
 _LOOK_SECONDS = 0.1
@@ -114,11 +115,19 @@ class Joining:
         place = get(start.building[-1], "say where it is")
         states = self._states_of_the_others(missing)
         mean = mean_states(states, [1.0] * len(states)) if states else None
-        get(actor.bind.remote(cluster.stored_job, cluster.chosen.gpu), "bind the model again")
-        address = get(actor.open.remote(cluster.stored_job, [], None, life), "open a worker again")
+        get(
+            runtime().call(actor, "bind", cluster.stored_job, cluster.chosen.gpu),
+            "bind the model again",
+        )
+        address = get(
+            runtime().call(actor, "open", cluster.stored_job, [], None, life), "open a worker again"
+        )
         where = self._place_of_the_others(missing)
-        get(actor.take_state.remote(*cluster.plan, mean, where), "take the others' state")
-        get(actor.connect.remote(cluster.ends, timeout), "connect a worker again")
+        get(
+            runtime().call(actor, "take_state", *cluster.plan, mean, where),
+            "take the others' state",
+        )
+        get(runtime().call(actor, "connect", cluster.ends, timeout), "connect a worker again")
         cluster.substitute(peer, actor, place, address)
         self._joined[peer] = cluster.client.position.version
         self._tell([worker for worker in self._living() if worker not in missing or worker == peer])
@@ -152,7 +161,7 @@ class Joining:
         """Have workers learn where all others listen; a worker that dies meanwhile is left out."""
         cluster, actors = self._cluster, self._cluster.actors
         calls = {
-            peer: actors[peer].join.remote(cluster.stored_job, cluster.listening)
+            peer: runtime().call(actors[peer], "join", cluster.stored_job, cluster.listening)
             for peer in workers
         }
         for peer, call in calls.items():

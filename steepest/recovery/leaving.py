@@ -10,7 +10,7 @@ from steepest.core.system import system
 from steepest.errors import ResourcesError
 from steepest.recovery.starting import Starting
 from steepest.runtime.cluster import Cluster
-from steepest.runtime.ray_private import draining_nodes
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.room import Room
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,10 @@ class Leaving:
         if now - self._looked >= _LOOK_SECONDS and not self.nodes:
             self._looked = now
             failing = dict.fromkeys(self._cluster.placement.failing, 0.0)
-            for nodes, why in ((draining_nodes(), _WILL_GO), (failing, "failed again and again")):
+            for nodes, why in (
+                (runtime().leaving_nodes(), _WILL_GO),
+                (failing, "failed again and again"),
+            ):
                 if not self.nodes:
                     self._begin(nodes, why)
         if not self.nodes:

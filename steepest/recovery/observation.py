@@ -10,8 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
-import ray
-
 from steepest.core.messages.driver import WorkerLost
 from steepest.core.messages.message import Peer, server_peer, worker_peer
 from steepest.core.strategies.strategy import Strategy
@@ -22,6 +20,7 @@ from steepest.recovery.growth import Growth, Wanted
 from steepest.recovery.leaving import Leaving
 from steepest.recovery.starting import Reserve, Start, Starting
 from steepest.runtime.cluster import Cluster
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.places import kill
 from steepest.state.snapshots import Snapshots
 
@@ -116,7 +115,7 @@ class Observation:
         if peer not in cluster.members or cluster.members[peer].life != lost.life:
             return
         if cluster.deaths.cause(peer) is None:
-            ray.wait([cluster.members[peer].watch], timeout=NOTICE_SECONDS)
+            runtime().wait([cluster.members[peer].watch], NOTICE_SECONDS)
             cluster.deaths.declare(peer, lost.why)
 
     def is_plain(self, peer: Peer) -> bool:

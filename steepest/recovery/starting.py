@@ -14,6 +14,7 @@ from steepest.core.system import system
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.runtime.calls import has_answered, never_ran
 from steepest.runtime.cluster import Cluster
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.places import Place, kill
 
 _ANSWER_SECONDS = 5.0
@@ -43,14 +44,12 @@ class Start:
     @property
     def is_up(self) -> bool:
         """Whether it can join: all calls have ended, if by an error of the user's code."""
-        done, _ = ray.wait(self.building, num_returns=len(self.building), timeout=0)
-        return len(done) == len(self.building) and not self.is_dead
+        return all(call.done() for call in self.building) and not self.is_dead
 
     @property
     def is_dead(self) -> bool:
         """Whether its process died, or could never run."""
-        ended, _ = ray.wait([self.watch], timeout=0)
-        return bool(ended) or any(never_ran(call) for call in self.building)
+        return self.watch.done() or any(never_ran(call) for call in self.building)
 
     @property
     def is_placed(self) -> bool:
@@ -65,7 +64,7 @@ class Start:
     @property
     def place(self) -> Place:
         """Where it runs; it must be up."""
-        found: Place = ray.get(self.building[-1])
+        found: Place = self.building[-1].get()
         return found
 
 
@@ -88,7 +87,7 @@ class Starting:
         actor = actor or cluster.start_worker(index, seat)
         building = self._building(actor, index)
         cut, now = self._cluster.job.cut, system().now()
-        watch = actor.watch.remote()
+        watch = runtime().call(actor, "watch")
         return Start(worker_peer(index), seat, actor, watch, building, now, cause, spare, cut)
 
     def server(
@@ -102,17 +101,24 @@ class Starting:
     ) -> Start:
         """Start a server's process."""
         actor = actor or self._cluster.start_server(peer.index, seat)
-        building = [actor.reserve.remote(self._cluster.job.description.layout.nbytes)]
-        building.append(actor.place.remote())
-        now, watch = system().now(), actor.watch.remote()
+        building = [runtime().call(actor, "reserve", self._cluster.job.description.layout.nbytes)]
+        building.append(runtime().call(actor, "place"))
+        now, watch = system().now(), runtime().call(actor, "watch")
         return Start(peer, seat, actor, watch, building, now, cause, spare)
 
     def _building(self, actor: Any, index: int) -> list[Any]:
         cluster, job = self._cluster, self._cluster.job
-        built = actor.build.remote(
-            cluster.creator, index, job.devices_per_worker, job.seed, job.cut, cluster.size
+        built = runtime().call(
+            actor,
+            "build",
+            cluster.creator,
+            index,
+            job.devices_per_worker,
+            job.seed,
+            job.cut,
+            cluster.size,
         )
-        return [built, actor.place.remote()]
+        return [built, runtime().call(actor, "place")]
 
     def fitting(self, start: Start, index: int) -> Start:
         """Return a worker that has, or builds, the models of a number, cut as the job's are now."""
@@ -140,7 +146,7 @@ class Starting:
     def lose(self, start: Start) -> None:
         """End a process that is silent; `again` starts another."""
         kill(start.place, start.actor)
-        dead = replace(start, watch=ray.put(None))  # Ray takes a while to say so
+        dead = replace(start, watch=runtime().put(None))  # Ray takes a while to say so
         self.instead = {peer: dead if s is start else s for peer, s in self.instead.items()}
         self.workers = [dead if s is start else s for s in self.workers]
         self.servers = [dead if s is start else s for s in self.servers]
@@ -153,7 +159,7 @@ class Starting:
         """
         hangs = system().now() - start.started > self.patience / 2 and not start.is_placed
         if hangs and not start.is_dead:
-            ray.kill(start.actor, no_restart=True)
+            runtime().end(start.actor)
         elif not start.is_dead:
             return start if start.peer.role == "server" else self.fitting(start, start.peer.index)
         if start.peer.role == "server":
@@ -173,7 +179,7 @@ class Starting:
         """End some of the processes."""
         dead = list(starts)
         for start in dead:
-            ray.kill(start.actor, no_restart=True)
+            runtime().end(start.actor)
         self.joined([start.actor for start in dead])
 
 
@@ -200,19 +206,18 @@ class Reserve:
             seats = cluster.placement.order
             seat = seats[number % len(seats)]
             actor = cluster.start_process("spare", seat, 0, 0, cpus)
-            actor.prepare.remote(cluster.creator)
-            self._spares.append(_Spare(actor, actor.place.remote(), seat))
+            runtime().call(actor, "prepare", cluster.creator)
+            self._spares.append(_Spare(actor, runtime().call(actor, "place"), seat))
 
     def take(self, node: str) -> Any | None:
         """Return a spare process on a node, if one is up; it is a spare no more."""
         for spare in list(self._spares):
             actor, placing, _ = spare
-            ready, _ = ray.wait([placing], timeout=0)
-            if not ready:
+            if not placing.done():
                 continue
             try:
-                found: Place = ray.get(placing)
-                ray.get(actor.place.remote(), timeout=_ANSWER_SECONDS)
+                found: Place = placing.get()
+                runtime().call(actor, "place").get(_ANSWER_SECONDS)
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 self._spares.remove(spare)
                 continue
@@ -228,7 +233,7 @@ class Reserve:
 
     def leave(self, nodes: Collection[str]) -> None:
         """End spare processes on nodes that will go."""
-        self.end(lambda s: has_answered(s.placing) and ray.get(s.placing).node in nodes)
+        self.end(lambda s: has_answered(s.placing) and s.placing.get().node in nodes)
 
     def end_in(self, seats: Collection[int]) -> None:
         """End spare processes in seats that are to be given back; others are started elsewhere."""
@@ -238,4 +243,4 @@ class Reserve:
         """End spare processes; all by default."""
         for spare in list(filter(which, self._spares)):
             self._spares.remove(spare)
-            ray.kill(spare.actor, no_restart=True)
+            runtime().end(spare.actor)

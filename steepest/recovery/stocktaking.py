@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import ray
-
 from steepest.core.messages.message import Peer, worker_peer
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.system import system
@@ -14,6 +12,7 @@ from steepest.recovery.change import Change
 from steepest.runtime.calls import has_answered
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.diagnostics import update_error
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.survivors import RecoveredState, ServerState, assemble
 from steepest.state.job_state import JobState
 from steepest.state.optimizer_state import OptimizerState
@@ -37,7 +36,7 @@ def find_dead(cluster: Cluster, accused: tuple[Peer, str] | None) -> dict[Peer, 
         accused: a process whose channel has closed, if any, and why it is said to be dead.
     """
     began, signs, (suspect, why) = system().now(), cluster.signs, accused or (None, "")
-    asked = {peer: actor.lost_peers.remote() for peer, actor in cluster.actors.items()}
+    asked = {peer: runtime().call(actor, "lost_peers") for peer, actor in cluster.actors.items()}
     closed: set[Peer] = set()
     if suspect is not None:  # otherwise processes close channels because they get other roles
         closed = {suspect} | _processes_of(cluster, cluster.lost_peers())
@@ -48,7 +47,7 @@ def find_dead(cluster: Cluster, accused: tuple[Peer, str] | None) -> dict[Peer, 
                 dead[peer] = cause
             elif has_answered(ref):
                 if suspect is not None:
-                    closed |= _processes_of(cluster, ray.get(ref))
+                    closed |= _processes_of(cluster, ref.get())
                 if peer != suspect:
                     del asked[peer]
                 continue
@@ -77,7 +76,7 @@ def _await_any(cluster: Cluster, calls: Iterable[Any]) -> None:
     """Return when a call that has not answered does, or a moment later."""
     waiting = [call for call in calls if not has_answered(call)]
     if waiting:
-        ray.wait(waiting, timeout=_POLL_SECONDS)
+        runtime().wait(waiting, _POLL_SECONDS, 1)
     cluster.owner.attend(0.0 if waiting else _POLL_SECONDS)
 
 
@@ -109,7 +108,10 @@ def take_stock(
     living = {p.index: a for p, a in _living(cluster, dead).items() if p.role == "worker"}
 
     def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        calls = [actor.call.remote((0, -1), 0, function, *arguments) for actor in living.values()]
+        calls = [
+            runtime().call(actor, "call", (0, -1), 0, function, *arguments)
+            for actor in living.values()
+        ]
         return cluster.get(calls, "tell its state", map(worker_peer, living))
 
     step = cluster.job.step_of(standing.version)
@@ -134,7 +136,7 @@ def _standing(
     cluster.disconnect()
     living = _living(cluster, dead)
     workers = [peer for peer in living if peer.role == "worker"]
-    stopping = [living[peer].give_up.remote() for peer in workers]
+    stopping = [runtime().call(living[peer], "give_up") for peer in workers]
     cluster.get(stopping, "stop", workers, after_step=True)
     cluster.extend_deadline()
     holding = [actor for peer, actor in living.items() if peer.role == role]
@@ -146,9 +148,9 @@ def _salvage(cluster: Cluster, holding: list[Any]) -> RecoveredState | None:
     if cluster.job.replication == 1 or not holding:
         return None
     names = cluster.names(holding)
-    hearing = [actor.heard.remote() for actor in holding]
-    heard = ray.put(cluster.get(hearing, "say what it has heard", names))
-    telling = [actor.state_of.remote(heard) for actor in holding]
+    hearing = [runtime().call(actor, "heard") for actor in holding]
+    heard = runtime().put(cluster.get(hearing, "say what it has heard", names))
+    telling = [runtime().call(actor, "state_of", heard) for actor in holding]
     parts: list[ServerState] = cluster.get(telling, "catch up", names)
     return assemble(len(cluster.job.holders), dict(zip(holding, parts, strict=True)))
 

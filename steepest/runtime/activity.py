@@ -20,7 +20,8 @@ from steepest.core.system import system
 from steepest.core.transport.router import Router
 from steepest.errors import describe_stack, listed
 from steepest.runtime.calls import drop_calls, last_line
-from steepest.runtime.places import Place, processor_state, processor_use
+from steepest.runtime.job_runtime import runtime
+from steepest.runtime.places import Place
 
 log = logging.getLogger("steepest.deadlines")
 _ANSWER_SECONDS = 2.0  # that a process has to answer
@@ -166,34 +167,34 @@ class _Report:
 
     def _ask_all(self) -> None:
         actors = dict.fromkeys([*self._actors.values(), *self._context.processes()])
-        if not actors or not ray.is_initialized():  # else a call would begin Ray anew
+        if not actors or not runtime().is_up:  # else a call would begin Ray anew
             self._own = self._driver()
             return
-        here = ray.get_runtime_context().get_node_id()
+        here = runtime().node
         near = {actor: place.pid for actor, place in self._places.items() if place.node == here}
-        before = {actor: processor_use(pid) for actor, pid in near.items()}
-        calls = {actor: actor.doing.remote() for actor in actors}
+        before = {actor: runtime().processor_use(pid) for actor, pid in near.items()}
+        calls = {actor: runtime().call(actor, "doing") for actor in actors}
         self._own = self._driver()
         left = max(self._began + _ANSWER_SECONDS - system().now(), 0.0)
-        _, owing = ray.wait(list(calls.values()), num_returns=len(calls), timeout=left)
+        done = runtime().wait(calls.values(), left)
         for actor, call in calls.items():
             name = self._names.get(actor, "a process without a role")
             if (place := self._places.get(actor)) is not None:
                 name = f"{name} on {place.host} (pid {place.pid})"
-            if call in owing:
+            if call not in done:
                 about = self._about(actor, near.get(actor), before.get(actor))
                 self._mute.append(
                     f"{name} does not answer within {_ANSWER_SECONDS:g} s{''.join(about)}"
                 )
                 continue
             try:
-                self._answers.append(ray.get(call, timeout=_ANSWER_SECONDS / 2))
+                self._answers.append(call.get(_ANSWER_SECONDS / 2))
             except ray.exceptions.RayActorError:
                 if actor in self._names:  # else one that was let go long ago
                     self._mute.append(f"{name} is dead")
             except ray.exceptions.RayError as error:
                 self._mute.append(f"{name} cannot say what it does: {last_line(error)}")
-        drop_calls(owing)
+        drop_calls(call for call in calls.values() if call not in done)
 
     def _about(
         self, actor: Any, pid: int | None, before: tuple[float, bool] | None
@@ -204,9 +205,9 @@ class _Report:
             silent = max(self._context.silence(actor), waited)
             yield f"; its last sign of life came {silent:.1f} s ago"
         if pid is not None:
-            if state := processor_state(pid):
+            if state := runtime().processor_state(pid):
                 yield f"; it {state}"
-            after = processor_use(pid)
+            after = runtime().processor_use(pid)
             if before is not None and after is not None:
                 used = after[0] - before[0]
                 yield f"; it used {used:.1f} s of processor time in {waited:.1f} s"

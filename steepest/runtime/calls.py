@@ -22,6 +22,7 @@ from steepest.errors import (
     RemoteTraceback,
     described_error,
 )
+from steepest.runtime.job_runtime import runtime
 
 _NAMED = 4  # processes that raised the same
 _ALIKE_SECONDS = 0.3  # in which the others, which began at the same time, come as far
@@ -41,10 +42,10 @@ class RemoteError(Exception):
 
 def end_of(call: Any) -> tuple[bool, ray.exceptions.RayError | None]:
     """Return whether a call of an actor has ended, and the error with which it did; None if it has returned."""
-    if not ray.wait([call], timeout=0)[0]:
+    if not call.done():
         return False, None
     try:
-        ray.get(call)
+        call.get()
     except ray.exceptions.RayError as error:
         return True, error
     return True, None
@@ -63,7 +64,7 @@ def never_ran(call: Any) -> bool:
 def who_raised(error: ray.exceptions.RayTaskError, calls: Mapping[Any, str]) -> str:
     """Return the names of the processes that raised the same error, such as "worker 0, worker 2"."""
     if calls:
-        ray.wait(list(calls), num_returns=len(calls), timeout=_ALIKE_SECONDS)
+        runtime().wait(calls, _ALIKE_SECONDS)
     words = _words_of(error)
     found = [name for call, name in calls.items() if _words_of(end_of(call)[1]) == words]
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
@@ -80,7 +81,7 @@ def _words_of(error: ray.exceptions.RayError | None) -> str:
 def drop_calls(calls: Iterable[Any]) -> None:
     """Let nobody wait for calls any more: Ray logs an error that nobody has asked for."""
     for call in calls:
-        call.future()
+        call.drop()
 
 
 def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoReturn:
@@ -150,7 +151,7 @@ def travelling(what: str, value: Any) -> Any:
         ConfigurationError: it cannot be pickled.
     """
     try:
-        return ray.put(value)
+        return runtime().put(value)
     except ray.exceptions.RayError:
         raise
     except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -10,8 +9,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import Any, TypeVar
-
-import ray
 
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
@@ -34,11 +31,11 @@ from steepest.runtime.calls import travelling
 from steepest.runtime.connection import Holder, hold, let_go, who_else
 from steepest.runtime.context import LOOK_SECONDS, JobContext, Member, Membership
 from steepest.runtime.deaths import Deaths
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.learning_rates import LearningRates
 from steepest.runtime.lease import DriverLease
 from steepest.runtime.places import Place
 from steepest.runtime.process import Process, Program
-from steepest.runtime.ray_private import check as check_ray
 from steepest.runtime.room import fitting, reserve, reserve_for_servers, worker_bundle
 from steepest.runtime.seats import spread
 from steepest.runtime.signals import end_on_sigterm, report_on_sigusr1
@@ -51,12 +48,6 @@ log = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
 _THREADS = 16
-
-
-@functools.cache
-def _actor_class() -> Any:
-    """Return the Ray actor class of `Process`; made once, because Ray keeps each for ever."""
-    return ray.remote(Process)
 
 
 class Cluster(JobContext):
@@ -72,7 +63,6 @@ class Cluster(JobContext):
         chosen: JobConfig,  # what is computed, whatever the size
         run_config: RunConfig,
     ) -> None:
-        check_ray()
         super().__init__(run_config, chosen.seed)  # refuses a bad `tls` before Ray is begun
         self.chosen = chosen
         self._program = Program.of_this_process()  # whose arguments its processes have too
@@ -147,7 +137,10 @@ class Cluster(JobContext):
         workers = list(starting.values())
         starting |= self.start_servers(config, num_workers)
         described: list[Description] = self.get(
-            [w.build.remote(creator, i, devices, seed, cut, size) for i, w in enumerate(workers)],
+            [
+                runtime().call(w, "build", creator, i, devices, seed, cut, size)
+                for i, w in enumerate(workers)
+            ],
             "build the model",
             map(worker_peer, range(num_workers)),
         )
@@ -155,9 +148,11 @@ class Cluster(JobContext):
             check_agreement(described[0], other, "worker 0", f"worker {i}")
         if described[0].notice:
             log.warning("%s", described[0].notice)
-        places = self.get([actor.place.remote() for actor in starting.values()], "start", starting)
+        places = self.get(
+            [runtime().call(actor, "place") for actor in starting.values()], "start", starting
+        )
         self.members = {
-            peer: Member(actor, actor.watch.remote(), place)
+            peer: Member(actor, runtime().call(actor, "watch"), place)
             for (peer, actor), place in zip(starting.items(), places, strict=True)
         }
         self.starting = {}
@@ -165,7 +160,7 @@ class Cluster(JobContext):
 
     def check_ways(self, config: Strategy, seats: Sequence[int] | None = None) -> None:
         """Raise ConfigurationError if processes in some seats (by default all) cannot talk as a strategy has it."""
-        driver, placement = ray.get_runtime_context().get_node_id(), self.placement
+        driver, placement = runtime().node, self.placement
         serving = [] if config.in_workers else placement.nodes(placement.serving)
         check_ways(config.transport, driver, *placement.nodes(seats), *serving)
 
@@ -193,7 +188,7 @@ class Cluster(JobContext):
             for peer, member in self.members.items()
             if self.deaths.is_believed(peer)
         }
-        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - lost
+        living = {*runtime().nodes()} - lost
         serving = [seat for seat in placement.serving if placement.nodes([seat])[0] in living]
         return serving + placement.order[:num_workers]
 
@@ -247,10 +242,10 @@ class Cluster(JobContext):
         self.plan = (self.job.plan(), chosen.seed)
         self.holder.what = f'a trainer with strategy="{config.name}"'
         self.holder.workers = len(workers)
-        job = self.stored_job = ray.put(self.job)
-        binding = [worker.bind.remote(job, chosen.gpu) for worker in workers]
+        job = self.stored_job = runtime().put(self.job)
+        binding = [runtime().call(worker, "bind", job, chosen.gpu) for worker in workers]
         self.get(binding, "bind the model", self.names(workers))
-        initial = workers[0].initial.remote() if fresh else None
+        initial = runtime().call(workers[0], "initial") if fresh else None
         self.ends, self.listening = connect_processes(self, initial)
         self._connect_driver(initial, held)
 
@@ -303,10 +298,12 @@ class Cluster(JobContext):
         started = self.start_servers(config, num_workers, len(servers))
         fresh = {**added, **started}
         try:
-            found = self.get([actor.place.remote() for actor in fresh.values()], "start", fresh)
+            found = self.get(
+                [runtime().call(actor, "place") for actor in fresh.values()], "start", fresh
+            )
         except BaseException:
             for actor in started.values():
-                ray.kill(actor, no_restart=True)
+                runtime().end(actor)
             self.placement.order = order_before
             raise
         self.disconnect()
@@ -324,15 +321,19 @@ class Cluster(JobContext):
         self.members = {
             peer: replace(known[actor], life=lives.get(peer, 0))
             if peer in staying
-            else Member(actor, actor.watch.remote(), places[peer], lives.get(peer, 0))
+            else Member(actor, runtime().call(actor, "watch"), places[peer], lives.get(peer, 0))
             for peer, actor in actors.items()
         }
         holding = set().union(*(held or {}).values())
         holders = [each.actor for each in self._leaving if each.actor in holding]
-        keep_on = [actor.release.remote(cut, -1, change) for actor in holders]
+        keep_on = [runtime().call(actor, "release", cut, -1, change) for actor in holders]
         releases = {
-            peer: actor.release.remote(
-                cut, peer.index, change if peer in staying and held is not None else 0
+            peer: runtime().call(
+                actor,
+                "release",
+                cut,
+                peer.index,
+                change if peer in staying and held is not None else 0,
             )
             for peer, actor in actors.items()
             if peer in staying or peer.role == "worker"
@@ -348,15 +349,15 @@ class Cluster(JobContext):
     def settle(self, change: int) -> None:
         """End the processes that have no role any more; the others drop what they kept for a change."""
         for member in self._leaving:
-            ray.kill(member.actor, no_restart=True)
+            runtime().end(member.actor)
         self._leaving.clear()
         for member in self.members.values():
-            member.actor.forget.remote(change)
+            runtime().call(member.actor, "forget", change)
 
     def living(self) -> dict[Any, Place]:
         """Return where each process is that is not known to be dead, those among them that only hold chunks yet."""
         dead = self.deaths.causes()
-        leaving = [each for each in self._leaving if not ray.wait([each.watch], timeout=0)[0]]
+        leaving = [each for each in self._leaving if not each.watch.done()]
         members = [each for peer, each in self.members.items() if peer not in dead]
         return {each.actor: each.place for each in leaving + members}
 
@@ -389,24 +390,12 @@ class Cluster(JobContext):
 
     def start_process(self, name: str, seat: int, cpus: int, gpus: int, threads: int = 1) -> Any:
         """Start a process in a seat or beside it; return its handle without waiting."""
-        made = _actor_class().options(
-            num_cpus=cpus,
-            num_gpus=gpus,
-            max_concurrency=_THREADS,
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy=self.placement.strategy(seat),
-        )
         keep_memory, lease = self.run_config.resources.keep_memory, self.lease.seconds
-        actor = made.remote(
-            f"steepest {name}",
-            self.token,
-            threads,
-            keep_memory,
-            lease,
-            self.identity,
-            self._program,
-        )
+        arguments = (
+            f"steepest {name}", self.token, threads, keep_memory, lease, self.identity, self._program,
+        )  # fmt: skip
+        at = self.placement.at(seat)
+        actor = runtime().start(Process, arguments, at, cpus=cpus, gpus=gpus, calls=_THREADS)
         self.lease.add(actor)
         self._seats[actor] = seat
         return actor
@@ -418,7 +407,7 @@ class Cluster(JobContext):
         if self.job.strategy.in_driver:
             peers = (*peers, COORDINATOR, server_peer(0))
             self._host_in_driver(initial)
-        node = ray.get_runtime_context().get_node_id()
+        node = runtime().node
         transport = make_transport(
             self.job, self.token, peers, node, self.router.destination, self.identity
         )
@@ -428,14 +417,17 @@ class Cluster(JobContext):
         for end in self.ends:
             self.router.attach(transport.connect(end, self.run_config.deadlines.start))
         if self.job.strategy.in_driver:
-            self.ends = [transport.listen(ray.util.get_node_ip_address())]
+            self.ends = [transport.listen(runtime().host)]
         self.router.start("steepest driver")
         if self.job.strategy.in_driver:
             connect_to(self, self.ends, list(self.actors.values()))
         if held is not None:  # before servers send what they have to all who join
             carry(self, held, self.holdings())
         workers = {peer: actor for peer, actor in self.actors.items() if peer.role == "worker"}
-        joins = [actor.join.remote(self.stored_job, self.listening) for actor in workers.values()]
+        joins = [
+            runtime().call(actor, "join", self.stored_job, self.listening)
+            for actor in workers.values()
+        ]
         self.get(joins, "join", workers)
 
     def _host_in_driver(self, initial: Any) -> None:
@@ -520,11 +512,11 @@ class Cluster(JobContext):
         self.owner.end()
         self.disconnect()
         self.lease.end()
-        if ray.is_initialized():
+        if runtime().is_up:
             for end in self.ending:
                 end()
             for actor in [*self.actors.values(), *(each.actor for each in self._leaving)]:
-                ray.kill(actor, no_restart=True)
+                runtime().end(actor)
             self.starting, self.members = {}, {}
             self.placement.release()
         if hasattr(self, "holder"):

@@ -14,6 +14,7 @@ import ray
 
 from steepest.config.run import cluster_address, environment_variable, set_environment
 from steepest.errors import ConfigurationError
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.ray_private import (
     reload_token,
 )
@@ -32,7 +33,7 @@ def ensure_ray(num_cpus: int | None = None, *, verbose: bool = False) -> bool:
 
     RAY_ADDRESS names a running cluster; without it a new one is started on this machine.
     """
-    if ray.is_initialized():
+    if runtime().is_up:
         return False
     if (address := cluster_address()) is not None:
         connect(address)
@@ -132,9 +133,9 @@ def hold(what: str, *, verbose: bool = False) -> Holder:
     """Return a new holder; connect to Ray before, if need be, see `ensure_ray`."""
     global _began
     with _lock:
-        if ensure_ray(verbose=verbose):
-            _began = _job()
-        holder = Holder(what, job=_job())
+        if runtime().begin(verbose=verbose):
+            _began = runtime().job
+        holder = Holder(what, job=runtime().job)
         _holders.append(holder)
         return holder
 
@@ -152,9 +153,9 @@ def let_go(
     if dropped:  # perhaps within a garbage collection, which may come in the middle of anything
         return
     with _lock:
-        if ray.is_initialized() and _began == _job() and not _others(None):
+        if runtime().is_up and _began == runtime().job and not _others(None):
             _began = None
-            ray.shutdown()
+            runtime().shutdown()
 
 
 def who_else(holder: Holder) -> str:
@@ -172,9 +173,4 @@ def who_else(holder: Holder) -> str:
 
 def _others(holder: Holder | None) -> list[Holder]:
     """Return the other holders of the present connection to Ray."""
-    return [other for other in _holders if other is not holder and other.job == _job()]
-
-
-def _job() -> str:
-    job: str = ray.get_runtime_context().get_job_id()
-    return job
+    return [other for other in _holders if other is not holder and other.job == runtime().job]

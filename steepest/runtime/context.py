@@ -22,6 +22,7 @@ from steepest.errors import DeadlineError, PeerLostError, ShutdownError, listed
 from steepest.observe.results import Event
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import drop_calls, raise_remote, who_raised
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.owner import Owner
 from steepest.runtime.places import Place
 from steepest.runtime.seats import Placement
@@ -222,8 +223,8 @@ class JobContext:
         try:
             return self._awaited(refs, self._deadline + more)
         except ray.exceptions.GetTimeoutError:
-            _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
-            late = [name for ref, name in named.items() if ref in waiting]
+            done = runtime().wait(refs, 0)
+            late = [name for ref, name in named.items() if ref not in done]
             others = [name for name in named.values() if name not in late]
             did = f" ({listed(others)} did)" if others else ""
             limit = self.run_config.deadlines.start * (1 + _UP_FACTOR) + more
@@ -248,8 +249,7 @@ class JobContext:
             now = system().now()
             left = max(deadline - now, 0.1)
             try:
-                results: list[Any] = ray.get(refs, timeout=min(left, _SLICE_SECONDS))
-                return results
+                return runtime().get(refs, min(left, _SLICE_SECONDS))
             except ray.exceptions.GetTimeoutError:
                 if left <= _SLICE_SECONDS:
                     raise
@@ -264,5 +264,5 @@ class JobContext:
     def substitute(self, peer: Peer, actor: Any, place: Place, listening: Address) -> None:
         """Note that another process is a worker now."""
         life = self.members[peer].life + 1
-        self.members[peer] = Member(actor, actor.watch.remote(), place, life)
+        self.members[peer] = Member(actor, runtime().call(actor, "watch"), place, life)
         self.listening[peer.index] = listening

@@ -13,6 +13,7 @@ from steepest.core.messages.message import Peer
 from steepest.errors import PeerLostError, RemoteTraceback, StepError
 from steepest.runtime.calls import RemoteError, end_of
 from steepest.runtime.context import JobContext
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.places import fetch_last_lines, kill
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ class Deaths:
         """Return the processes that are dead, and why, see `cause`; Ray is asked once for all."""
         watches = self._context.watches
         unsure = [watch for watch in watches.values() if watch not in self._known]
-        ended = ray.wait(unsure, num_returns=len(unsure), timeout=0)[0] if unsure else []
+        ended = runtime().wait(unsure, 0)
         dead = {*ended, *self._known}
         found = {peer: self.cause(peer) for peer, watch in watches.items() if watch in dead}
         return {peer: cause for peer, cause in found.items() if cause is not None}
@@ -117,7 +118,7 @@ class Deaths:
         ):
             raise StepError(f"the driver's router ended: {error!r}") from error
         if self._context.members:
-            ray.wait([each.watch for each in self._context.members.values()], timeout=wait)
+            runtime().wait([each.watch for each in self._context.members.values()], wait, 1)
         for peer in sorted(self._context.members, key=lambda peer: peer != suspect):
             if peer in self._context.awaited or replaced(peer):
                 continue

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from typing import Any
 
-import ray
-
 from steepest.core.system import Event, system
+from steepest.runtime.job_runtime import runtime
 
 log = logging.getLogger(__name__)
 #: A lease is renewed this many times in its length.
@@ -56,9 +54,9 @@ class DriverLease:
         with self._lock:
             self._actors = [one for one in self._actors if one() is not None]
         # where Ray has ended a call would begin it anew
-        for actor in self.actors if ray.is_initialized() else ():
+        for actor in self.actors if runtime().is_up else ():
             try:
-                actor.renew_lease.remote()
+                runtime().call(actor, "renew_lease")
             except Exception as error:  # noqa: BLE001 - Ray ends meanwhile, or ended; others go on
                 log.debug("the lease of a process is not renewed: %s", error)
 
@@ -96,7 +94,7 @@ class ProcessLease:
             "%s (pid %d) has heard nothing from the driver for %g s, its lease (DeadlineConfig "
             "driver), and ends: the driver is cut off, or was stopped",
             self._name,
-            os.getpid(),
+            runtime().pid,
             self._seconds,
         )
-        os._exit(1)
+        runtime().exit(1)

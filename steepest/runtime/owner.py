@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-import ray
-
 from steepest.core.system import Queue, Thread, system
 from steepest.errors import ShutdownError
 from steepest.runtime.answers import Answer
+from steepest.runtime.job_runtime import runtime
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -159,7 +158,7 @@ class Owner:
     def _run(self) -> None:
         """Run what is asked for, and look after the job between; runs on the owner's thread."""
         while not self._ended.is_set():
-            if not ray.is_initialized():
+            if not runtime().is_up:
                 self._give_up(_GONE)
                 return
             try:
@@ -212,9 +211,9 @@ class Owner:
         number, deadline = len(calls) if number is None else number, system().now() + seconds
         while calls:
             left = max(deadline - system().now(), 0.0)
-            done, _ = ray.wait(calls, num_returns=number, timeout=min(left, _CALLS_SECONDS))
+            done = runtime().wait(calls, min(left, _CALLS_SECONDS), number)
             if len(done) >= number or left <= 0:
-                return list(done)
+                return done
             self.attend(0.0)
         return []
 

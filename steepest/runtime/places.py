@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from steepest.runtime.job_runtime import runtime
 
 _LINES = 12
 _STOPPED = "TtXZ"  # stopped, traced, dead, defunct
@@ -39,10 +39,9 @@ class Place:
 
 def kill(place: Place, actor: Any) -> None:
     """Kill a process, also one that is stopped or out of reach."""
-    if place.node == ray.get_runtime_context().get_node_id():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(place.pid, signal.SIGKILL)  # Ray's word reaches no stopped process
-    ray.kill(actor, no_restart=True)
+    if place.node == runtime().node:
+        runtime().kill(place.pid)  # Ray's word reaches no stopped process
+    runtime().end(actor)
 
 
 def last_lines(paths: tuple[str, ...], count: int = _LINES) -> list[str]:
@@ -57,12 +56,10 @@ def last_lines(paths: tuple[str, ...], count: int = _LINES) -> list[str]:
 
 def fetch_last_lines(place: Place, timeout: float = 5.0) -> list[str]:
     """Return the last lines of output of a process, read on its own node, or why they cannot be read."""
-    if ray.get_runtime_context().get_node_id() == place.node:
+    if runtime().node == place.node:
         return last_lines(place.logs)
-    affinity = NodeAffinitySchedulingStrategy(node_id=place.node, soft=False)
-    task = ray.remote(num_cpus=0, max_retries=0)(last_lines).options(scheduling_strategy=affinity)
     try:
-        lines: list[str] = ray.get(task.remote(place.logs), timeout=timeout)
+        lines: list[str] = runtime().run_on(place.node, last_lines, place.logs).get(timeout)
     except ray.exceptions.RayError as error:
         return [f"(its log cannot be read: {str(error).splitlines()[0]})"]
     return lines

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-import ray
 import torch
 
 from steepest.aggregation.hosting import host_aggregator
@@ -60,10 +59,10 @@ from steepest.extensions import EXTENSIONS
 from steepest.runtime.activity import Activity, activity_of
 from steepest.runtime.calls import RemoteError
 from steepest.runtime.chunk_transfer import ChunkState, RetainedChunks
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.lease import ProcessLease
 from steepest.runtime.lent_models import lent_to
-from steepest.runtime.places import Place, processor_use
-from steepest.runtime.ray_private import hush_unreadable, name_process
+from steepest.runtime.places import Place
 from steepest.runtime.remote_functions import name_of, sent
 from steepest.runtime.scheduling import give_way
 from steepest.runtime.survivors import ServerState, catch_up, state_of
@@ -143,13 +142,11 @@ class Process:
         self._take_name(name)
         if program is not None:
             program.enter()
-        hush_unreadable()
-        context = ray.get_runtime_context()
         logs = dict.fromkeys(_log_file(number) for number in (1, 2))
         self._place = Place(
-            context.get_node_id(),
-            ray.util.get_node_ip_address(),
-            os.getpid(),
+            runtime().node,
+            runtime().host,
+            runtime().pid,
             tuple(log for log in logs if log),
         )
         self._models: list[Model] = []
@@ -165,7 +162,7 @@ class Process:
         self._token, self._identity = token, identity
         self.router = Router()
         self._use(self._idle())
-        if keep_memory and keep_freed_memory():
+        if keep_memory and runtime().owns_process and keep_freed_memory():
             self.router.start(name, start_thread)
         else:
             self.router.start(name)
@@ -179,11 +176,11 @@ class Process:
     def _take_name(self, name: str) -> None:
         if name != self._name:
             self._name = name
-            name_process(name)
+            runtime().name_process(name)
 
     def _idle(self) -> WireTransport:
         """Return a transport without channels, on which the router waits for calls."""
-        return WireTransport(self._token, (), self._place.node, self.router.destination)
+        return runtime().transport(self._token, (), self._place.node, self.router.destination)
 
     def _use(self, transport: WireTransport) -> None:
         self._transport = transport
@@ -199,7 +196,7 @@ class Process:
 
     def processor_use_of(self, pid: int) -> tuple[float, bool] | None:
         """Return what a process of this node does with processors, see `processor_use`."""
-        return processor_use(pid)
+        return runtime().processor_use(pid)
 
     def where(self) -> tuple[int | None, str]:
         """Return the number of the share that the worker computes, and where in users' code it is.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import ray
 import torch
 
 from steepest.core.engine.replicas import Replicas, WorkerResult
@@ -13,6 +12,7 @@ from steepest.core.models.protocol import Model, Unfreezing
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.tensors.dtypes import LOOP_STATE, Tensors, furthest
 from steepest.errors import ConfigurationError, describe_error
+from steepest.runtime.job_runtime import Call, runtime
 from steepest.runtime.lent_models import lent_to
 
 
@@ -37,7 +37,7 @@ def name_of(function: Any) -> str:
     )
 
 
-def sent(fn: Callable[..., Any], result: Any) -> ray.ObjectRef[tuple[Any]]:
+def sent(fn: Callable[..., Any], result: Any) -> Call:
     """Put what a user's function returned into Ray's store, which pickles it.
 
     Whatever the result's own methods raise is caught here; when Ray pickles what a call returned, a
@@ -47,7 +47,7 @@ def sent(fn: Callable[..., Any], result: Any) -> ray.ObjectRef[tuple[Any]]:
         ConfigurationError: it cannot be pickled.
     """
     try:
-        return ray.put((result,))  # a bare reference may not be put
+        return runtime().put((result,))  # a bare reference may not be put
     except BaseException as error:
         why = describe_error(error.__cause__ or error)["error"]
         raise ConfigurationError(
@@ -56,14 +56,14 @@ def sent(fn: Callable[..., Any], result: Any) -> ray.ObjectRef[tuple[Any]]:
         ) from error
 
 
-def on_models(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.ObjectRef[tuple[Any]]:
+def on_models(replicas: Replicas, fn: Callable[[Model], Any]) -> Call:
     """Run a user's function on every replica; return the list of its results, see `sent`."""
     with lent_to(name_of(fn), replicas):
         results = [fn(model) for model in replicas.models]
     return sent(fn, results)
 
 
-def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.ObjectRef[tuple[Any]]:
+def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> Call:
     """Run a user's function on the first replica; return its result, see `sent`."""
     with lent_to(name_of(fn), replicas):
         result = fn(replicas.models[0])

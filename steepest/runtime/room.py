@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from steepest.core.system import system
 from steepest.errors import ResourcesError
-from steepest.runtime.ray_private import (
-    draining_nodes,
-    free_by_node,
-    started_here,
-    wished_node,
-)
+from steepest.runtime.job_runtime import Group, runtime
 
-_NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
 _SERVING = {"CPU": 1.0}  # what servers reserve on a node without workers
 _LOOK_SECONDS = 0.005
 _APART_SECONDS = 3.0  # for Ray to place what fits; then another has taken the room
@@ -41,10 +25,10 @@ def worker_bundle(devices: int, gpu: bool, cpus: int) -> dict[str, float]:
 
 
 def check_possible(
-    workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], grows: bool
+    workers: int, bundle: Mapping[str, float], nodes: Iterable[Mapping[str, float]], grows: bool
 ) -> None:
     """Raise ResourcesError unless workers would fit if all nodes were free, or nodes may join."""
-    totals = [node["Resources"] for node in nodes if node["Alive"]]
+    totals = list(nodes)
     fit = sum(
         int(min(total.get(name, 0.0) // amount for name, amount in bundle.items()))
         for total in totals
@@ -71,11 +55,6 @@ def check_possible(
     )
 
 
-def may_grow() -> bool:
-    """Return whether nodes may join the cluster: not if this process has started Ray for itself."""
-    return not started_here()
-
-
 def asked(workers: int, bundle: Mapping[str, float]) -> str:
     """Return the resources that so many workers reserve, in words."""
     return "{" + ", ".join(f"{name}: {value * workers:g}" for name, value in bundle.items()) + "}"
@@ -83,10 +62,10 @@ def asked(workers: int, bundle: Mapping[str, float]) -> str:
 
 def _fits(bundle: Mapping[str, float], without: Collection[str]) -> dict[str, int]:
     """Return how many bundles fit now on each node that is not left out and will not go."""
-    left_out = {*without, *draining_nodes()}
+    left_out = {*without, *runtime().leaving_nodes()}
     return {
         node: int(min(free.get(name, 0.0) // amount for name, amount in bundle.items() if amount))
-        for node, free in free_by_node().items()
+        for node, free in runtime().free_by_node().items()
         if node not in left_out
     }
 
@@ -120,39 +99,31 @@ def summary(resources: Mapping[str, float]) -> str:
 class Seat:
     """Room for one worker: a bundle of a placement group."""
 
-    group: PlacementGroup
+    group: Group
     bundle: int  # its index there
     owned: bool = True  # the group was made for the job, and may be given back
 
     @property
-    def strategy(self) -> PlacementGroupSchedulingStrategy:
-        """How Ray schedules a process there."""
-        return PlacementGroupSchedulingStrategy(
-            self.group, placement_group_bundle_index=self.bundle
-        )
-
-    @property
     def node(self) -> str:
         """The id of the node on which Ray has it; "" while Ray has no room for it."""
-        placed: dict[int, str] = placement_group_table(self.group)["bundles_to_node_id"]
-        return placed.get(self.bundle, "")
+        return runtime().bundles(self.group).get(self.bundle, "")
 
     def give_back(self) -> None:
         """Give the room back, if owned, with that of all seats of the same group; processes there end."""
         if self.owned:
-            remove_placement_group(self.group)
+            runtime().give_back(self.group)
 
 
 class _Asked:
     """Placement groups that Ray was asked for, of so many bundles each."""
 
-    def __init__(self, groups: Sequence[PlacementGroup] = (), bundles: int = 1) -> None:
+    def __init__(self, groups: Sequence[Group] = (), bundles: int = 1) -> None:
         self._groups, self._bundles = list(groups), bundles
 
     @property
     def is_there(self) -> bool:
         """Whether all of it is there; to be asked again and again."""
-        return all(map(is_placed, self._groups))
+        return all(map(runtime().is_placed, self._groups))
 
     @property
     def seats(self) -> list[Seat]:
@@ -167,7 +138,7 @@ class _Asked:
     def release(self) -> None:
         """Give the room back."""
         for group in self._groups:
-            remove_placement_group(group)
+            runtime().give_back(group)
 
 
 class Room(_Asked):
@@ -186,7 +157,7 @@ class Room(_Asked):
     def __init__(
         self, count: int, bundle: Mapping[str, float], without: Collection[str] = ()
     ) -> None:
-        if group_around() is not None:
+        if runtime().group_around() is not None:
             raise ResourcesError(
                 f"{count} more workers do not fit into the placement group that this runs in: give "
                 "it more bundles with tune.with_resources(trainable, DistributedSGD.resources(...))"
@@ -221,8 +192,8 @@ class Room(_Asked):
             return True
         if placed:
             (group,) = self._groups
-            nodes = placement_group_table(group)["bundles_to_node_id"].values()
-            remove_placement_group(group)
+            nodes = runtime().bundles(group).values()
+            runtime().give_back(group)
             self._ask_apart(nodes)
         elif self._apart and self._count > 1 and system().now() - self._since > _APART_SECONDS:
             self.release()
@@ -241,7 +212,7 @@ def reserve(
     Raises:
         ResourcesError: there was no room in time, or can never be.
     """
-    current = group_around()
+    current = runtime().group_around()
     if current is not None:
         specs = current.bundle_specs
         fits = [i for i, s in enumerate(specs) if all(s.get(k, 0) >= v for k, v in bundle.items())]
@@ -252,8 +223,9 @@ def reserve(
                 "DistributedSGD.resources(...))"
             )
         return [Seat(current, index, owned=False) for index in fits[-workers:]]
-    check_possible(workers, bundle, ray.nodes(), may_grow())
-    gc.collect()  # a trainer that was dropped may be part of a cycle, such as a traceback
+    check_possible(workers, bundle, runtime().nodes().values(), runtime().may_grow)
+    if runtime().owns_process:
+        gc.collect()  # a trainer that was dropped may be part of a cycle, such as a traceback
     room = Room(workers, bundle)
     return _seats_in(room, f"{workers} workers", asked(workers, bundle), timeout, who_else)
 
@@ -267,17 +239,17 @@ def reserve_for_servers(
         ResourcesError: there were no such nodes in time, or can never be.
     """
     what = f"serving_hosts={hosts}"
-    if group_around() is not None:
+    if runtime().group_around() is not None:
         raise ResourcesError(
             f"{what} inside a placement group: it has no nodes without workers to give; leave "
             "serving_hosts out"
         )
     others = [
         node
-        for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] not in working and node["Resources"].get("CPU", 0) >= 1
+        for node, has in runtime().nodes().items()
+        if node not in working and has.get("CPU", 0) >= 1
     ]
-    if len(others) < hosts and not may_grow():
+    if len(others) < hosts and not runtime().may_grow:
         raise ResourcesError(
             f"{what}: this Ray has {len(others)} nodes without workers, and no node will join it; "
             "connect to a larger cluster first, ray.init(address=...), or leave serving_hosts out"
@@ -294,9 +266,9 @@ def _seats_in(
     try:
         while not room.is_there:
             if system().now() > deadline:
-                free = summary(ray.available_resources())
-                total = summary(ray.cluster_resources())
-                others = _reserved_by_others(placement_group_table(), room.names)
+                free = summary(runtime().free())
+                total = summary(runtime().total())
+                others = _reserved_by_others(runtime().reserved(room.names))
                 raise ResourcesError(
                     f"the cluster did not place {what} within {timeout:g} s: asked {asked_for}, free "
                     f"{free} of {total}{others}{who_else()}; ask for fewer, stop what holds the rest, "
@@ -309,44 +281,20 @@ def _seats_in(
     return room.seats
 
 
-def group_around() -> PlacementGroup | None:
-    """Return the placement group whose bundles this process' own workers are to use, or None.
-
-    A worker of Ray Train fills the bundle that it runs in, so what it starts goes elsewhere.
-    """
-    group = ray.util.get_current_placement_group()
-    if group is None:
-        return None
-    captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
-    return group if captures else None
-
-
-def is_placed(group: PlacementGroup) -> bool:
-    """Return whether Ray has placed all bundles of a group."""
-    return bool(placement_group_table(group).get("state") == "CREATED")
-
-
 def _ask(
     count: int,
     bundle: Mapping[str, float],
     without: Collection[str],
     how: str,
     node: str | None = None,
-) -> PlacementGroup:
-    """Ask for a placement group of equal bundles, without waiting for it, if possible on `node`."""
-    selector = {_NODE_LABEL: f"!in({','.join(sorted(without))})"}
-    chosen: dict[str, Any] = {"bundle_label_selector": [selector] * count} if without else {}
-    chosen |= {} if node is None else wished_node(node)
-    return placement_group([dict(bundle)] * count, strategy=how, **chosen)
+) -> Group:
+    """Ask for a group of equal bundles, without waiting for it, if possible on `node`."""
+    return runtime().ask([dict(bundle)] * count, how, without, node)
 
 
-def _reserved_by_others(table: Mapping[str, Mapping[str, Any]], own: Collection[str]) -> str:
-    """Return what other placement groups hold, in words; "" if that is nothing."""
+def _reserved_by_others(bundles: Iterable[Mapping[str, float]]) -> str:
+    """Return what other groups hold, in words; "" if that is nothing."""
     held: Counter[str] = Counter()
-    for group, about in table.items():
-        if group not in own and about["state"] == "CREATED":
-            for bundle in about["bundles"].values():
-                held.update(
-                    {name: amount for name, amount in bundle.items() if name in ("CPU", "GPU")}
-                )
+    for bundle in bundles:
+        held.update({name: amount for name, amount in bundle.items() if name in ("CPU", "GPU")})
     return f", placement groups hold {summary(dict(held))}" if held else ""

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from steepest.core.system import system
+from steepest.runtime.job_runtime import Group, runtime
 from steepest.runtime.room import Seat
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ class Placement:
         """Ids of the nodes of servers alone, as far as Ray has found any."""
         return {node for node in self.nodes(self.serving) if node}
 
-    def strategy(self, seat: int) -> PlacementGroupSchedulingStrategy:
-        """Return how Ray schedules a process in a seat, or beside who has it."""
-        return self._seats[seat].strategy
+    def at(self, seat: int) -> tuple[Group, int]:
+        """Return the group and bundle of a process in a seat, or beside who has it."""
+        return self._seats[seat].group, self._seats[seat].bundle
 
     def arranged(self, workers: int, placement: Mapping[int, int]) -> list[int]:
         """Return another order of the seats: some workers' as given, the others get the first that are free."""
@@ -82,7 +82,7 @@ class Placement:
     def failing(self) -> set[str]:
         """Ids of nodes with two seats or more left out, where no process is placed; empty if no other would remain."""
         found = {node for node, count in self._failed.items() if count >= _FAILED_SEATS}
-        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if found else set()
+        living = {*runtime().nodes()} if found else set()
         return found if living > found else set()
 
     def surplus(self, workers: int) -> list[int]:

@@ -19,6 +19,7 @@ import ray
 
 from steepest.core.system import system
 from steepest.runtime.activity import Watched, report
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.ray_private import is_drivers_sigterm_handler, keep_exit_status
 
 #: The exit status of a program that SIGTERM has ended, as shells and schedulers know it.
@@ -67,11 +68,11 @@ def _end_without_ray() -> None:
     It is gone where Ray's processes got the signal too. Calls of Ray wait for it then, also those
     by which a trainer ends, until Ray ends this process after a minute, with status 1.
     """
-    if not ray.is_initialized():
+    if not runtime().is_up:
         return
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     gone_since = math.inf
-    while ray.is_initialized() and time.monotonic() - _began < 2 * _ENDING_SECONDS:
+    while runtime().is_up and time.monotonic() - _began < 2 * _ENDING_SECONDS:
         now = time.monotonic()
         try:
             socket.create_connection((host.strip("[]"), int(port)), _LOOK_SECONDS).close()

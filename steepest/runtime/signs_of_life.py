@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import ray
-
 from steepest.core.system import system
 from steepest.runtime.calls import has_answered
-from steepest.runtime.places import Place, processor_use
+from steepest.runtime.job_runtime import runtime
+from steepest.runtime.places import Place
 
 #: A process that uses at least this share of a processor computes.
 _BUSY_SHARE = 0.05
@@ -52,20 +51,20 @@ class SignsOfLife:
         self._looked, self._places = now, dict(places)
         if passed > limit / 2:  # the driver itself stood still, and may not have read the answers
             self._asked = {actor: (call, at + passed) for actor, (call, at) in self._asked.items()}
-        self._node = self._node or ray.get_runtime_context().get_node_id()
+        self._node = self._node or runtime().node
         for actor, (call, since) in list(self._asked.items()):
-            if actor not in places or ray.wait([call], timeout=0)[0]:
+            if actor not in places or call.done():
                 self.forget(actor)
             elif now - since >= limit / 3:
                 self._look_at(actor, now)
         for actor in places:
             if actor not in self._asked:
-                self._asked[actor] = (actor.alive.remote(), now)
+                self._asked[actor] = (runtime().call(actor, "alive"), now)
         return True
 
     def silence(self, actor: Any) -> float:
         """Return for how many seconds a process had given no sign of life at the last look."""
-        if actor not in self._asked or ray.wait([self._asked[actor][0]], timeout=0)[0]:
+        if actor not in self._asked or self._asked[actor][0].done():
             return 0.0
         return max(self._looked - self._asked[actor][1], 0.0)
 
@@ -99,13 +98,16 @@ class SignsOfLife:
         """Find out how much a process that does not answer has computed."""
         place = self._places[actor]
         if place.node == self._node:
-            self._note(actor, processor_use(place.pid), now)
+            self._note(actor, runtime().processor_use(place.pid), now)
         elif actor not in self._looking:
             if (neighbour := next(self._neighbours(actor), None)) is not None:
-                self._looking[actor] = (neighbour.processor_use_of.remote(place.pid), now)
+                self._looking[actor] = (
+                    runtime().call(neighbour, "processor_use_of", place.pid),
+                    now,
+                )
         elif has_answered(self._looking[actor][0]):
             call, asked = self._looking.pop(actor)
-            self._note(actor, ray.get(call), asked)
+            self._note(actor, call.get(), asked)
 
     def _note(self, actor: Any, use: tuple[float, bool] | None, now: float) -> None:
         """Take what a process did with processors, at a time, for a sign of life if it computed."""

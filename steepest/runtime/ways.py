@@ -11,6 +11,7 @@ from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.shared_memory import AVAILABLE
 from steepest.core.transport.channel import ChannelSink
 from steepest.core.transport.sockets import WireTransport
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.places import Place
 from steepest.tls.connections import Identity, encryption_with
 
@@ -45,4 +46,4 @@ def make_transport(
 ) -> WireTransport:
     """Return a transport for one of a job's processes; ConfigurationError if its certificate cannot be read."""
     encryption = encryption_with(identity)
-    return WireTransport(token, peers, node, sink, job.config.transport, encryption=encryption)
+    return runtime().transport(token, peers, node, sink, job.config.transport, encryption)

@@ -11,6 +11,7 @@ from steepest.core.messages.message import Peer, server_peer
 from steepest.core.transport.channel import Address
 from steepest.errors import PeerLostError
 from steepest.runtime.context import JobContext
+from steepest.runtime.job_runtime import runtime
 
 #: The processes that have each chunk.
 Holdings = Mapping[int, Sequence[Any]]
@@ -41,7 +42,8 @@ def connect_processes(context: JobContext, initial: Any) -> tuple[list[Address],
     exchanging = bool(job.places.aggregators) or job.servers_in_workers  # servers, chunks
     earlier = [ends[: i if exchanging else 1] for i in range(1, len(hosting))]
     calls = [
-        actor.connect.remote(to, timeout) for actor, to in zip(hosting[1:], earlier, strict=True)
+        runtime().call(actor, "connect", to, timeout)
+        for actor, to in zip(hosting[1:], earlier, strict=True)
     ]
     context.get(calls, "connect the servers", context.names(hosting[1:]))
     connect_to(context, ends, others)
@@ -51,7 +53,7 @@ def connect_processes(context: JobContext, initial: Any) -> tuple[list[Address],
 def connect_to(context: JobContext, ends: Sequence[Address], workers: Sequence[Any]) -> None:
     """Have workers without servers connect to the processes that host servers."""
     timeout = context.run_config.deadlines.start
-    connecting = [worker.connect.remote(ends, timeout) for worker in workers]
+    connecting = [runtime().call(worker, "connect", ends, timeout) for worker in workers]
     context.get(connecting, "connect the workers", context.names(workers))
 
 
@@ -63,7 +65,7 @@ def _open(
     dealt = [list(range(count))] if len(hosting) == 1 else [[i] for i in range(count)]
     opened: list[Address] = context.get(
         [
-            actor.open.remote(job, numbers, initial)
+            runtime().call(actor, "open", job, numbers, initial)
             for actor, numbers in zip(hosting, dealt, strict=bool(hosting))
         ],
         "open the servers",
@@ -71,7 +73,10 @@ def _open(
     )
     members = {member.actor: member for member in context.members.values()}
     lives = [members[worker].life for worker in others]
-    opening = [w.open.remote(job, [], initial, life) for w, life in zip(others, lives, strict=True)]
+    opening = [
+        runtime().call(w, "open", job, [], initial, life)
+        for w, life in zip(others, lives, strict=True)
+    ]
     return opened + context.get(opening, "open the workers", context.names(others))
 
 
@@ -107,6 +112,6 @@ def carry(context: JobContext, before: Holdings, after: Holdings) -> None:
         process: [] for processes in after.values() for process in processes
     }
     for (giver, process), chunks in gifts.items():
-        given[process].append(giver.give.remote(chunks))
-    taking = [process.take_over.remote(*gifts) for process, gifts in given.items()]
+        given[process].append(runtime().call(giver, "give", chunks))
+    taking = [runtime().call(process, "take_over", *gifts) for process, gifts in given.items()]
     context.get(taking, "take over what others held", context.names(given))

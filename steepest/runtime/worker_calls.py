@@ -23,6 +23,7 @@ from steepest.runtime.calls import (
 )
 from steepest.runtime.context import LOOK_SECONDS, JobContext
 from steepest.runtime.deaths import Deaths
+from steepest.runtime.job_runtime import Call, runtime
 from steepest.runtime.remote_functions import name_of
 
 _NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
@@ -60,12 +61,10 @@ class WorkerCalls:
         stored = [travelling(f"what a worker needs to {what}", argument) for argument in arguments]
         chosen = list(range(context.job.num_workers)) if workers is None else workers
         actors = {index: context.members[worker_peer(index)].actor for index in chosen}
-        number = next(self._numbers)
+        number, method = next(self._numbers), "view_call" if view else "call"
         try:
             refs = {
-                (actor.view_call if view else actor.call).remote(
-                    position, number, function, *stored
-                ): index
+                runtime().call(actor, method, position, number, function, *stored): index
                 for index, actor in actors.items()
             }
         except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
@@ -90,16 +89,18 @@ class WorkerCalls:
         finally:
             drop_calls(refs)
             for index in refs.values():
-                actors[index].abandon.remote(number, "another worker failed, or the driver gave up")
+                runtime().call(
+                    actors[index], "abandon", number, "another worker failed, or the driver gave up"
+                )
         return [results[index] for index in chosen]
 
     def _result(self, ref: Any, calls: Mapping[Any, int], what: str) -> Any:
         """Return what a call of a worker returned, or put into Ray's store."""
         name = self._name(calls[ref])
         try:
-            result = ray.get(ref)
-            if isinstance(result, ray.ObjectRef):
-                (result,) = ray.get(result)
+            result = ref.get()
+            if isinstance(result, Call):
+                (result,) = result.get()
             return result
         except ray.exceptions.RayTaskError as error:
             names = who_raised(error, {each: self._name(worker) for each, worker in calls.items()})
@@ -130,13 +131,15 @@ class WorkerCalls:
         """
         context = self._context
         workers = [actor for peer, actor in sorted(context.actors.items()) if peer.role == "worker"]
-        refs = [actor.call.remote((0, -1), 0, function, *arguments) for actor in workers]
+        refs = [
+            runtime().call(actor, "call", (0, -1), 0, function, *arguments) for actor in workers
+        ]
         context.owner.await_calls(refs, context.run_config.deadlines.call)
-        return [ray.get(ref) for ref in refs if has_answered(ref)]
+        return [ref.get() for ref in refs if has_answered(ref)]
 
     def counters(self) -> dict[Peer, dict[str, Any]]:
         """Return the counters of all processes that answer in time, see `Process.counters`."""
         actors = self._context.actors
-        refs = {peer: actor.counters.remote() for peer, actor in actors.items()}
+        refs = {peer: runtime().call(actor, "counters") for peer, actor in actors.items()}
         self._context.owner.await_calls(list(refs.values()), _NOTICE_SECONDS)
-        return {peer: ray.get(ref) for peer, ref in refs.items() if has_answered(ref)}
+        return {peer: ref.get() for peer, ref in refs.items() if has_answered(ref)}

@@ -20,6 +20,7 @@ from steepest.core.system import system
 from steepest.errors import PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.calls import raise_remote
 from steepest.runtime.cluster import Cluster
+from steepest.runtime.job_runtime import runtime
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.runtime.worker_state import WorkerState
 from steepest.state.job_state import JobState
@@ -68,7 +69,7 @@ class _Request:
             self.log = self.read_log()
         if self.log is not None and not self.log.done():
             return False
-        return not calls or not ray.wait(calls, num_returns=len(calls), timeout=0)[1]
+        return len(runtime().wait(calls, 0)) == len(calls)
 
     def await_all(self, owner: Owner, seconds: float) -> None:
         """Return when all parts have come, or after a time."""
@@ -210,7 +211,7 @@ class Snapshots:
                 actor for peer, actor in sorted(cluster.actors.items()) if peer.role == "worker"
             ]
             step = job.step_of(version)
-            workers = [actor.own_state.remote(*position, step) for actor in actors]
+            workers = [runtime().call(actor, "own_state", *position, step) for actor in actors]
         servers = cluster.on_router(lambda: cluster.client.read("state", exactly or 0))
         read_log = self._read_log if cluster.run_config.keep_log else None
         self._request = _Request(job, servers, workers, exactly, read_log)
@@ -281,8 +282,7 @@ class Snapshots:
     def _answers(self, request: _Request) -> Sequence[WorkerState | None] | None:
         """Return each worker's own state; None if one is dead, or its model cannot tell it."""
         try:
-            found: list[WorkerState | None] = ray.get(list(request.workers))
-            return found
+            return runtime().get(request.workers)
         except ray.exceptions.RayTaskError as error:
             try:
                 raise_remote(error, "a worker", "copy its own state")

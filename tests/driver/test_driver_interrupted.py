@@ -181,7 +181,7 @@ def start_and_strike(
             return waits
         assert not simulation.leftovers(), f"processes are left: {hit.where}"
         assert not simulation.threads(), f"threads of the driver are left: {hit.where}"
-        free, total = simulation.ray.available_resources(), simulation.ray.cluster_resources()
+        free, total = simulation.runtime.free(), simulation.runtime.total()
         assert free == total, f"CPUs are still reserved: {hit.where}"
         with starts(name, workers, folder) as trainer:
             assert trainer.fit(steps=3, progress=False).step == 3

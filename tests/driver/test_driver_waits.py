@@ -387,7 +387,7 @@ def test_a_ray_that_was_shut_down_before_the_trainer_leaves_no_thread(name: str)
     simulation = Simulation(1, seconds=20_000.0, switches=1_000_000)
     kind = KINDS[name]
     with simulation.running():
-        simulation.ray.init()
+        simulation.runtime.begin()
         trainer = DistributedSGD(
             kind.task.creator(),
             2,
@@ -395,12 +395,12 @@ def test_a_ray_that_was_shut_down_before_the_trainer_leaves_no_thread(name: str)
             run_config=run_config(deadlines=DEADLINES),
         )
         trainer.fit(steps=3, progress=False)
-        simulation.ray.shutdown()
+        simulation.runtime.shutdown()
         trainer.shutdown()
         simulation.settle(60.0)
         assert not simulation.threads()
         started = len(simulation.world.processes)
-        simulation.ray.init()
+        simulation.runtime.begin()
         simulation.settle(120.0)
         assert len(simulation.world.processes) == started, "the dead trainer starts processes"
         assert not simulation.living()

@@ -14,7 +14,7 @@ from steepest.core.transport.stream import WireChannel
 from steepest.testing import InProcessCluster
 from steepest.testing.models import linear_model_creator
 from tests.simulation.run import Simulation, run_config
-from tests.simulation.simulated_ray import SimulatedRay
+from tests.simulation.simulated_runtime import SimulatedRuntime
 from tests.socket_jobs import STEPS, STRATEGIES, WORKERS, running, steps
 
 #: The most calls of the library's own functions in a step of two workers, all processes together.
@@ -74,20 +74,20 @@ def test_a_step_calls_no_more_functions_than_it_did(name: str) -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_call_of_step_asks_ray_twice_who_is_dead_however_many_processes_there_are(
-    workers: int, monkeypatch: pytest.MonkeyPatch
+    workers: int,
 ) -> None:
-    with Simulation(seed=1, cpus=(8,)).running():
+    with Simulation(seed=1, cpus=(8,)).running() as simulation:
         config = run_config()
         with DistributedSGD(linear_model_creator(), workers, run_config=config) as trainer:
             trainer.step()
             waits: list[int] = []
-            wait = SimulatedRay.wait
 
-            def counting(self: SimulatedRay, refs: Any, **options: Any) -> Any:
-                waits.append(len(refs))
-                return wait(self, refs, **options)
+            class Counting(SimulatedRuntime):
+                def wait(self, calls: Any, *how: Any) -> Any:
+                    waits.append(len(calls))
+                    return super().wait(calls, *how)
 
-            monkeypatch.setattr(SimulatedRay, "wait", counting)
+            simulation.runtime.__class__ = Counting
             trainer.step()
             assert len(waits) == 2
             assert min(waits) >= workers

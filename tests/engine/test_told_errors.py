@@ -10,7 +10,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import ray
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from steepest import DistributedSGD, TorchModel
 from steepest.errors import ConfigurationError, ModelError, ModelRaisedError, describe_error
 from steepest.runtime.calls import RemoteError, unimportable, who_raised, why_unpicklable
+from steepest.runtime.job_runtime import Call, JobRuntime, using
 from steepest.runtime.process import Program
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits, samples, sgd
@@ -80,30 +82,36 @@ def test_models_that_cannot_be_built(bad: set[int]) -> None:
     assert frames(error.__cause__) == ["test_told_errors.create", "test_told_errors.breaks"]
 
 
-class Call:
+def raised(words: str) -> ray.exceptions.RayTaskError:
+    told = RemoteError({"error": words, "traceback": ""})
+    return ray.exceptions.RayTaskError("build", "", told, "", 1, "127.0.0.1")
+
+
+class Raised(Call):
     """A call that has raised."""
 
     def __init__(self, words: str) -> None:
         self.words = words
 
+    def done(self) -> bool:
+        return True
 
-def test_only_some_of_many_workers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raised(call: Call) -> Any:
-        told = RemoteError({"error": call.words, "traceback": ""})
-        return ray.exceptions.RayTaskError("build", "", told, "", 1, "127.0.0.1")
+    def get(self, timeout: float | None = None) -> Any:
+        raise raised(self.words)
 
-    def get(call: Call) -> None:
-        raise raised(call)
+    def drop(self) -> None: ...
 
-    monkeypatch.setattr(ray, "wait", lambda calls, **how: (calls, []))
-    monkeypatch.setattr(ray, "get", get)
-    calls = {Call("KeyError: 1" if i == 1 else "no file"): f"worker {i}" for i in range(8)}
+
+def test_only_some_of_many_workers_are_named() -> None:
+    here = cast("JobRuntime", SimpleNamespace(wait=lambda calls, seconds: [*calls]))
+    calls = {Raised("KeyError: 1" if i == 1 else "no file"): f"worker {i}" for i in range(8)}
     for words, names in (
         ("no file", "worker 0, worker 2, worker 3, worker 4 and 3 more"),
         ("KeyError: 1", "worker 1"),
         ("another", "a process"),
     ):
-        assert who_raised(raised(Call(words)), calls) == names
+        with using(here):
+            assert who_raised(raised(words), calls) == names
 
 
 @pytest.mark.parametrize("alike", [False, True])

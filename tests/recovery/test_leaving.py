@@ -9,7 +9,6 @@ import pytest
 
 from steepest import Callback, DistributedSGD, Event
 from steepest.core.messages.message import worker_peer
-from steepest.recovery import leaving
 from steepest.testing import linear_model_creator
 from tests.living import places_of
 from tests.simulation.run import Simulation, run_config
@@ -18,8 +17,8 @@ from tests.simulation.run import Simulation, run_config
 class Notice(Callback):
     """Gives notice to the node of the last worker at a step, and notes what it hears."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-        self.patch, self.seconds = monkeypatch, seconds
+    def __init__(self, simulation: Simulation, seconds: float) -> None:
+        self.simulation, self.seconds = simulation, seconds
         self.heard: list[Event] = []
         self.hosts: list[str] = []
 
@@ -27,8 +26,8 @@ class Notice(Callback):
         if result.step == 5:
             place = places_of(sgd)[worker_peer(sgd.num_workers - 1)]
             self.hosts.append(place.host)
-            deadline = leaving.time.time() + self.seconds if self.seconds else 0.0
-            self.patch.setattr(leaving, "draining_nodes", lambda: {place.node: deadline})
+            (node,) = (each for each in self.simulation.world.nodes if each.id == place.node)
+            self.simulation.give_notice(node, self.seconds or None)
 
     def on_event(self, sgd: Any, event: Event) -> None:
         self.heard.append(event)
@@ -38,12 +37,11 @@ class Notice(Callback):
 @pytest.mark.parametrize(
     ("seconds", "when"), [(25.0, r"in \d\d s"), (0.0, "at a time that is not known")]
 )
-def test_callbacks_hear_of_a_notice_before_anything_has_moved(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, when: str
-) -> None:
+def test_callbacks_hear_of_a_notice_before_anything_has_moved(seconds: float, when: str) -> None:
     """A node that goes is announced once, then left; what callbacks hear is what `stats` has."""
-    notice = Notice(monkeypatch, seconds)
-    with Simulation(3, cpus=(2, 2, 2)).running():
+    simulation = Simulation(3, cpus=(2, 2, 2))
+    notice = Notice(simulation, seconds)
+    with simulation.running():
         config = run_config()
         with DistributedSGD(linear_model_creator(), 4, run_config=config) as sgd:
             while "moved" not in {event.kind for event in notice.heard}:

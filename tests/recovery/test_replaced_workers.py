@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import ray
 import torch
 from torch import nn
 
@@ -17,6 +16,7 @@ from steepest import Callback, DistributedSGD, FailureConfig, RunConfig, StepRes
 from steepest.core.messages.message import worker_peer
 from steepest.core.system import Thread
 from steepest.errors import ConfigurationError
+from steepest.runtime.job_runtime import runtime
 from steepest.testing import InProcessCluster, replay
 from tests.living import pids
 from tests.pairs import mostly_full
@@ -84,9 +84,8 @@ def test_successors_take_the_others_buffers_and_the_place_in_the_data() -> None:
         trainer.fit(steps=12, progress=False)
         others = trainer.foreach_model(lambda model: model.state())[0]
         send_signal(pids(trainer)[1], signal.SIGKILL)
-        ray.wait(
-            [trainer._live().watches[worker_peer(1)]], timeout=10
-        )  # a call to it in this moment would fail
+        watch = trainer._live().watches[worker_peer(1)]
+        runtime().wait([watch], 10)  # a call to it in this moment would fail
         states = trainer.foreach_model(
             lambda model: model.state()
         )  # it is replaced before the call
@@ -95,7 +94,7 @@ def test_successors_take_the_others_buffers_and_the_place_in_the_data() -> None:
         assert difference(trainer.weights(), straight.weights()) < 1e-12
         assert trainer.evaluate(samples(16)).samples == 16
         send_signal(pids(trainer)[1], signal.SIGKILL)
-        ray.wait([trainer._live().watches[worker_peer(1)]], timeout=10)
+        runtime().wait([trainer._live().watches[worker_peer(1)]], 10)
         trainer.set_strategy("async")
         send_signal(pids(trainer)[1], signal.SIGKILL)  # whose life is known to the new coordinator
         trainer.fit(steps=3, progress=False)
@@ -133,7 +132,7 @@ def test_who_is_silent_is_replaced_by_a_spare_process(
         TASK.creator(), num_workers=2, strategy=strategy, run_config=run_config
     ) as trainer:
         trainer.fit(steps=5, progress=False)
-        ray.get(trainer._supervisor.observation.reserve._spares[0].placing)  # it is up
+        trainer._supervisor.observation.reserve._spares[0].placing.get()  # it is up
         stopped = pids(trainer)[1]
         send_signal(stopped, signal.SIGSTOP)
         with caplog.at_level(logging.WARNING, "steepest"):

@@ -52,16 +52,16 @@ class Driver:
         self.position = Position(1, 0)
         self.run_config = RunConfig(failure=FailureConfig(snapshot_every=every))
         self.job: Job = InProcessCluster(task.creator(), num_workers=2, strategy=config).job
-        actor = SimpleNamespace(own_state=SimpleNamespace(remote=self._call))
+        actor = object()
         self.actors = {worker_peer(index): actor for index in range(2)}
         self.client = SimpleNamespace(read=self._read, position=self.position)
         self.fails = False
         fake = SimpleNamespace(
-            wait=lambda calls, **how: ([c for c in calls if c], [c for c in calls if not c]),
+            wait=lambda calls, seconds: [call for call in calls if call],
             get=lambda calls: [call["state"] for call in calls],
-            exceptions=snapshots.ray.exceptions,
+            call=lambda actor, method, *arguments: self._call(*arguments),
         )
-        monkeypatch.setattr(snapshots, "ray", fake)
+        monkeypatch.setattr(snapshots, "runtime", lambda: fake)
         self.snapshots = Snapshots(self, self)  # type: ignore[arg-type]
 
     def _read(self, what: str, at: int) -> Future[Snapshot]:

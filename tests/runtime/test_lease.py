@@ -11,14 +11,14 @@ import threading
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
 
 from steepest import DeadlineConfig, DistributedSGD
 from steepest.errors import ConfigurationError
-from steepest.runtime import lease
+from steepest.runtime.job_runtime import JobRuntime, using
 from steepest.runtime.lease import DriverLease, wait_for_silence
 from steepest.testing import linear_model_creator
 
@@ -48,45 +48,43 @@ def test_only_silence_without_a_break_ends_it(before: list[bool]) -> None:
     assert set(words.waits) == {60.0}
 
 
-class Method:
-    """An actor's method, which counts its calls."""
+class Handle:
+    """Of a process, which counts its calls."""
 
-    def __init__(self, fails: bool) -> None:
-        self.calls, self.fails = 0, fails
+    def __init__(self, fails: bool = False) -> None:
+        self.calls, self.fails = [0], fails
 
-    def remote(self) -> None:
-        self.calls += 1
-        if self.fails:
+
+class Here:
+    """A runtime that calls such processes."""
+
+    is_up = True
+
+    def call(self, process: Handle, method: str) -> None:
+        assert method == "renew_lease"
+        process.calls[0] += 1
+        if process.fails:
             raise RuntimeError("Ray has ended")
 
 
-class Handle:
-    """An actor's handle."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.renew_lease = Method(fails)
-
-
-def test_every_process_that_is_still_known_hears_from_the_driver(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    running = True
-    monkeypatch.setattr(lease.ray, "is_initialized", lambda: running)
+def test_every_process_that_is_still_known_hears_from_the_driver() -> None:
+    here = Here()
     driver = DriverLease(1e9)  # whose thread never comes to it by itself
     handles = [Handle(fails=True), Handle(), Handle()]
     for index in range(3):
         driver.add(handles[index])
-    methods = [handle.renew_lease for handle in handles]
-    driver._renew()
-    assert [method.calls for method in methods] == [1, 1, 1]
-    dropped = weakref.ref(handles.pop())
-    assert dropped() is None, "a lease keeps no process"
-    running = False
-    driver._renew()
-    assert [method.calls for method in methods] == [1, 1, 1], "a call would begin Ray"
-    running = True
-    driver._renew()
-    assert [method.calls for method in methods] == [2, 2, 1]
+    calls = [handle.calls for handle in handles]
+    with using(cast("JobRuntime", here)):
+        driver._renew()
+        assert calls == [[1], [1], [1]]
+        dropped = weakref.ref(handles.pop())
+        assert dropped() is None, "a lease keeps no process"
+        here.is_up = False
+        driver._renew()
+        assert calls == [[1], [1], [1]], "a call would begin Ray"
+        here.is_up = True
+        driver._renew()
+        assert calls == [[2], [2], [1]]
     driver.end()
 
 

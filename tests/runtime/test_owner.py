@@ -5,24 +5,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from steepest import Checkpoints, DistributedSGD
 from steepest.errors import ShutdownError
-from steepest.runtime import owner as module
+from steepest.runtime.job_runtime import JobRuntime, using
 from steepest.runtime.owner import GivenUp, Moment, Owner
 from tests.reference import Task
 from tests.simulation.run import Simulation, run_config
 
 
 @pytest.fixture
-def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
-    monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
-    found = Owner()
-    found.start()
-    yield found
-    found.end()
+def owner() -> Iterator[Owner]:
+    with using(cast("JobRuntime", SimpleNamespace(is_up=True))):
+        found = Owner()
+        found.start()
+        yield found
+        found.end()
 
 
 def test_requests_that_one_runs_at_its_waits_are_not_run_again_after_it(owner: Owner) -> None:

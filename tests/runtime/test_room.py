@@ -10,7 +10,6 @@ import pytest
 from steepest import DeadlineConfig, DistributedSGD, FailureConfig, ParameterServerStrategy
 from steepest.core.messages.message import worker_peer
 from steepest.errors import ResourcesError
-from steepest.recovery import leaving
 from steepest.runtime.room import Room, packed
 from steepest.testing import linear_model_creator
 from tests.living import places_of
@@ -51,7 +50,7 @@ def test_nodes_that_join_one_after_the_other_are_taken_in_alike() -> None:
 def held(simulation: Simulation) -> float:
     """The CPUs that are reserved, a moment later."""
     pause(5.0)
-    return simulation.ray.cluster_resources()["CPU"] - simulation.ray.available_resources()["CPU"]
+    return simulation.runtime.total()["CPU"] - simulation.runtime.free()["CPU"]
 
 
 @pytest.mark.parametrize("spares", [0, 2])
@@ -93,32 +92,34 @@ def test_a_server_stays_where_it_is_and_so_does_the_room_that_it_is_in() -> None
         assert sgd.fit(steps=5, progress=False).step == 10
 
 
-def test_nodes_that_were_left_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_were_left_hold_nothing() -> None:
     """Two nodes are drained one after the other, and then they are gone."""
-    simulation, going = Simulation(4, cpus=(0, *[4] * 4)), dict[str, float]()
-    with simulation.running():
-        monkeypatch.setattr(leaving, "draining_nodes", lambda: dict(going))
-        with DistributedSGD(linear_model_creator(), 4, run_config=run_config()) as sgd:
-            for _ in range(2):
-                node = places_of(sgd)[worker_peer(0)].node
-                going[node] = 0.0
-                while node in {place.node for place in places_of(sgd).values()}:
-                    sgd.fit(steps=10, progress=False)
-                assert held(simulation) == 4
-                (there,) = (each for each in simulation.world.nodes if each.id == node)
-                simulation.world.lose(there, silently=False)
-                while there.known_alive:
-                    pause(1.0)
-                going.clear()
-                assert held(simulation) == 4
-            assert sgd.num_workers == 4
+    simulation = Simulation(4, cpus=(0, *[4] * 4))
+    going = simulation.runtime.notices
+    with (
+        simulation.running(),
+        DistributedSGD(linear_model_creator(), 4, run_config=run_config()) as sgd,
+    ):
+        for _ in range(2):
+            node = places_of(sgd)[worker_peer(0)].node
+            going[node] = 0.0
+            while node in {place.node for place in places_of(sgd).values()}:
+                sgd.fit(steps=10, progress=False)
+            assert held(simulation) == 4
+            (there,) = (each for each in simulation.world.nodes if each.id == node)
+            simulation.world.lose(there, silently=False)
+            while there.known_alive:
+                pause(1.0)
+            going.clear()
+            assert held(simulation) == 4
+        assert sgd.num_workers == 4
 
 
 def test_room_is_asked_for_as_a_whole() -> None:
     """Of two that want three of four CPUs one has them, and the other holds nothing until it has."""
     simulation, bundle = Simulation(5, cpus=(2, 2)), {"CPU": 1.0}
     with simulation.running():
-        simulation.ray.init()
+        simulation.runtime.begin()
         assert packed(3, bundle) is not None
         assert packed(5, bundle) is None
         rooms = [Room(3, bundle), Room(3, bundle)]  # there seems to be room for both
@@ -147,7 +148,7 @@ def test_room_is_asked_for_as_a_whole() -> None:
 def test_workers_are_placed_on_few_nodes() -> None:
     bundle = {"CPU": 2.0}
     with Simulation(6, cpus=(3, 8, 5)).running() as simulation:
-        simulation.ray.init()
+        simulation.runtime.begin()
         ids = [node.id for node in simulation.world.nodes]
         assert packed(4, bundle) == [ids[1]] * 4
         assert packed(6, bundle) == [ids[1]] * 4 + [ids[2]] * 2

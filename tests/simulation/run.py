@@ -1,22 +1,19 @@
-"""The whole trainer in one process: driver, workers and servers as virtual threads, with a simulated Ray.
+"""The whole trainer in one process: driver, workers and servers as virtual threads, on virtual time.
 
-What runs is what runs on Ray: `DistributedSGD`, recovery, each process with its router.
-Python's clocks, threads, queues and futures, Ray, and sockets are replaced by name in all modules
-of steepest. Everything that happens by chance is drawn from one seed, so the same seed gives the
+What runs is what runs on Ray: `DistributedSGD`, recovery, each process with its router. They use a
+`System` and a `JobRuntime` of the simulation's, which nothing passes by.
+Everything that happens by chance is drawn from one seed, so the same seed gives the
 same run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import pkgutil
 import random
 import sys
 import threading
 import traceback
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,17 +21,14 @@ import torch
 
 import steepest
 from steepest.core.system import using
+from steepest.runtime.job_runtime import using as using_runtime
 from tests.simulation.simulated_processes import Node, SimulatedProcess, World
-from tests.simulation.simulated_ray import SimulatedRay
-from tests.simulation.virtual_primitives import EPOCH, Active, VirtualSystem
+from tests.simulation.simulated_runtime import SimulatedRuntime
+from tests.simulation.virtual_primitives import Active, VirtualSystem
 from tests.simulation.virtual_threads import Killed, Scheduler
 
-_REAL = ("steepest.testing", "steepest.cli", "steepest.parameter_server")
 _PACKAGE = os.path.dirname(steepest.__file__) + os.sep
 _TESTING = os.path.join(_PACKAGE, "testing") + os.sep
-_PACKAGES_OF_DRIVERS = tuple(
-    f"steepest.{package}" for package in ("runtime", "state", "recovery", "driver")
-)
 
 
 class Interruption:
@@ -83,7 +77,7 @@ class Simulation:
 
     Attributes:
         world: the nodes and processes.
-        ray: the stand-in for Ray.
+        runtime: where its jobs run.
         dice: draws the simulation's own chances.
 
     Example:
@@ -106,33 +100,22 @@ class Simulation:
         self.dice = random.Random(seed)
         self.scheduler = Scheduler(self.dice.getrandbits(32), seconds, switches)
         self.world = World(self.scheduler, random.Random(self.dice.getrandbits(32)), cpus)
-        self.ray = SimulatedRay(self.world)
+        self.runtime = SimulatedRuntime(self.world)
         self._faults: dict[int, list[Callable[[], None]]] = {}  # by the number of an event
         self.world.on_event = self._strike
         self._interruptions: dict[Interruption, BaseException] = {}
         self._main = threading.get_ident()  # the real thread of the driver's main one
         self.scheduler.on_wait = self._count
         self.scheduler.on_switch = self._look
-        self._notices: dict[str, float] = {}  # ids of nodes, and when they will go
 
     @contextlib.contextmanager
-    def running(self, *programs: types.ModuleType) -> Iterator[Simulation]:
-        """Simulate what the calling thread does in a block; afterwards all processes have ended.
-
-        Args:
-            programs: modules of the driver's own, in which clocks, threads, `os` and Ray are
-                replaced too: there `os.kill` reaches simulated processes of the driver's node.
-        """
+    def running(self) -> Iterator[Simulation]:
+        """Simulate what the calling thread does in a block; afterwards all processes have ended."""
         assert Active.scheduler is None, "another simulation runs"
-        replacing = [
-            *self.world.stand_ins(),
-            *self.ray.stand_ins(),
-            *self._private(),
-        ]
         self._main = threading.get_ident()
         affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
-        threads_of_this = VirtualSystem(self.scheduler, self.dice.getrandbits(32))
-        with using(threads_of_this), _replaced(replacing, programs):
+        system = VirtualSystem(self.scheduler, self.dice.getrandbits(32))
+        with using(system), using_runtime(self.runtime):
             Active.scheduler, Active.simulation = self.scheduler, self
             # the baton goes faster from thread to thread on one processor
             os.sched_setaffinity(0, {sorted(affinity)[os.getpid() % len(affinity)]})
@@ -143,24 +126,6 @@ class Simulation:
                 Active.scheduler = Active.simulation = None
                 os.sched_setaffinity(0, affinity)
                 torch.set_num_threads(threads)
-
-    def _private(self) -> list[tuple[Any, Any]]:
-        from steepest.core.tensors.allocator import keep_freed_memory
-        from steepest.recovery import growth, leaving
-        from steepest.runtime import ray_private
-
-        return [
-            (ray_private.check, lambda: None),
-            (ray_private.name_process, lambda name: None),
-            (ray_private.hush_unreadable, lambda: None),
-            (ray_private.draining_nodes, lambda: dict(self._notices)),
-            # under the names by which they are called, whatever was imported once more since
-            (vars(leaving)["draining_nodes"], lambda: dict(self._notices)),
-            (vars(growth)["draining_nodes"], lambda: dict(self._notices)),
-            (ray_private.started_here, lambda: False),
-            (ray_private.free_by_node, lambda: self.ray.places.free_by_node()),
-            (keep_freed_memory, lambda: False),
-        ]
 
     # -- faults --------------------------------------------------------------------------------
 
@@ -213,7 +178,7 @@ class Simulation:
             node: not the driver's.
             seconds: until then; None if that is not known.
         """
-        self._notices[node.id] = 0.0 if seconds is None else EPOCH + self.scheduler.now + seconds
+        self.runtime.notices[node.id] = 0.0 if seconds is None else self.scheduler.now + seconds
 
     def _count(self, over: bool) -> None:
         for each in tuple(self._interruptions):
@@ -282,53 +247,6 @@ def pause(seconds: float) -> None:
     """Let virtual time pass, as a computation does; outside of simulations do nothing."""
     if Active.scheduler is not None:
         Active.scheduler.sleep(seconds)
-
-
-@contextlib.contextmanager
-def _replaced(
-    replacing: Sequence[tuple[Any, Any]], programs: Sequence[types.ModuleType]
-) -> Iterator[None]:
-    """Replace things in all of steepest's modules and in some others, under whatever name they have them."""
-    by_id = {id(thing): instead for thing, instead in replacing}
-    undo: list[tuple[types.ModuleType, str, Any]] = []
-    modules = _modules()
-    try:
-        _clear_caches(modules)
-        for module in (*modules, *programs):
-            drives = module in programs or module.__name__.startswith(_PACKAGES_OF_DRIVERS)
-            for name, value in list(vars(module).items()):
-                if name.startswith("__") or id(value) not in by_id or (value is os and not drives):
-                    continue
-                undo.append((module, name, value))
-                setattr(module, name, by_id[id(value)])
-        yield
-    finally:
-        for module, name, value in undo:
-            setattr(module, name, value)
-        _clear_caches(modules)
-
-
-def _modules() -> list[types.ModuleType]:
-    """Return all of steepest's modules that run in a job."""
-    importlib.import_module("steepest.loop.run")
-    for package in map(importlib.import_module, _PACKAGES_OF_DRIVERS):
-        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            importlib.import_module(found.name)
-    prefix = f"{steepest.__name__}."
-    return [
-        module
-        for name, module in sorted(sys.modules.items())
-        if name.startswith(prefix) and not name.startswith(_REAL)
-    ]
-
-
-def _clear_caches(modules: Sequence[types.ModuleType]) -> None:
-    """Forget what functions of drivers have kept, such as actor classes."""
-    for module in modules:
-        if module.__name__.startswith(_PACKAGES_OF_DRIVERS) and "private" not in module.__name__:
-            for value in vars(module).values():
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
 
 
 def run_config(**settings: Any) -> Any:

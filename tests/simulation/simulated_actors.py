@@ -10,29 +10,15 @@ from typing import Any
 import ray as real
 
 from tests.simulation.simulated_objects import ByReference, Ref, Store, task_error
-from tests.simulation.simulated_placement import InGroup, Places, Slot
+from tests.simulation.simulated_placement import Places, Slot
 from tests.simulation.simulated_processes import SimulatedProcess
 
 
-class _Method:
-    def __init__(self, actor: Actor, name: str) -> None:
-        self._actor, self._name = actor, name
-
-    def remote(self, *arguments: Any, **named: Any) -> Ref:
-        """Call the method."""
-        return self._actor.call(self._name, arguments, named)
-
-
 class Handle(ByReference):
-    """A handle of an actor: each of its attributes is a method that `remote` calls."""
+    """A handle of an actor."""
 
     def __init__(self, actor: Actor) -> None:
-        self._actor = actor
-
-    def __getattr__(self, name: str) -> _Method:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return _Method(self._actor, name)
+        self.actor = actor
 
 
 class Actor:
@@ -45,11 +31,18 @@ class Actor:
     """
 
     def __init__(
-        self, places: Places, store: Store, made: Any, options: Mapping[str, Any], arguments: bytes
+        self,
+        places: Places,
+        store: Store,
+        body: type,
+        at: tuple[Any, int],
+        needs: Mapping[str, float],
+        arguments: bytes,
     ) -> None:
         self._places, self._store, self._world = places, store, places.world
         self.handle = Handle(self)
-        self._class, self._options, self._arguments = made, options, arguments
+        self._class, self._needs, self._arguments = body, needs, arguments
+        self.group, self.index = at
         self.process: SimulatedProcess | None = None
         self.instance: Any = None
         self.dead: BaseException | None = None
@@ -57,13 +50,12 @@ class Actor:
         self._pending: dict[Ref, None] = {}  # calls that have not ended
         self._running = 0
         self.slot: Slot | None = None
-        self.strategy: InGroup = options["scheduling_strategy"]
         self.killed = False
 
     @property
     def cpus(self) -> float:
         """The CPUs that it takes of its bundle."""
-        return float(self._options.get("num_cpus", 0))
+        return self._needs["cpus"]
 
     @property
     def is_dead(self) -> bool:
@@ -132,7 +124,7 @@ class Actor:
 
     # -- calls ---------------------------------------------------------------------------------
 
-    def call(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Ref:
+    def call(self, name: str, arguments: tuple[Any, ...]) -> Ref:
         """Send a call; the dead, as they unwind, send none."""
         world = self._world
         world.scheduler.check()
@@ -140,7 +132,7 @@ class Actor:
         ref = Ref(self._store, f"{name} of {self.process or 'an actor that is not up'}")
         self._pending[ref] = None
         top = [isinstance(each, Ref) for each in arguments]
-        sent = self._store.dump((arguments, named))
+        sent = self._store.dump((arguments, {}))
         needed = [each for each, is_ref in zip(arguments, top, strict=True) if is_ref]
         if self.dead is not None:
             world.later(0.01, partial(self._refuse, ref))
@@ -158,7 +150,7 @@ class Actor:
             self._refuse(ref)
             return
         for other in needed:
-            if not other.done:
+            if not other.ended:
                 other.then.append(partial(self._await, name, sent, needed, ref))
                 return
         if self.process is not None and not self._world.reaches(None, self.process):
@@ -176,7 +168,7 @@ class Actor:
     def _run(self, name: str, sent: bytes, ref: Ref) -> None:
         world, process = self._world, self.process
         assert process is not None
-        most = self._options.get("max_concurrency", 1)
+        most = self._needs["calls"]
         while self._running >= most:
             world.scheduler.block(process.threads_free, None, "a free thread of the actor")
         self._running += 1

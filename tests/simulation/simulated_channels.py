@@ -152,19 +152,16 @@ _PLACES = (
 class SimulatedTransport:
     """A `Transport` with the methods of `WireTransport`; for the arguments see there."""
 
-    wires: Wires  # of the simulation that runs: a subclass for each
-
     def __init__(
         self,
+        wires: Wires,
         token: bytes,
         peers: tuple[Peer, ...],
         node: str,
         sink: ChannelSink,
         ways: str = "wire",
-        clock: Any = None,
-        encryption: Any = None,
     ) -> None:
-        self.process = self.wires.here()
+        self.wires, self.process = wires, wires.here()
         self.ways, self.lends = ways, False
         self.peers, self.node, self.sink = peers, node, sink
         self.refused = self.bytes_sent = 0

@@ -7,12 +7,12 @@ import pickle
 import traceback
 import types
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import ray as real
 from ray import cloudpickle
 
+from steepest.runtime.job_runtime import Call, runtime
 from tests.simulation.virtual_threads import Scheduler, Waiters
 
 _PLAIN = (int, float, bool, str, bytes, type(None))
@@ -64,34 +64,43 @@ class Store:
         return self._numbers[thing]
 
 
-class Ref(ByReference):
+class Ref(Call, ByReference):
     """The result of a call, or an object of the store."""
 
     def __init__(self, store: Store, what: str) -> None:
         self._store, self.what = store, what
-        self.done = False
+        self.ended = False
         self._value: Any = None
         self.error: BaseException | None = None
         self.waiting: Waiters = []
         self.then: list[Callable[[], None]] = []
 
-    def __class_getitem__(cls, item: Any) -> types.GenericAlias:
-        return types.GenericAlias(cls, item)
+    def done(self) -> bool:
+        """Return whether it has ended."""
+        runtime().wait([self], 0)  # which takes time
+        return self.ended
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Return a copy of the value when it is there."""
+        return runtime().get([self], timeout)[0]
+
+    def drop(self) -> None:
+        """Do nothing."""
 
     def set(self, value: Any) -> None:
         """Give the reference its value, pickled unless it is plain."""
-        if not self.done:
+        if not self.ended:
             self._value = value
             self._finish()
 
     def fail(self, error: BaseException) -> None:
         """Let the call end by an error."""
-        if not self.done:
+        if not self.ended:
             self.error = error
             self._finish()
 
     def _finish(self) -> None:
-        self.done = True
+        self.ended = True
         self._store.scheduler.wake(self.waiting)
         for function in self.then:
             function()
@@ -106,26 +115,6 @@ class Ref(ByReference):
                 else self.error
             )
         return self._store.load(self._value)
-
-    def future(self) -> Future[Any]:
-        """Return a future of the value."""
-        future: Future[Any] = Future()
-
-        def finish() -> None:
-            try:
-                future.set_result(self.value())
-            except Exception as error:  # noqa: BLE001 - the future's
-                future.set_exception(error)
-
-        if self.done:
-            finish()
-        else:
-            self.then.append(finish)
-        return future
-
-    def hex(self) -> str:
-        """Return a name."""
-        return f"{id(self):x}"
 
 
 def task_error(name: str, error: Exception) -> BaseException:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from tests.simulation.simulated_objects import Ref, Store
+from tests.simulation.simulated_objects import Store
 from tests.simulation.simulated_processes import Node, World
 
 
@@ -13,7 +13,8 @@ class Placed(Protocol):
     """An actor, as far as its place is concerned."""
 
     slot: Slot | None
-    strategy: InGroup
+    group: Group
+    index: int
 
     @property
     def cpus(self) -> float:
@@ -51,11 +52,11 @@ class Group:
     """A placement group."""
 
     def __init__(
-        self, store: Store, slots: list[Slot], avoid: frozenset[str], apart: bool, wish: str | None
+        self, slots: list[Slot], avoid: frozenset[str], apart: bool, wish: str | None
     ) -> None:
         self.slots, self.avoid, self.apart, self.wish = slots, avoid, apart, wish
         self.bundle_specs = [{"CPU": slot.size} for slot in slots]
-        self.is_placed = Ref(store, "a placement group")
+        self.is_placed = False
         self.removed = False
 
     @property
@@ -66,17 +67,6 @@ class Group:
     def hex(self) -> str:
         """Return the group's name."""
         return f"{id(self):x}"
-
-    def ready(self) -> Ref:
-        """Return a reference that is done when the group is placed."""
-        return self.is_placed
-
-
-class InGroup:
-    """A place in a group."""
-
-    def __init__(self, placement_group: Group, placement_group_bundle_index: int = -1) -> None:
-        self.group, self.index = placement_group, placement_group_bundle_index
 
 
 class Places:
@@ -96,7 +86,7 @@ class Places:
         self.actors: list[Any] = []
         self.unplaced: dict[Placed, None] = {}
         self._store = store
-        self._groups: list[Group] = []
+        self.groups: list[Group] = []
         world.on_node_loss = self._node_lost
 
     def start(self, actor: Placed) -> None:
@@ -114,41 +104,25 @@ class Places:
         living = [node for node in self.world.nodes if node.known_alive]
         return {node.id: {"CPU": float(self._free(node))} for node in living}
 
-    def placement_group(
+    def ask(
         self,
-        bundles: list[dict[str, float]],
-        strategy: str = "PACK",
-        bundle_label_selector: Sequence[Mapping[str, str]] = (),
-        _soft_target_node_id: str | None = None,
+        bundles: Sequence[Mapping[str, float]],
+        apart: bool,
+        without: Collection[str],
+        wish: str | None,
     ) -> Group:
         """Reserve room for bundles, together, as soon as there is any."""
-        texts = " ".join(each for selector in bundle_label_selector for each in selector.values())
-        avoid = frozenset(node.id for node in self.world.nodes if node.id in texts)
         slots = [Slot(bundle["CPU"]) for bundle in bundles]
-        apart = strategy == "STRICT_SPREAD"
-        group = Group(self._store, slots, avoid, apart, _soft_target_node_id)
-        self._groups.append(group)
+        group = Group(slots, frozenset(without), apart, wish)
+        self.groups.append(group)
         self.world.later(0.05, self._place_groups)
         return group
 
-    def placement_group_table(self, group: Group | None = None) -> dict[str, Any]:
-        """Return what is known of a group, or of all."""
-        if group is None:
-            return {each.hex(): self.placement_group_table(each) for each in self._groups}
-        return {
-            "state": "CREATED" if group.is_placed.done else "PENDING",
-            "bundles": dict(enumerate(group.bundle_specs)),
-            "bundles_to_node_id": {
-                index: "" if slot.node is None else slot.node.id
-                for index, slot in enumerate(group.slots)
-            },
-        }
-
-    def remove_placement_group(self, group: Group) -> None:
+    def give_back(self, group: Group) -> None:
         """Give a group's room back; what runs there ends."""
         group.removed = True
-        if group in self._groups:
-            self._groups.remove(group)
+        if group in self.groups:
+            self.groups.remove(group)
         for actor in self.actors:
             if actor.slot in group.slots and not actor.is_dead:
                 actor.kill()
@@ -156,11 +130,11 @@ class Places:
 
     def _free(self, node: Node) -> float:
         return node.cpus - sum(
-            slot.size for group in self._groups for slot in group.slots if slot.node is node
+            slot.size for group in self.groups for slot in group.slots if slot.node is node
         )
 
     def _place_groups(self) -> None:
-        for group in self._groups:
+        for group in self.groups:
             missing = [slot for slot in group.slots if slot.node is None]
             allowed = [n for n in self.world.nodes if n.known_alive and n.id not in group.avoid]
             if group.apart:
@@ -182,18 +156,17 @@ class Places:
             if len(found) == len(missing):
                 for slot, node in zip(missing, found, strict=True):
                     slot.node, slot.used = node, 0.0
-                group.is_placed.set(None)
+                group.is_placed = True
         self.place_actors()
 
     def place_actors(self) -> None:
         """Start actors whose bundles have room."""
         for actor in list(self.unplaced):
-            strategy = actor.strategy
-            if strategy.group.removed:
+            if actor.group.removed:
                 del self.unplaced[actor]
                 actor.fail("The actor is dead because its placement group was removed.")
                 continue
-            slot = strategy.group.slots[max(strategy.index, 0)]
+            slot = actor.group.slots[actor.index]
             has_room = slot.node is not None and slot.size - slot.used >= actor.cpus
             if has_room and slot.node is not None and slot.node.known_alive:
                 del self.unplaced[actor]
@@ -201,7 +174,7 @@ class Places:
 
     def _node_lost(self, node: Node) -> None:
         """Have Ray notice that a node is gone: its bundles are placed elsewhere, if there is room."""
-        for group in self._groups:
+        for group in self.groups:
             for slot in group.slots:
                 if slot.node is node:
                     slot.node = None

@@ -9,10 +9,8 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-from tests.simulation.simulated_channels import SimulatedTransport, Wires
-from tests.simulation.virtual_primitives import Namespace
+from tests.simulation.simulated_channels import Wires
 from tests.simulation.virtual_threads import Killed, Scheduler, VirtualThread, Waiters
 
 _FIRST_PID = 100_000_000  # above all that a kernel gives: nothing real can be hit by mistake
@@ -256,19 +254,3 @@ class World:
             if process.pid == pid and process.where is self.here_node():
                 return "is stopped by a signal" if process.stopped else "sleeps"
         return "is gone"
-
-    def stand_ins(self) -> list[tuple[Any, Any]]:
-        """Return each thing that concerns processes and channels, with its stand-in."""
-        from steepest.core.transport.sockets import WireTransport
-        from steepest.runtime.places import processor_state, processor_use
-
-        transport = type("Transport", (SimulatedTransport,), {"wires": self.wires})
-        operating = Namespace(
-            os, {"getpid": self.getpid, "kill": self.send_signal, "_exit": self.exit}
-        )
-        return [
-            (os, operating),
-            (processor_use, self.processor_use),
-            (processor_state, self.processor_state),
-            (WireTransport, transport),
-        ]

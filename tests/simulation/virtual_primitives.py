@@ -224,27 +224,6 @@ class Thread:
         return self.virtual is not None and not self.virtual.finished
 
 
-class Namespace:
-    """A module with other things in some names' places.
-
-    Args:
-        module: asked for all other names.
-        instead: by name.
-        missing: names that are not to be used at all.
-    """
-
-    def __init__(
-        self, module: Any, instead: Mapping[str, Any], missing: Sequence[str] = ()
-    ) -> None:
-        self.__dict__.update(instead)
-        self._module, self._missing = module, missing
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._missing:
-            raise AttributeError(f"{self._module.__name__}.{name} has no stand-in yet")
-        return getattr(self._module, name)
-
-
 class VirtualSystem:
     """A `System` of virtual threads.
 

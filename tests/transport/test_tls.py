@@ -512,10 +512,10 @@ def test_files_that_do_not_fit_leave_no_trainer_and_no_ray(
     with Simulation(1).running() as simulation:
         with pytest.raises(ConfigurationError, match="No such file"):
             DistributedSGD(linear_model_creator(), run_config=config)
-        assert not simulation.ray.is_initialized()
+        assert not simulation.runtime.is_up
         with DistributedSGD(linear_model_creator(), run_config=run_config()) as sgd:
             assert who_else(sgd._live().holder) == ""
-        assert not simulation.ray.is_initialized()  # it ends with the last trainer that holds it
+        assert not simulation.runtime.is_up  # it ends with the last trainer that holds it
 
 
 @pytest.mark.parametrize("given", [1, None, "yes", b"-----BEGIN"])

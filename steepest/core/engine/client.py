@@ -129,7 +129,8 @@ class Client:
         self.on_outcome: Callable[[], None] = lambda: None  # called when there is another one
         # the newest generation and version that the client has heard of
         self.position = Position(0, 0)
-        self._since = system().now()  # when a step last ended
+        self._now = system().now
+        self._since = self._now()  # when a step last ended
         self._layout = layout
         self._holders = holders
         self._servers = num_servers
@@ -388,7 +389,7 @@ class Client:
     def _end_step(self, outcome: Result | Failure) -> None:
         position = Position(outcome.generation, outcome.version)
         if position > self.position:  # else it is a copy: a failure begins a generation
-            self.position, self._since = position, system().now()
+            self.position, self._since = position, self._now()
             if isinstance(outcome, Failure) and outcome.reason == "optimizer":
                 self.torn = outcome
             self._tell(outcome)
@@ -440,7 +441,7 @@ class Client:
         if not read.awaited:
             del self._reads[end.sequence]
             read.snapshot.records += [each for each in read.records.values() if each is not None]
-            read.snapshot.seconds = system().now() - read.began
+            read.snapshot.seconds = self._now() - read.began
             read.future.set_result(read.snapshot)
 
     def _acknowledge(self, source: Peer, received: PutReceived) -> None:
@@ -499,7 +500,7 @@ class Client:
             found.append(f"waits for {who} a state")
         if self._answers:
             found.append(f"waits for {len(self._answers)} answers of the coordinator")
-        seconds = system().now() - self._since
+        seconds = self._now() - self._since
         known = f"knows of version {self.position.version}; no step has ended for {seconds:.1f} s"
         return listed([known, *found])
 

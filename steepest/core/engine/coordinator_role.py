@@ -36,6 +36,7 @@ class CoordinatorRole:
         pause: float = 0.0,
         when_idle: Callable[[Callable[[], None]], None] = lambda function: function(),
     ) -> None:
+        self._now = system().now
         self.coordinator = coordinator
         self._when_idle = when_idle
         self._send = send
@@ -77,7 +78,7 @@ class CoordinatorRole:
     def _results_are_due(self) -> bool:
         """Return whether results leave now, rather than with those of the steps after them."""
         more = self.coordinator.version < self.coordinator.limit
-        return not more or system().now() - self._sent_at >= self._pause
+        return not more or self._now() - self._sent_at >= self._pause
 
     def _settle(self) -> None:
         self._carry_out(self.coordinator.settle())
@@ -106,7 +107,7 @@ class CoordinatorRole:
 
     def _send_results(self) -> None:
         """Send clients' waiting messages in order, up to a result whose commit, with copies, no other has heard of."""
-        self._sent_at = system().now()
+        self._sent_at = self._now()
         while self._results:
             peer, message = self._results[0]
             if message.kind is Kind.RESULT and message.version > self.coordinator.logged:

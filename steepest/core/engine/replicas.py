@@ -140,6 +140,7 @@ class Replicas:
         share: WorkShare,
         memory: Memory | None = None,
     ) -> None:
+        self._now = system().now
         self.models = tuple(models)
         self._able = _Able(models)
         # batch size and data of each model, with which the job divides its samples
@@ -376,12 +377,12 @@ class Replicas:
         ):
             batch: Any = None
             error: BaseException | None = None
-            began = system().now()
+            began = self._now()
             try:
                 batch = self._load_batch(places[0])
             except BaseException as raised:  # noqa: BLE001 - the user's code may call sys.exit()
                 error = raised
-            seconds = system().now() - began
+            seconds = self._now() - began
             self._loaded = _Loaded(places[0], batch, error, HeldGenerators(), seconds)
 
     def load(self, place: Place) -> Any:
@@ -501,9 +502,9 @@ class Replicas:
         companion = self._companion
         loading = computing = self.seconds_ahead = 0.0
         for place in places:
-            began, replica = system().now(), place[1]
+            began, replica = self._now(), place[1]
             batch = companion.take(place, self.load)
-            loaded = system().now()
+            loaded = self._now()
             companion.begin_batch(place)
             if (weighs := self._able.batches[replica]) is not None:
                 weighs.expect(self._places.share_of(place, places if self._is_update else None))
@@ -522,7 +523,7 @@ class Replicas:
             collector.end(result.weight)
             companion.end_batch(result.weight)
             loading += loaded - began
-            computing += system().now() - loaded
+            computing += self._now() - loaded
         return results, loading + self.seconds_ahead, computing
 
     @property
@@ -595,7 +596,7 @@ class Replicas:
         Raises:
             ConfigurationError: the data are none, or have no known length.
         """
-        began = system().now()
+        began = self._now()
         model = self.models[0]
         size = batch_size_of(data, batch_size) or model.batch_size
         source = model.source(data, size)
@@ -610,7 +611,7 @@ class Replicas:
         for share, batch in zip(shares, source.open(shares), strict=True):
             _expect(model, Share(len(share), len(share)))
             results.append(validate_computed(model.evaluate(batch)))
-        return WorkerResult(*_mean(results), {"evaluate": system().now() - began})
+        return WorkerResult(*_mean(results), {"evaluate": self._now() - began})
 
 
 def _divides(source: Any) -> bool:

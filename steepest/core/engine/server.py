@@ -108,7 +108,7 @@ class Server:
         self.refused = 0  # the number of pushes that were dropped
         # the update in which the optimizer raised, if no whole state was installed since: chunks are of no version
         self.torn: RaisedUpdate | None = None
-        self._since = system().now()  # when it took its present position
+        self._now, self._since = system().now, system().now()  # when it took its present position
         self._index = index
         self._send = send
         layout, holders, stores = topology.layout, topology.holders, topology.stores
@@ -295,7 +295,7 @@ class Server:
 
     def doing(self) -> str:
         """Return which pushes are not here yet, in words, see `Role.doing`."""
-        version, lasting = self.version + 1, f", for {system().now() - self._since:.1f} s"
+        version, lasting = self.version + 1, f", for {self._now() - self._since:.1f} s"
         if self.torn is not None:
             return f"is of no version: its optimizer raised {self.torn.error}"
         if not self._trainable:
@@ -497,7 +497,7 @@ class Server:
         if self._spec is not None and (self._changed or any(hyper)):
             self._changed = True  # what a schedule leaves alone later returns to the recipe's value
             hyper = self._spec.hyperparameters(hyper)
-        self.version, self._since = commit.version, system().now()
+        self.version, self._since = commit.version, self._now()
         contributors = {push.worker for push in commit.pushes}
         self._left_out = (
             self._left_out | contributors if commit.skip else self._left_out - contributors
@@ -618,7 +618,7 @@ class Server:
         if (begun.generation, begun.version) <= self._position:
             return  # a copy
         self.generation, self.version = begun.generation, begun.version
-        self._since = system().now()
+        self._since = self._now()
         self._members = frozenset(begun.workers)
         for held in self._trainable:
             held.discard()

@@ -121,7 +121,8 @@ class Worker:
         self._granted = (0, -1)  # generation and version of the last lease
         self._calls = WaitingCalls()
         self._failure: PeerLostError | None = None  # after which no newer version will come
-        self._since = system().now()  # when the last step or call began, or the role did
+        self._now = system().now
+        self._since = self._now()  # when the last step or call began, or the role did
         self._waited = 0.0  # seconds between the last report and the weights that followed it
         self._pushed_at = 0.0
 
@@ -290,7 +291,7 @@ class Worker:
                 share = self._next_share(self.version + 1)
                 if share is not None:
                     self._arriving = (self.generation, self.version + 1)
-                    self._waited = system().now() - self._pushed_at
+                    self._waited = self._now() - self._pushed_at
                     self._step(share, self.version + 1)
 
     def _begins_early(self) -> bool:
@@ -348,7 +349,7 @@ class Worker:
         else:
             text = f"has version {self.version}, and waits to be granted a step"
             since = pushed_at + self._waited if pushed_at else since
-        return f"{text}, for {system().now() - since:.1f} s"
+        return f"{text}, for {self._now() - since:.1f} s"
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -384,7 +385,7 @@ class Worker:
         if generation >= self._baseline and version != self.version:
             self.version = version
             if not self._stepping:
-                self._waited = system().now() - self._pushed_at if self._pushed_at else 0.0
+                self._waited = self._now() - self._pushed_at if self._pushed_at else 0.0
             self._replicas.weights_changed()
             if not self._stepping and (self._stopped or version >= self._limit):
                 self._replicas.go_on(version)  # else a step follows, in which they go on
@@ -399,7 +400,7 @@ class Worker:
         if not ready:
             return False
         # such a function may wait for what its models need, and no step begins meanwhile
-        self._stepping, self._since = True, system().now()
+        self._stepping, self._since = True, self._now()
         self._calling = True
         self._superseded = self._stopped
         self._exchange.stand_at(self.generation, self.version)
@@ -422,7 +423,7 @@ class Worker:
         if self._calls.are_exact:
             self._run_calls(version)
         self._stepping, self._superseded, self._waiting = True, False, 0.0
-        self.computing, self._since = share, system().now()
+        self.computing, self._since = share, self._now()
         try:
             self._compute(share, version)
         finally:
@@ -435,14 +436,14 @@ class Worker:
         if self._arriving is None or self._exchange.has(entry, self._arriving):
             return
         assert self._between.wait is not None
-        began, generators = system().now(), HeldGenerators()
+        began, generators = self._now(), HeldGenerators()
         while not self._exchange.has(entry, self._arriving):
             if self._superseded or self._failure is not None:
                 raise _AbandonedError("the step was given up before its weights had come")
             with self._own_work(), apart_from_models():
                 self._between.wait()
         generators.go_on()
-        self._waiting += system().now() - began
+        self._waiting += self._now() - began
         if entry is None:
             self._arriving = None
 
@@ -457,7 +458,7 @@ class Worker:
         """Receive messages in a forward pass until what it needs has come, see `WaitUntil`."""
         # _AbandonedError: a new generation, or a server is lost. Between two steps, in a user's function, a lost server
         # is PeerLostError.
-        began, generators = system().now(), HeldGenerators()
+        began, generators = self._now(), HeldGenerators()
         while not has_come():
             if self._superseded or self._failure is not None:
                 reason = f"{why}: the job's processes change"
@@ -468,7 +469,7 @@ class Worker:
             with self._own_work(), apart_from_models():
                 self._between.receive()
         generators.go_on()
-        self._waiting += system().now() - began
+        self._waiting += self._now() - began
 
     def _compute(self, share: int, version: int) -> None:
         """Compute and push the gradient of a share, then send REPORT, or FAILED with the error."""
@@ -505,7 +506,7 @@ class Worker:
         except MessageTooLargeError as error:
             self._fail(version, error)
             return
-        self._pushed_at = system().now()
+        self._pushed_at = self._now()
         self._between.pump()
         self._replicas.look_ahead(share)
         if self._lease is None and version + 1 < self._limit:
@@ -515,7 +516,7 @@ class Worker:
         """Load the next step's first batch, while the weights of its version are awaited."""
         granted = version == self._pushed[1] + 1 and version < self._limit
         if granted and not self._stepping and not self._stopped:
-            self._since = system().now()
+            self._since = self._now()
             self.computing = version * self._members + self._index
             self._replicas.load_ahead(self.computing)
             self.computing = None

@@ -109,6 +109,7 @@ class Router:
         self._events: deque[Event] = deque()  # of the transport, not delivered yet
         self._later: deque[Callable[[], None]] = deque()  # to be called when nothing is to be done
         self._ticked = 0.0
+        self._now = system().now
         self._stopping = system().event()
         self._why = "the process is shut down"  # nothing can be done, once `_stopping` is set
         self._thread: Thread | None = None
@@ -299,10 +300,10 @@ class Router:
         # Where one process has all roles, a worker's step has messages sent that let it take the next one, as long as
         # steps are granted: other processes have to be heard in between. What coordinator and servers have been sent is
         # always delivered, so that they agree then.
-        until = system().now() + _LOCAL_SECONDS
+        until = self._now() + _LOCAL_SECONDS
         while self._local:
             at = 0
-            if self.transport is not None and system().now() > until:
+            if self.transport is not None and self._now() > until:
                 targets = (message.target for message in self._local)
                 others = (i for i, peer in enumerate(targets) if peer and peer.role != "worker")
                 if (at := next(others, -1)) < 0:
@@ -394,7 +395,7 @@ class Router:
 
     def _turn_and_tick(self, timeout: float = math.inf) -> None:
         self.turn(min(timeout, self._tick_seconds))
-        now = system().now()
+        now = self._now()
         if now - self._ticked >= self._tick_seconds:
             self._ticked = now
             self.tick(now)
@@ -432,7 +433,7 @@ class Router:
     @property
     def busy(self) -> float:
         """Seconds since the router's thread last looked at the time; within `tick_seconds` if idle."""
-        return system().now() - self._ticked if self._ticked else 0.0
+        return self._now() - self._ticked if self._ticked else 0.0
 
     def _end(self, error: BaseException | None) -> None:
         self._stopping.set()

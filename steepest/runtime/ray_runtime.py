@@ -1,0 +1,273 @@
+"""A job's processes on Ray: actors in bundles of placement groups, see `JobRuntime`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from steepest.core.messages.message import Peer
+from steepest.core.transport.channel import ChannelSink
+from steepest.core.transport.encryption import Encryption
+from steepest.core.transport.sockets import WireTransport
+from steepest.runtime import places, ray_private
+from steepest.runtime.connection import ensure_ray
+from steepest.runtime.job_runtime import Call, Group
+
+_NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
+
+
+@functools.cache
+def _actor_class(body: type) -> Any:
+    """Return the Ray actor class of a body; made once, because Ray keeps each for ever."""
+    return ray.remote(body)
+
+
+class RayCall(Call):
+    """A reference of Ray's."""
+
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
+
+    def done(self) -> bool:
+        """Return whether Ray has its result."""
+        return bool(ray.wait([self.ref], timeout=0)[0])
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Return what Ray has."""
+        return ray.get(self.ref, timeout=timeout)
+
+    def drop(self) -> None:
+        """Ask for the result: Ray logs an error that nobody has asked for."""
+        self.ref.future()
+
+
+def _sent(arguments: Sequence[Any]) -> list[Any]:
+    return [each.ref if isinstance(each, RayCall) else each for each in arguments]
+
+
+class RayRuntime:
+    """Ray, to which this process is connected or connects."""
+
+    owns_process = True
+
+    # -- the connection --------------------------------------------------------------------------
+
+    @property
+    def is_up(self) -> bool:
+        """Whether this process is connected."""
+        return bool(ray.is_initialized())
+
+    @property
+    def job(self) -> str:
+        """Ray's id of this process' job."""
+        job: str = ray.get_runtime_context().get_job_id()
+        return job
+
+    def begin(self, cpus: int | None = None, *, verbose: bool = False) -> bool:
+        """Connect, see `ensure_ray`, to a Ray that has all that is needed."""
+        ray_private.check()
+        return ensure_ray(cpus, verbose=verbose)
+
+    def shutdown(self) -> None:
+        """Disconnect."""
+        ray.shutdown()
+
+    # -- processes -------------------------------------------------------------------------------
+
+    def start(
+        self, body: type, arguments: Sequence[Any], at: tuple[Group, int], **needs: float
+    ) -> Any:
+        """Start an actor."""
+        group, bundle = at
+        made = _actor_class(body).options(
+            num_cpus=needs["cpus"],
+            num_gpus=needs["gpus"],
+            max_concurrency=needs["calls"],
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                _own(group), placement_group_bundle_index=bundle
+            ),
+        )
+        return made.remote(*_sent(arguments))
+
+    def call(self, process: Any, method: str, *arguments: Any) -> Call:
+        """Call a method of an actor."""
+        return RayCall(getattr(process, method).remote(*_sent(arguments)))
+
+    def end(self, process: Any) -> None:
+        """Kill an actor."""
+        ray.kill(process, no_restart=True)
+
+    def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Call:
+        """Run a task on a node."""
+        affinity = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        task = ray.remote(num_cpus=0, max_retries=0)(function)
+        return RayCall(task.options(scheduling_strategy=affinity).remote(*arguments))
+
+    def put(self, value: Any) -> Call:
+        """Put a value into Ray's store."""
+        return RayCall(ray.put(value))
+
+    def get(self, calls: Collection[Call], timeout: float | None = None) -> list[Any]:
+        """Return the results of calls."""
+        results: list[Any] = ray.get(_sent([*calls]), timeout=timeout)
+        return results
+
+    def wait(
+        self, calls: Collection[Call], seconds: float | None, number: int | None = None
+    ) -> list[Call]:
+        """Wait for calls."""
+        by_ref = dict(zip(_sent([*calls]), calls, strict=True))
+        if not by_ref:
+            return []
+        number = len(by_ref) if number is None else number
+        done, _ = ray.wait(list(by_ref), num_returns=number, timeout=seconds)
+        return [by_ref[ref] for ref in done]
+
+    # -- this process ------------------------------------------------------------------------------
+
+    @property
+    def node(self) -> str:
+        """Ray's id of this node."""
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
+
+    @property
+    def host(self) -> str:
+        """The address of this node."""
+        host: str = ray.util.get_node_ip_address()
+        return host
+
+    @property
+    def pid(self) -> int:
+        """The number of this process."""
+        return os.getpid()
+
+    def exit(self, status: int) -> None:
+        """End this process."""
+        os._exit(status)
+
+    def kill(self, pid: int) -> None:
+        """Kill a process of this node."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+    def name_process(self, name: str) -> None:
+        """Show this process under a name, and none of Ray's tracebacks of what it cannot unpickle."""
+        ray_private.hush_unreadable()
+        ray_private.name_process(name)
+
+    def processor_use(self, pid: int) -> tuple[float, bool] | None:
+        """Return what a process of this node does with processors."""
+        return places.processor_use(pid)
+
+    def processor_state(self, pid: int) -> str:
+        """Return what the kernel says of a process of this node."""
+        return places.processor_state(pid)
+
+    def transport(
+        self,
+        token: bytes,
+        peers: tuple[Peer, ...],
+        node: str,
+        sink: ChannelSink,
+        ways: str = "wire",
+        encryption: Encryption | None = None,
+    ) -> WireTransport:
+        """Return channels through sockets and shared memory."""
+        return WireTransport(token, peers, node, sink, ways, encryption=encryption)
+
+    # -- nodes and room ------------------------------------------------------------------------------
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether nodes may join: not if this process has started Ray for itself."""
+        return not ray_private.started_here()
+
+    def nodes(self) -> dict[str, Mapping[str, float]]:
+        """Return the living nodes."""
+        return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+    def leaving_nodes(self) -> dict[str, float]:
+        """Return the nodes that drain."""
+        return ray_private.draining_nodes()
+
+    def free_by_node(self) -> dict[str, dict[str, float]]:
+        """Return what is free on each node."""
+        return ray_private.free_by_node()
+
+    def total(self) -> dict[str, float]:
+        """Return what all nodes have."""
+        return dict(ray.cluster_resources())
+
+    def free(self) -> dict[str, float]:
+        """Return what is free on all nodes."""
+        return dict(ray.available_resources())
+
+    def group_around(self) -> Group | None:
+        """Return the group of a Ray Tune trial; a worker of Ray Train fills the bundle that it runs in."""
+        group: Group | None = ray.util.get_current_placement_group()
+        if group is None:
+            return None
+        captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+        return group if captures else None
+
+    def ask(
+        self,
+        bundles: Sequence[dict[str, float]],
+        how: str,
+        without: Collection[str] = (),
+        node: str | None = None,
+    ) -> Group:
+        """Ask for a placement group."""
+        selector = {_NODE_LABEL: f"!in({','.join(sorted(without))})"}
+        chosen: dict[str, Any] = {}
+        if without:
+            chosen["bundle_label_selector"] = [selector] * len(bundles)
+        chosen |= {} if node is None else ray_private.wished_node(node)
+        made: Group = placement_group(list(bundles), strategy=how, **chosen)
+        return made
+
+    def bundles(self, group: Group) -> dict[int, str]:
+        """Return the node of each bundle."""
+        nodes: dict[int, str] = placement_group_table(_own(group))["bundles_to_node_id"]
+        return nodes
+
+    def is_placed(self, group: Group) -> bool:
+        """Return whether Ray has placed all bundles."""
+        return bool(placement_group_table(_own(group)).get("state") == "CREATED")
+
+    def give_back(self, group: Group) -> None:
+        """Remove a placement group."""
+        remove_placement_group(_own(group))
+
+    def reserved(self, without: Collection[str]) -> list[dict[str, float]]:
+        """Return the bundles of the placement groups that there are."""
+        return [
+            bundle
+            for name, about in placement_group_table().items()
+            if name not in without and about["state"] == "CREATED"
+            for bundle in about["bundles"].values()
+        ]
+
+
+def _own(group: Group) -> PlacementGroup:
+    assert isinstance(group, PlacementGroup)
+    return group
