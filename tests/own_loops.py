@@ -101,10 +101,10 @@ class Script:
         )
         self.loop(Parts(model, optimizer, loader, tuple(schedulers)), self.epochs)
 
-    def alone(self, workers: int, seed: int = 0) -> Weights:
-        """The weights of the same loop without steepest's workers, on the batches of so many together."""
+    def alone(self, workers: int, seed: int = 0, loader: Any = None) -> Weights:
+        """The weights of the same loop without steepest's workers, on the batches of so many, or a loader's."""
         torch.manual_seed(seed)
-        whole: Any = Whole(self.data, workers * BATCH, seed)
+        whole: Any = loader or Whole(self.data, workers * BATCH, seed)
         if not self.shuffles:
             whole = DataLoader(TensorDataset(*self.data), batch_size=workers * BATCH)
         parts = self._parts(whole)

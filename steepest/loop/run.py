@@ -19,14 +19,13 @@ from steepest.errors import ConfigurationError, PeerLostError
 from steepest.loop.model import LoopCreator, LoopModel
 from steepest.loop.reports import Reports
 from steepest.loop.session import Progress, current
+from steepest.observe.display import ENDLESS
 from steepest.observe.history import History
 from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.named import as_strategy
 
-#: Steps that are granted to loops that count their epochs themselves: they end before.
-_STEPS = 1 << 40
 _IN_LOCKSTEP = -1
 _ATTEMPTS = 64  # at a call of all functions, in which processes may die
 
@@ -51,10 +50,21 @@ class RunResult:
 class _StopsAtTheEnd(Callback):
     """Ends a `fit` when every worker's function has returned: the step then has no samples."""
 
+    def __init__(self) -> None:
+        self._last: int | None = None  # the first such step
+
     def on_step(self, sgd: Any, result: StepResult) -> None:
         """Stop after a step without samples."""
         if result.samples == 0:
+            self._last = min(self._last or result.step, result.step)
             sgd.stop()
+        else:
+            self._last = None
+
+    def on_fit_end(self, sgd: Any) -> None:
+        """Leave steps in which nobody had samples out of the history."""
+        if self._last is not None:
+            sgd.history.end(self._last)
 
 
 def run(  # noqa: PLR0913 - keywords of a user, most of them optional
@@ -123,7 +133,7 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         while (wanted := _advance(sgd, reports, next(numbers))) is not None:
             if wanted == _IN_LOCKSTEP:
                 shown = "lines" if progress is True else progress
-                sgd.fit(steps=_STEPS, callbacks=[_StopsAtTheEnd(), *callbacks], progress=shown)
+                sgd.fit(steps=ENDLESS, callbacks=[_StopsAtTheEnd(), *callbacks], progress=shown)
                 continue
             epochs = max(wanted - begun, 1)
             begun += epochs

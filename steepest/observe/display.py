@@ -19,6 +19,9 @@ from steepest.observe.results import EvaluationResult, StepResult
 _WINDOW_SECONDS = 10.0  # over which rates are means
 _PAUSE_STEPS = 10  # a pause takes longer than so many steps, and than the window
 
+#: Steps that are granted to a run which ends by itself.
+ENDLESS = 1 << 40
+
 
 class Run(Protocol):
     """The attributes of the trainer that are shown."""
@@ -59,7 +62,9 @@ class Meter:
         self._paused = False  # whether there was a pause before it
 
     def add(self, result: StepResult, now: float) -> None:
-        """Count a step."""
+        """Count a step; one without samples follows a run that has ended by itself."""
+        if self._last is not None and not result.samples and self.steps >= ENDLESS:
+            return
         # Rates leave out a pause before it, such as after a death, and steps that are taken again: what is left to do
         # goes at the pace of before.
         if self._last is None:
@@ -94,7 +99,10 @@ class Meter:
         left = (self.steps - self.done) * seconds / max(self.done - done, 1)
         times = f"took {_clock(seconds)}" if ended else f"{_clock(left)} left"
         parts = [] if last.epoch is None else [f"epoch {last.epoch}"]
-        parts += [f"step {last.step} ({self.done}/{self.steps}, {times})", f"loss {last.loss:.4f}"]
+        counted = f" ({self.done}/{self.steps}, {times})"
+        if self.steps >= ENDLESS:
+            counted = f" ({times})" if ended else ""
+        parts += [f"step {last.step}{counted}", f"loss {last.loss:.4f}"]
         parts += [f"{name} {value:.3f}" for name, value in last.metrics.items()]
         if (found := self.evaluation) is not None:
             parts += [f"validation loss {found.loss:.4f}"]

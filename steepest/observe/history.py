@@ -215,6 +215,12 @@ class History(Sequence[dict[str, Any]]):
             self.begun = step
             self.runs = {**runs, **self.runs}
 
+    def end(self, step: int) -> None:
+        """Remove the rows of a step and of later ones, except events: those in which no worker had anything to do."""
+        with self._lock:
+            self._take_events()
+            self._cut(step)
+
     def _take_events(self) -> None:
         while self._seen < len(self._events):
             event = self._events[self._seen]

@@ -220,6 +220,7 @@ def test_several_steps_for_a_batch_equal_one_process(
 ) -> None:
     """Two networks with an optimizer each; a loop without a loader, as of reinforcement learning."""
     found = run(script, workers, strategy)
+    assert all(row["samples"] for row in found.steps)
     assert difference(found.weights, alone(script, workers)) < 1e-12
 
 

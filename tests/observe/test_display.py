@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import re
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from steepest import DistributedSGD, EvaluationResult, StepResult
 from steepest.errors import ConfigurationError
-from steepest.observe.display import Display, NotebookLine, ProgressBar, ProgressLines, display
+from steepest.observe.display import (
+    ENDLESS,
+    Display,
+    NotebookLine,
+    ProgressBar,
+    ProgressLines,
+    display,
+)
 from steepest.testing import linear_model_creator
 from tests.simulation.run import Simulation, run_config
 
@@ -97,6 +106,21 @@ def test_rates_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "64 samples/s" in last
     assert "01:39 left" in last
     assert "staleness 2.5" in last
+
+
+def test_of_a_run_that_ends_by_itself_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = stderr(monkeypatch, terminal=False)
+    clock = [0.0]
+    shown = ProgressLines(clock=lambda: clock[0])
+    shown.on_fit_begin(Trainer, ENDLESS)
+    for number in range(1, 4):
+        clock[0] += 0.5
+        shown.on_step(Trainer, step(number))
+    shown.on_step(Trainer, replace(step(4), samples=0, loss=math.nan))
+    shown.on_fit_end(Trainer)
+    first, last = file.getvalue().splitlines()
+    assert first.startswith("epoch 0, step 1, loss 1.0000")
+    assert last.startswith("epoch 0, step 3 (took 00:01), loss 0.3333")
 
 
 def test_steps_that_are_taken_again_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

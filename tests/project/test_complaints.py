@@ -1,6 +1,7 @@
 """What users of other libraries' loops complain of year after year, each as a test of a loop of one's own here.
 
-The words of each are those of the complaint; the issues in its first line are where it was made.
+The words of each are those of the complaint; the issues in its first line are where it was made. Where it can be, what
+was complained of is computed too, and is found wrong: the test would not pass with it.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import steepest
 from steepest import FailureConfig, ParameterServerStrategy
-from tests.own_loops import BATCH, Parts, Script, plain
+from tests.own_loops import BATCH, Parts, Script, Whole, plain
 from tests.reference import Weights, difference, perceptron, samples, sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, pause, run_config
@@ -51,6 +53,8 @@ def test_the_scheduler_ticks_once_per_process(workers: int) -> None:
     _, rows, _ = run(halving, workers)
     rates = [row["learning_rate"][0] for row in rows]
     assert rates == [0.1 * 0.5 ** (step // 3) for step in range(len(rows))]
+    theirs = [0.1 * 0.5 ** (step * workers // 3) for step in range(len(rows))]
+    assert (rates == theirs) == (workers == 1)
 
 
 READ: Counter[int] = Counter()
@@ -109,6 +113,20 @@ def test_mid_epoch_resume_is_wrong_or_takes_hours_of_skipping(tmp_path: Path) ->
     assert before + READ == Counter(range(16))
 
 
+def test_a_resume_that_skips_reads_what_was_seen() -> None:
+    """Their way: a loader like the one before, of which batches are thrown away."""
+    READ.clear()
+    torch.manual_seed(0)
+    loader = DataLoader(Counted(), batch_size=2 * BATCH, shuffle=True)
+    assert len(list(itertools.islice(loader, 2, None))) == 2
+    assert sum(READ.values()) == 16
+    shuffled_anew = [
+        index for batch in itertools.islice(loader.batch_sampler, 2, None) for index in batch
+    ]
+    seen = [index for batch in itertools.islice(loader.batch_sampler, 2) for index in batch]
+    assert set(shuffled_anew) & set(seen)
+
+
 def judging(parts: Parts, epochs: int) -> None:
     """Reports the mean error over all samples of an epoch, counted by samples."""
     for _ in steepest.epochs(epochs):
@@ -129,7 +147,16 @@ def test_metrics_of_the_last_batch_are_wrong(workers: int) -> None:
     model = perceptron()
     model.load_state_dict(weights)
     x, y = still.data
-    assert row["error"] == pytest.approx((model(x) - y).square().mean().item(), rel=1e-12)
+    errors = (model(x) - y).square().mean(dim=1).detach()
+    assert row["error"] == pytest.approx(errors.mean().item(), rel=1e-12)
+    shares = [
+        list(DistributedSampler(still.data[0], workers, rank, shuffle=False))
+        for rank in range(workers)
+    ]
+    padded = sum(errors[share].mean() for share in shares) / workers
+    last = errors[-1:].mean()
+    for theirs in (padded, last):
+        assert row["error"] != pytest.approx(float(theirs), rel=1e-3)
 
 
 def over_tokens(parts: Parts, epochs: int) -> None:
@@ -150,12 +177,27 @@ def over_tokens(parts: Parts, epochs: int) -> None:
                 tokens = 0.0
 
 
+def over_batches(parts: Parts, epochs: int) -> None:
+    """Their way: the mean over a batch's tokens, and then over batches and workers."""
+    for _ in steepest.epochs(epochs):
+        for number, (x, y) in enumerate(parts.loader):
+            mask = (y > 0).double()
+            errors = (parts.model(x) - y).square() * mask
+            (errors.sum() / mask.sum().clamp_min(1.0) / 2).backward()
+            if number % 2:
+                parts.optimizer.step()
+                parts.optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 def test_token_weights_over_accumulation_and_ranks_are_wrong(workers: int) -> None:
     """Of transformers 34191 and 34242: here a token weighs the same in whichever batch, on whichever worker it is."""
     script = Script(over_tokens, optimizer=sgd(momentum=0.9), data=samples(24), epochs=3)
     found, _, _ = run(script, workers)
-    assert difference(found, script.alone(workers)) < 1e-12
+    expected = script.alone(workers)
+    assert difference(found, expected) < 1e-12
+    theirs, _, _ = run(replace(script, loop=over_batches), workers)
+    assert difference(theirs, expected) > 1e-3
 
 
 STARTS: list[int] = []
@@ -212,10 +254,32 @@ def test_one_death_restarts_everyone() -> None:
     assert Counter(STARTS) == {0: 1, 1: 2, 2: 1}
 
 
+def test_a_restart_from_a_checkpoint_restarts_everyone(tmp_path: Path) -> None:
+    """Their way: the whole job is started again, from its newest checkpoint."""
+    STARTS.clear()
+    checkpoints = steepest.Checkpoints(tmp_path / "run", every=2)
+    script = Script(starting, data=samples(18), epochs=1)
+    with pytest.raises(StoppedError):
+        run(script, 3, checkpoints=checkpoints, callbacks=[Stops()])
+    run(script, 3, checkpoints=checkpoints)
+    assert Counter(STARTS) == {0: 2, 1: 2, 2: 2}
+
+
+class Lossy(Whole):
+    """Their way: what the dead worker had of the fifth step is in no update."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(super().__iter__()):
+            lost = self.epoch == 1 and number == 1
+            yield [c[:-BATCH] for c in batch] if lost else batch
+
+
 def test_data_is_lost_or_doubled_after_recovery() -> None:
     """Of torchft 309, 58 and 37: here the weights are those of an epoch that visits each sample once."""
     script, weights, rows, _ = struck()
     assert difference(weights, script.alone(3)) < 1e-12
+    theirs = script.alone(3, loader=Lossy(script.data, 3 * BATCH))
+    assert difference(weights, theirs) > 1e-3
     assert Counter(row["epoch"] for row in rows for _ in range(row["samples"])) == dict.fromkeys(
         range(4), 18
     )
