@@ -25,6 +25,8 @@ NAVIGATION = {
         "docs/embedding",
         "docs/several_losses",
         "docs/own_strategy",
+        "docs/own_model",
+        "docs/extensions",
         "docs/core",
     ),
     "Runs": (

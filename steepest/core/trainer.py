@@ -14,6 +14,7 @@ import torch
 from steepest.core.crew import Crew
 from steepest.core.data.sampler import Remaining, SamplePlan
 from steepest.core.engine.client import Client
+from steepest.core.engine.extension import Extension
 from steepest.core.engine.hosting import host_client, host_coordinator, host_server
 from steepest.core.engine.job import Description, Job, ModelCreator, check_agreement
 from steepest.core.engine.replica_states import mean_states
@@ -82,6 +83,7 @@ class Trainer:
         seed: of initial weights, of the order of samples, and of random state.
         settings: see `Settings`.
         runtime: starts the processes; by default a `ProcessRuntime`. The trainer closes it.
+        extensions: what attaches to the workers, see `docs/extensions.md`; each can be pickled.
 
     Attributes:
         step: number of steps committed.
@@ -101,6 +103,7 @@ class Trainer:
         seed: int = 0,
         settings: Settings | None = None,
         runtime: Runtime | None = None,
+        extensions: Sequence[Extension] = (),
     ) -> None:
         require_model_creator(model_creator)
         self._strategy = strategy_for(strategy, require_count("num_workers", num_workers))
@@ -120,7 +123,7 @@ class Trainer:
         self._runtime = runtime or ProcessRuntime()
         self._crew = Crew(
             self._runtime,
-            (self._token, self._settings.threads),
+            (self._token, self._settings.threads, tuple(extensions)),
             self._settings.start_timeout,
             lambda: f"after step {self.step}",
         )

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.extension import Extension
 from steepest.core.engine.hosting import build_replicas, host_server, host_worker
 from steepest.core.engine.job import Description, Job, ModelCreator
 from steepest.core.engine.model_building import build_models
@@ -45,10 +46,12 @@ class WorkerProcess:
     Args:
         token: the job's secret, which both ends of a connection prove to know.
         threads: with which torch computes.
+        extensions: what attaches to the worker.
     """
 
-    def __init__(self, token: bytes, threads: int) -> None:
+    def __init__(self, token: bytes, threads: int, extensions: Sequence[Extension]) -> None:
         self._token = token
+        self._extensions = extensions
         self._models: list[Model] = []
         self._replicas: Replicas | None = None
         self._worker: Worker | None = None
@@ -56,6 +59,10 @@ class WorkerProcess:
         self._transport = make_transport(token, (), self._router)
         self._router.start("steepest worker")
         self._on_router(lambda: torch.set_num_threads(threads))
+
+    def _build_replicas(self, job: Job, index: int, before: Replicas | None) -> Replicas:
+        devices, extensions = [torch.device("cpu")], self._extensions
+        return build_replicas(job, index, self._models, devices, before, extensions=extensions)
 
     def _on_router(self, function: Callable[[], T]) -> T:
         return system().result(self._router.call(function))
@@ -72,7 +79,9 @@ class WorkerProcess:
         """Make the model, and return what it is like; see `build_models`."""
 
         def build() -> Description:
-            self._models, found = build_models(model_creator, index, 1, seed, cut, size)
+            self._models, found = build_models(
+                model_creator, index, 1, seed, cut, size, self._extensions
+            )
             return found
 
         return self._on_router(build)
@@ -82,7 +91,7 @@ class WorkerProcess:
 
         def read() -> tuple[bytes, Tensors, ArrivingState | None]:
             model = self._models[0]
-            self._replicas = build_replicas(job, 0, self._models, [torch.device("cpu")])
+            self._replicas = self._build_replicas(job, 0, None)
             weights = self._replicas.weights.numpy().tobytes()
             return weights, Tensors(model.state()), getattr(model, "optimizer_state", None)
 
@@ -130,14 +139,15 @@ class WorkerProcess:
         self._transport = make_transport(
             self._token, (*peers, server_peer(index)) if serves else peers, self._router
         )
-        devices = [torch.device("cpu")]
-        replicas = build_replicas(job, index, self._models, devices, self._replicas)
+        replicas = self._build_replicas(job, index, self._replicas)
         self._replicas = replicas
         if serves:  # it updates its slice in the very weights with which the model computes
             arriving = getattr(self._models[0], "optimizer_state", None) if fresh else None
             weights = replicas.weights
             host_server(self._router, job, index, weights, shared=True, arriving=arriving)
-        self._worker = host_worker(self._router, job, index, replicas, incarnation=life)
+        self._worker = host_worker(
+            self._router, job, index, replicas, incarnation=life, extensions=self._extensions
+        )
         replicas.use_plan(plan, job.seed)
         if buffers is not None:
             replicas.begin_with(buffers)

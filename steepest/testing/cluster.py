@@ -12,6 +12,7 @@ import torch
 from steepest.aggregation.hosting import host_aggregator
 from steepest.core.engine.client import Snapshot, read_log
 from steepest.core.engine.commit_log import CommitLog
+from steepest.core.engine.extension import Extension
 from steepest.core.engine.hosting import (
     build_replicas,
     host_client,
@@ -56,6 +57,7 @@ class InProcessCluster:
         replaces: whether the job waits for a successor of a worker that is killed, which `replace`
             starts; otherwise the death is a failure of the step.
         faults: the script, see `steepest.testing.Fault`.
+        extensions: what attaches to the workers, see `docs/extensions.md`; by default all that the library has.
 
     Attributes:
         left: what the coordinator says of each worker that died.
@@ -88,7 +90,9 @@ class InProcessCluster:
         hosts: HostMap | None = None,
         replaces: bool = False,
         faults: Sequence[Fault] = (),
+        extensions: Sequence[Extension] = EXTENSIONS,
     ) -> None:
+        self._extensions = extensions
         config = strategy or ParameterServerStrategy(num_servers=1)
         chosen = config
         self.network = Network(shuffle)
@@ -101,7 +105,7 @@ class InProcessCluster:
         size = StepSize(num_workers * devices_per_worker * accumulate, global_batch_size)
         built = [
             build_models(
-                self._creator, worker, devices_per_worker, seed, chosen.cut, size, EXTENSIONS
+                self._creator, worker, devices_per_worker, seed, chosen.cut, size, extensions
             )
             for worker in range(num_workers)
         ]
@@ -121,7 +125,7 @@ class InProcessCluster:
         self.on_left: Callable[[int], None] = self.replace
         cpu = [torch.device("cpu")] * devices_per_worker
         replicas = [
-            build_replicas(self.job, worker, models, cpu, extensions=EXTENSIONS)
+            build_replicas(self.job, worker, models, cpu, extensions=self._extensions)
             for worker, (models, _) in enumerate(built)
         ]
         self.client_router = self.network.router()
@@ -158,7 +162,7 @@ class InProcessCluster:
                     index,
                     copies,
                     partial(self.network.wait, router),
-                    extensions=EXTENSIONS,
+                    extensions=self._extensions,
                 )
             )
             self.worker_routers.append(router)
@@ -228,14 +232,14 @@ class InProcessCluster:
         cut = job.strategy.cut
         models, _ = build_models(self._creator, worker, job.devices_per_worker, job.seed, cut)
         cpu = [torch.device("cpu")] * job.devices_per_worker
-        replicas = build_replicas(job, worker, models, cpu, extensions=EXTENSIONS)
+        replicas = build_replicas(job, worker, models, cpu, extensions=self._extensions)
         replicas.begin_with(
             self._mean_state(index for index in range(len(self.workers)) if index != worker)
         )
         router = self.worker_routers[worker] = self.network.router()
         wait, life = partial(self.network.wait, router), self.lives[worker]
         self.workers[worker] = host_worker(
-            router, job, worker, replicas, wait, incarnation=life, extensions=EXTENSIONS
+            router, job, worker, replicas, wait, incarnation=life, extensions=self._extensions
         )
         self.links[worker_peer(worker)] = []
         for server, far in enumerate(self.server_routers):

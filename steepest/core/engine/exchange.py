@@ -51,7 +51,7 @@ class Exchange(Protocol):
     - `destination` before a payload is read and `receive` when it is here, for all messages of which the worker is
       not told by name. Those of `kinds` come in the middle of a step, too, when the worker waits for weights, or the
       exchange itself for what its model needs (`WaitUntil`); others only between two steps.
-    - `committed` or `left_out` when the last push was decided on, once or more.
+    - `committed` or `left_out` when the last push was decided on, once or more; `committed(0)` where there was none.
     - `begin_generation` when the members have changed: what was asked of them for later is void.
     - `stand_at` before a user's function between two steps, which may use the models.
     - `state` between two steps, where a copy of what the worker alone has is taken, and `load_state` before its first
