@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from steepest.core.engine.client import Client, Snapshot
+from steepest.core.engine.client import Client
 from steepest.core.engine.coordinator_role import CoordinatorRole
 from steepest.core.engine.server_chunk import ServerChunk
+from steepest.core.engine.shared_state import SharedState
 from steepest.core.messages.message import Kind, Message, Peer
 from steepest.core.transport.router import Router
 from steepest.parameter_server.arrays import Arrays
@@ -208,7 +209,7 @@ class GroupInOneThread:
         assert values(pulled) == {version}
         return version
 
-    def state(self) -> Snapshot:
+    def state(self) -> SharedState:
         """Everything."""
         return self.wait(self.users[0].client.read("state"), "the state")
 

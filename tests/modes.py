@@ -14,11 +14,11 @@ from torch import nn
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.server import Server
 from steepest.core.engine.server_chunk import ServerChunk
+from steepest.core.engine.shared_state import SharedState
 from steepest.core.messages.driver import Result
 from steepest.core.messages.message import Kind
 from steepest.core.strategies.strategy import Strategy
 from steepest.runtime.chunk_transfer import ChunkState, RetainedChunks
-from steepest.runtime.survivors import RecoveredState
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, replay
@@ -181,7 +181,7 @@ class Moody(nn.Module):
         return self.last(hidden)
 
 
-def salvaged_weights(cluster: InProcessCluster, found: RecoveredState) -> dict[str, torch.Tensor]:
+def salvaged_weights(cluster: InProcessCluster, found: SharedState) -> dict[str, torch.Tensor]:
     """What lies in the servers that a salvage names, by server index; all that have a chunk have the same of it."""
     layout = cluster.job.description.layout
     flat = layout.allocate()

@@ -193,8 +193,7 @@ class Trainer:
 
         def read() -> dict[str, torch.Tensor]:
             found = self._asked(lambda: self._of_job.read("weights"), "send the weights")
-            named = self._job.description.layout.named(found.weights)
-            return named | (self._buffers() or {})
+            return found.named(self._job.description.layout) | (self._buffers() or {})
 
         return self._surviving(read)
 
@@ -373,6 +372,7 @@ class Trainer:
         job, client = self._job, self._of_job
         counters = self._asked(client.counters, "count")
         found = self._asked(lambda: client.read("state"), "send the state")
+        assert found.weights is not None
         done = counters.following, counters.returned
         remaining = self._plan.remaining(*done, job.shares, job.parts)
         kept = {name: found.state[name] for name in found.state if name in ("history", "schedule")}

@@ -16,7 +16,7 @@ from steepest.recovery.supervisor import Supervisor
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.owner import Moment, Owner, owned
-from steepest.state.job_state import JobState
+from steepest.state.transfer import StateTransfer
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ class Calls:
             if found := self.owner.call(read, Moment.WHOLE, supervisor.is_readable):
                 return found[0]
 
-    def train_unfrozen(self, state: JobState) -> None:
+    def train_unfrozen(self, state: StateTransfer) -> None:
         """Have the job train the frozen parameters that any replica has unfrozen.
 
         The job's processes get their roles anew, with weights, optimizer state and place in the

@@ -29,8 +29,8 @@ from steepest.errors import (
 from steepest.observe.evaluations import best_of, value_of
 from steepest.observe.results import EvaluationResult, StepResult
 from steepest.runtime.owner import Moment, owned
-from steepest.state.job_state import JobState
 from steepest.state.row_read import RowRead, RowsAsTheyCome
+from steepest.state.transfer import StateTransfer
 from steepest.storage.places import Place, place_of
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class CheckpointManager:
         policy: Checkpoints | None,
         lock: DirectoryLock,
         training: Training,
-        state: JobState,
+        state: StateTransfer,
         calls: Calls,
         clock: Callable[[], float] | None = None,
     ) -> None:

@@ -40,8 +40,8 @@ from steepest.runtime.deaths import persistently
 from steepest.runtime.process import WorkerView
 from steepest.runtime.remote_functions import name_of
 from steepest.runtime.room import worker_bundle
-from steepest.state.job_state import JobState
 from steepest.state.table_export import export_table
+from steepest.state.transfer import StateTransfer
 from steepest.strategies.named import strategy_for
 from steepest.validation import (
     require_batch_size,
@@ -169,7 +169,7 @@ class DistributedSGD(Steering):
         self._end_start()
         self._cluster = cluster
         cluster.begin(model_creator, bounds, strategy)
-        self._state = JobState(cluster)
+        self._state = StateTransfer(cluster)
         self._supervisor = Supervisor(cluster, self._state, bounds)
         self._calls = Calls(cluster, self._supervisor)
         self._training = Training(cluster, self._supervisor)

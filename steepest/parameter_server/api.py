@@ -44,7 +44,7 @@ from steepest.tls.connections import Identity, identity_of
 from steepest.validation import require_choice, require_count, require_seconds
 
 if TYPE_CHECKING:
-    from steepest.core.engine.client import Snapshot
+    from steepest.core.engine.shared_state import SharedState
     from steepest.core.optim.portable import Record
     from steepest.core.optim.spec import OptimizerSpec
     from steepest.parameter_server.hosting import OptimizerFactory
@@ -313,11 +313,11 @@ class ParameterServer:
         Raises:
             ModelRaisedError, DeadlineError, PeerLostError, ShutdownError: as `pull`.
         """
-        snapshot: Snapshot = self._run_again(
+        snapshot: SharedState = self._run_again(
             lambda connection: connection.client.read("state"), "the state"
         )
         records = [[chunk, about, value] for chunk, about, value in snapshot.records]
-        arrays = self._arrays.layout.named(snapshot.weights)
+        arrays = snapshot.named(self._arrays.layout)
         return {
             "version": snapshot.version,
             "update": self._arrays.rule,

@@ -19,7 +19,7 @@ from steepest.parameter_server.hosting import committed_in, host_server
 from steepest.parameter_server.succession import Succession
 from steepest.runtime.chunk_transfer import RetainedChunks
 from steepest.runtime.process import Process, on_router
-from steepest.runtime.survivors import ServerState, catch_up, state_of
+from steepest.runtime.survivors import Survivor, catch_up, state_of
 from steepest.tls.connections import Identity, encryption_with
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class ServerProcess(Process):
     @on_router
     def survive(
         self, heard: Sequence[Sequence[Decision]]
-    ) -> tuple[ServerState, dict[tuple[int, int], int]]:
+    ) -> tuple[Survivor, dict[tuple[int, int], int]]:
         """Catch up with the servers whose `halt` returned `heard`."""
         # Return what this one holds, and the pushes that it knows of.
         assert self._serving is not None

@@ -15,15 +15,15 @@ from steepest.recovery.observation import Observation
 from steepest.recovery.starting import Start
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.context import Membership
-from steepest.state.job_state import JobState
+from steepest.state.transfer import StateTransfer
 
 
 class Applying:
     """Puts a job together of other processes."""
 
-    def __init__(self, cluster: Cluster, state: JobState, observation: Observation) -> None:
+    def __init__(self, cluster: Cluster, transfer: StateTransfer, observation: Observation) -> None:
         self._cluster = cluster
-        self._state = state
+        self._transfer = transfer
         self._observation = observation
 
     def apply(
@@ -32,11 +32,11 @@ class Applying:
         """Put the job together of the processes that a transition names.
 
         `change.applied` has it as soon as the old job is no more. Where this raises after that,
-        `JobState.pending` is what to begin again with.
+        `StateTransfer.pending` is what to begin again with.
         """
-        cluster, state, observation = self._cluster, self._state, self._observation
-        assert change.stock is not None
-        stock, replaced, missing = change.stock, transition.replaced, transition.missing
+        cluster, transfer, observation = self._cluster, self._transfer, self._observation
+        assert change.state is not None
+        state, replaced, missing = change.state, transition.replaced, transition.missing
         workers = [peer for peer in sorted(cluster.members) if peer.role == "worker"]
         staying = [peer for peer in workers if peer not in missing]
         more = transition.workers > len(staying) and not dead
@@ -45,8 +45,8 @@ class Applying:
         numbers = dict(zip(staying, free, strict=False))
         successors = self._successors({p: dead.get(p, "") for p in replaced}, numbers)
         # after deaths the job goes on as it was: another strategy, if one is wanted, comes next
-        wished = not (dead or replaced or missing or stock.copied or state.pending)
-        before = cluster.job if stock.found.holders is None else stock.job
+        wished = not (dead or replaced or missing or state.copied or transfer.pending)
+        before = cluster.job if state.shared.holders is None else state.job
         config = observation.config_for(
             transition.workers, transition.servers, None if wished else before.config
         )
@@ -55,8 +55,8 @@ class Applying:
             unfrozen=cluster.unfrozen if wished else before.unfrozen,
         )
         seats = {peer: cluster.seat_of(peer) for peer in workers if peer in replaced | missing}
-        stock = stock.only_in(cluster.living())
-        same = state.pending is None and stock.job is cluster.job and not missing
+        state = state.only_in(cluster.living())
+        same = transfer.pending is None and state.job is cluster.job and not missing
         same &= transition.workers == world.workers
         same_servers = transition.servers == world.servers and config == cluster.job.config
         same_servers &= wanted.unfrozen == cluster.job.unfrozen
@@ -64,7 +64,7 @@ class Applying:
         as_before = same and (bool(dead) or same_servers)
         members = cluster.members
         try:
-            state.put_together(stock, wanted, as_before=as_before)
+            transfer.put_together(state, wanted, as_before=as_before)
         finally:
             if cluster.members is not members:  # also where another death has ended it too early
                 observation.starting.joined(cluster.actors.values())

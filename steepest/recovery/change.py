@@ -9,14 +9,14 @@ from typing import Any
 
 from steepest.core.engine.client import Client
 from steepest.core.engine.job import Job
+from steepest.core.engine.shared_state import SharedState
 from steepest.core.messages.message import Peer
 from steepest.core.system import system
 from steepest.recovery.decision import Transition
 from steepest.recovery.starting import Start
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.places import Place
-from steepest.runtime.survivors import RecoveredState
-from steepest.state.stock import Stock
+from steepest.state.job_state import JobState
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Change:
     hosts: str  # nodes that are being left, and why, in words
     suspect: tuple[Peer, str] | None = None  # a process whose channel has closed, and why
     halted: bool = False  # whether the survivors were told to stop, and take no step any more
-    stopped: RecoveredState | None = None  # where all stood when nothing was lost
-    stock: Stock | None = None  # with which the job continues; None until it is taken
+    stopped: SharedState | None = None  # where all stood when nothing was lost
+    state: JobState | None = None  # with which the job continues; None until it is taken
     # what is said of each dead process, by the call that watched it
     said: dict[Any, str] = field(default_factory=dict)
     applied: list[Applied] = field(default_factory=list)  # by each try that has got so far
@@ -69,7 +69,7 @@ class Change:
     @property
     def has_begun(self) -> bool:
         """Whether the job is no more as it was, so that the change has to come to its end."""
-        return self.halted or self.stock is not None
+        return self.halted or self.state is not None
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:

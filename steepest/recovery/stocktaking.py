@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from steepest.core.engine.shared_state import SharedState
 from steepest.core.messages.message import Peer, worker_peer
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.system import system
@@ -13,11 +14,11 @@ from steepest.runtime.calls import has_answered
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.diagnostics import update_error
 from steepest.runtime.job_runtime import runtime
-from steepest.runtime.survivors import RecoveredState, ServerState, assemble
+from steepest.runtime.survivors import Survivor, assemble
 from steepest.state.job_state import JobState
 from steepest.state.optimizer_state import OptimizerState
 from steepest.state.snapshots import Snapshots
-from steepest.state.stock import Stock
+from steepest.state.transfer import StateTransfer
 
 _WORD_SECONDS = 1.0  # that Ray's word on a death is waited for, because it names the cause
 _POLL_SECONDS = 0.02
@@ -82,12 +83,12 @@ def _await_any(cluster: Cluster, calls: Iterable[Any]) -> None:
 
 def take_stock(
     cluster: Cluster,
-    state: JobState,
+    transfer: StateTransfer,
     snapshots: Snapshots,
     change: Change,
     dead: Mapping[Peer, str],
     config: Strategy,
-) -> Stock:
+) -> JobState:
     """Stop the survivors; return everything with which the job continues, under a strategy.
 
     Raises:
@@ -95,7 +96,7 @@ def take_stock(
         ModelRaisedError: the optimizer raised in the middle of an update, and there is no copy.
     """
     torn = cluster.client.torn
-    standing = _standing(cluster, state, change, dead, config)
+    standing = _standing(cluster, transfer, change, dead, config)
     if standing is None:
         if (copy := snapshots.taken) is not None:
             return copy
@@ -116,22 +117,22 @@ def take_stock(
 
     step = cluster.job.step_of(standing.version)
     optimizer = OptimizerState.collect(cluster.job, standing, living, step, call)
-    return state.stock(standing, collected=optimizer)
+    return transfer.capture(standing, collected=optimizer)
 
 
 def _standing(
     cluster: Cluster,
-    state: JobState,
+    transfer: StateTransfer,
     change: Change,
     dead: Mapping[Peer, str],
     config: Strategy,
-) -> RecoveredState | None:
+) -> SharedState | None:
     """Stop the survivors; return where the state of all chunks is, or None if a copy has to serve."""
     role = "worker" if cluster.job.servers_in_workers else "server"
     cluster.extend_deadline()
     whole = cluster.client.torn is None and not any(peer.role == role for peer in dead)
     if change.stopped is None and whole:
-        change.stopped = state.stopped(config)
+        change.stopped = transfer.stopped(config)
     change.halted = True
     cluster.disconnect()
     living = _living(cluster, dead)
@@ -143,7 +144,7 @@ def _standing(
     return change.stopped or _salvage(cluster, holding)
 
 
-def _salvage(cluster: Cluster, holding: list[Any]) -> RecoveredState | None:
+def _salvage(cluster: Cluster, holding: list[Any]) -> SharedState | None:
     """Return servers' state at one version, in the processes that hold chunks; None if a chunk is lost."""
     if cluster.job.replication == 1 or not holding:
         return None
@@ -151,7 +152,7 @@ def _salvage(cluster: Cluster, holding: list[Any]) -> RecoveredState | None:
     hearing = [runtime().call(actor, "heard") for actor in holding]
     heard = runtime().put(cluster.get(hearing, "say what it has heard", names))
     telling = [runtime().call(actor, "state_of", heard) for actor in holding]
-    parts: list[ServerState] = cluster.get(telling, "catch up", names)
+    parts: list[Survivor] = cluster.get(telling, "catch up", names)
     return assemble(len(cluster.job.holders), dict(zip(holding, parts, strict=True)))
 
 

@@ -34,8 +34,8 @@ from steepest.runtime.cluster import Cluster
 from steepest.runtime.context import change_log
 from steepest.runtime.diagnostics import update_error
 from steepest.runtime.owner import Moment, Owner, owned
-from steepest.state.job_state import JobState
 from steepest.state.snapshots import Snapshots
+from steepest.state.transfer import StateTransfer
 
 log = logging.getLogger(__name__)
 _SHORT_SECONDS = 0.02  # between two looks while processes start
@@ -56,7 +56,7 @@ class Supervisor:
     between steps.
     """
 
-    def __init__(self, cluster: Cluster, state: JobState, bounds: tuple[int, int]) -> None:
+    def __init__(self, cluster: Cluster, transfer: StateTransfer, bounds: tuple[int, int]) -> None:
         least, most = bounds
         exact = least == most
         wanted = Wanted(cluster.job.config, 1 if exact else least, most, exact)
@@ -68,13 +68,13 @@ class Supervisor:
         self.in_call = False  # whether a call is told of the steps that are being taken
         # makes again the steps that are undone; set by `Training`
         self.make_up: Callable[[], None] = lambda: None
-        self.snapshots = Snapshots(cluster, state)
+        self.snapshots = Snapshots(cluster, transfer)
         self.observation = Observation(cluster, self.snapshots, wanted)
         self._wishes = Wishes(cluster, self.observation)
         self._cluster = cluster
-        self._state = state
+        self._transfer = transfer
         self._joining = Joining(cluster, self.observation)
-        self._applying = Applying(cluster, state, self.observation)
+        self._applying = Applying(cluster, transfer, self.observation)
         self._looked = 0.0
         self._due: Due | None = None  # as found by the last look
         self._trained = 0.0  # seconds
@@ -83,7 +83,7 @@ class Supervisor:
         self._mistake: ModelRaisedError | None = None
         self._doing: Literal["", "looking", "joining", "changing"] = ""  # to the job's processes
         self._change: Change | None = None  # that has begun, and is not applied
-        state.give_roles_anew = self.settle
+        transfer.give_roles_anew = self.settle
         cluster.meanwhile = self._look_meanwhile
         cluster.ending.append(self._end)
 
@@ -325,14 +325,14 @@ class Supervisor:
     def _try(self, change: Change, dead: Mapping[Peer, str], *, patient: bool) -> bool:
         """Take stock, unless that was done; decide, and apply; return whether anything was to be done."""
         cluster, observation = self._cluster, self.observation
-        change.stock = self._state.pending or change.stock
+        change.state = self._transfer.pending or change.state
         with change.part("starting"):
             world = self._look_at(dead, patient=patient)
         if cluster.client.torn is not None or change.has_begun:  # all stand still
             world = replace(world, stuck=True)
         elif self._decided(world, dead) is None:
             return False
-        if change.stock is None:
+        if change.state is None:
             # after deaths the job goes on as it was: another strategy, if one is wanted, comes next
             as_it_was = dead or world.leaving
             config = cluster.job.config if as_it_was else observation.wanted.config
@@ -340,14 +340,14 @@ class Supervisor:
                 if not (as_it_was or change.halted):
                     # steps of before are never made again in the form that comes now
                     self.snapshots.ensure_present(cluster.meanwhile)
-                change.stock = take_stock(
-                    cluster, self._state, self.snapshots, change, dead, config
+                change.state = take_stock(
+                    cluster, self._transfer, self.snapshots, change, dead, config
                 )
-        world = replace(world, whole=change.stock.is_held_by(cluster.living()))
+        world = replace(world, whole=change.state.is_held_by(cluster.living()))
         transition = self._decided(world, dead) or _as_it_is(world)
         copy = self.snapshots.taken
-        if transition.source == "snapshot" and not change.stock.copied and copy is not None:
-            change.stock = copy
+        if transition.source == "snapshot" and not change.state.copied and copy is not None:
+            change.state = copy
         cluster.signs.forget()
         with change.part("applying"):
             self._applying.apply(change, transition, world, dead)
@@ -365,7 +365,7 @@ class Supervisor:
         """Return the process whose channel has closed, if that ended a change, and what is said of it."""
         cluster = self._cluster
         lost = cluster.client.lost_peer
-        if lost is not None and self._state.pending is None:
+        if lost is not None and self._transfer.pending is None:
             process = cluster.process_of(lost)
             if cluster.watches.get(process) not in said:
                 return process, str(error)

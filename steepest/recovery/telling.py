@@ -95,7 +95,7 @@ def _cause(cluster: Cluster, change: Change) -> str:
 
 def _source(change: Change) -> str:
     """Return where the state is with which a job continues."""
-    if change.stock is None or change.stock.copied:
+    if change.state is None or change.state.copied:
         return "the newest state is lost"
     return "the living hold all of the state"
 

@@ -65,7 +65,7 @@ from steepest.runtime.lent_models import lent_to
 from steepest.runtime.places import Place
 from steepest.runtime.remote_functions import name_of, sent
 from steepest.runtime.scheduling import give_way
-from steepest.runtime.survivors import ServerState, catch_up, state_of
+from steepest.runtime.survivors import Survivor, catch_up, state_of
 from steepest.runtime.ways import make_transport
 from steepest.runtime.worker_state import WorkerState, worker_state
 from steepest.tls.connections import Identity
@@ -455,7 +455,7 @@ class Process:
         return self._servers[0].decisions.recent
 
     @on_router
-    def state_of(self, heard: Sequence[Sequence[Decision]]) -> ServerState:
+    def state_of(self, heard: Sequence[Sequence[Decision]]) -> Survivor:
         """Return what this process' servers hold when they have caught up with what any has `heard`."""
         for server in self._servers:
             catch_up(server, heard)

@@ -1,526 +1,180 @@
-"""The state from which training continues: read from a job's processes, and given to them."""
+"""The state of a job as one value: whatever reads it, keeps it, writes it or hands it over does so with this."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from steepest.checkpoint import files, rows
-from steepest.core.data.sampler import Remaining, epoch_ends
-from steepest.core.engine.client import Snapshot, read_log
-from steepest.core.engine.commit_log import Commit, CommitLog, Unpushed
-from steepest.core.engine.replica_states import all_states, mean_states
-from steepest.core.engine.replicas import Replicas
-from steepest.core.messages.driver import Counters
-from steepest.core.models.names import plainly
-from steepest.core.optim.portable import Record
-from steepest.core.optim.spec import ScheduleState
-from steepest.core.strategies.strategy import Strategy
-from steepest.core.tensors.dtypes import LOOP_STATE, Tensors
+from steepest.core.data.sampler import Remaining, SamplePlan
+from steepest.core.engine.commit_log import CommitLog
+from steepest.core.engine.job import Job
+from steepest.core.engine.shared_state import SharedState
+from steepest.core.tensors.dtypes import Tensors
 from steepest.embedding.job_tables import dealing_of
-from steepest.embedding.row_messages import Bases
-from steepest.errors import CheckpointError, ConfigurationError
 from steepest.runtime import remote_functions
-from steepest.runtime.cluster import Cluster
-from steepest.runtime.context import Membership
-from steepest.runtime.owner import Moment, owned
-from steepest.runtime.survivors import RecoveredState
-from steepest.runtime.worker_state import WorkerState
+from steepest.runtime.worker_state import WorkerState, buffers_of
 from steepest.state.optimizer_state import OptimizerState
-from steepest.state.row_read import RowRead, read_apart
-from steepest.state.stock import Stock, recovered
 
-log = logging.getLogger(__name__)
+#: Buffers by replica, and their mean.
+Buffers = tuple[dict[int, Tensors], Tensors]
 
 
+@dataclass(frozen=True)
 class JobState:
-    """The state of one job between two steps."""
+    """Everything with which a job continues, whatever its processes are then: the state of one version.
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.owner = cluster.owner
-        self._cluster = cluster
-        self._ends: list[int] = []  # of epochs, under earlier plans too
-        # of what the job was before; None for a part that is lost
-        self._logs: list[CommitLog | None] = []
-        self._start = 0  # the version with which the log begins
-        self._unpushed: Unpushed = {}  # gradients of rows that workers had then
-        self._told_of_schedule = False
-        self._change = 0  # the number of the last change of the job's processes
-        #: The state with which to continue when a change failed in the middle.
-        self.pending: Stock | None = None
-        #: Workers' processes that are new, and have no buffers of the others yet: a change that fails in the
-        #: middle may have put them into the job already.
-        self._blank: set[Any] = set()
-        #: Gives the job's processes their roles anew, with the state as it is; set by `Supervisor`.
-        self.give_roles_anew: Callable[[], None] = lambda: None
+    `StateTransfer.capture` makes it of a running job, and `StateTransfer.install` gives it to one. It
+    has three parts: what servers and coordinator hold, what each worker alone has (as it is, or in the
+    forms that fit any processes), and the place in the data.
+    """
 
-    @owned(Moment.WHOLE)
-    def snapshot(self, what: str) -> Snapshot:
-        """Return the servers' state at one version; workers may train meanwhile.
+    job: Job  # whose version it is, and by whose numbers of workers
+    plan: SamplePlan | None
+    seed: int
+    shared: SharedState
+    log: CommitLog | None = None  # an empty one of that job; None where none explains the state
+    #: In the driver's copy, to which survivors go back too, what each worker alone had, if anything.
+    workers: Sequence[WorkerState] | None = None
+    #: Elsewhere the optimizer's state, that of workers by their numbers in the job as it is.
+    collected: OptimizerState | None = None
+    collected_buffers: Buffers | None = (
+        None  # those of a checkpoint; None where workers keep theirs
+    )
+    part: int = 0  # how many forms the job had before, of which there are logs
 
-        Args:
-            what: "weights"; "state" for the optimizer's state too; "standing" for the version and
-                the coordinator's state alone.
+    @classmethod
+    def saved(cls, saved: files.Checkpoint, job: Job, data: str) -> JobState:
+        """Return the state that a checkpoint holds, for a job; with `data="new"` at epoch 0.
+
+        Raises:
+            CheckpointError: it has parts that are of no such job.
         """
-        client = self._cluster.client
-        future = self._cluster.on_router(lambda: client.read(what))
-        found: Snapshot = self._cluster.wait(future, "a snapshot of the weights")
-        return found
-
-    def weights(self) -> tuple[dict[str, torch.Tensor], int]:
-        """Return parameters by name, as CPU copies, and after how many steps they are these.
-
-        It may be called on any thread, amid training. Frozen parameters are averaged over replicas.
-        """
-        job = self._cluster.job
-        layout, snapshot = job.description.layout, self.snapshot("weights")
-        found = layout.named(snapshot.weights)
-        if not all(entry.trainable for entry in layout.entries):
-            states = all_states(self._cluster.workers.ask)
-            mean = mean_states(states, [1.0] * len(states)) if states else {}
-            found |= {name: value for name, value in mean.items() if name in found}
-        return found, job.step_of(snapshot.version)
-
-    def set_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Set parameters by name, see `DistributedSGD.set_weights`; they are version `version`."""
-        layout, weights = self._cluster.job.description.layout, _tensors("weights", weights)
-        for name, value in weights.items():
-            if not torch.isfinite(value).all():
-                raise ConfigurationError(
-                    f"{name!r} holds NaN or infinity: give finite weights; those of the last "
-                    "commit stay"
-                )
-        snapshot = self.snapshot("weights")
-        layout.write(snapshot.weights, weights)
-        self.install(version, snapshot.weights, None)
-        self._workers_take(weights)
-        frozen = [
-            e.name
-            for e in layout.entries
-            if not e.trainable and not weights.keys().isdisjoint({e.name, *e.aliases})
-        ]
-        if frozen:
-            self._cluster.workers.call(remote_functions.take_installed, frozen)
-
-    def _workers_take(self, names: Collection[str]) -> None:
-        """Have workers that have weights of their own begin with those of the servers, which have been set."""
-        if self._cluster.job.config.local:
-            call = self._cluster.workers.call
-            call(remote_functions.take_servers_weights, tuple(names))
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return parameters, under all their names, and averaged buffers, as CPU copies."""
-        layout = self._cluster.job.description.layout
-        state = layout.named(self.snapshot("weights").weights) | self.mean_buffers()
-        state.pop(LOOP_STATE, None)
-        return state | {
-            alias: state[entry.name] for entry in layout.entries for alias in entry.aliases
-        }
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], version: int) -> None:
-        """Set all parameters and buffers, see `DistributedSGD.load_state_dict`, as a version."""
-        layout, mine = self._cluster.job.description.layout, self.buffers()[0]
-        mine.pop(LOOP_STATE, None)
-        state = _tensors("state", state)
-        parameters = {name for entry in layout.entries for name in (entry.name, *entry.aliases)}
-        own = parameters | mine.keys()
-        for lacks, names in (("state", own - state.keys()), ("the model", state.keys() - own)):
-            if names:
-                raise ConfigurationError(
-                    f"{lacks} has no {', '.join(sorted(names)[:8])}: give what state_dict() of "
-                    "such a model returned; set_weights() takes some parameters"
-                )
-        buffers = Tensors((name, state[name]) for name in mine.keys() - parameters)
-        for name, value in buffers.items():
-            if value.shape != mine[name].shape:
-                raise ConfigurationError(
-                    f"{name!r} has shape {tuple(value.shape)}, the model's has "
-                    f"{tuple(mine[name].shape)}"
-                )
+        about, layout = saved.about, job.description.layout
+        optimizer = rows.dealt(saved.optimizer, dealing_of(job))
+        collected, replicas = OptimizerState.saved(optimizer, about, saved.replicas)
         weights = layout.allocate()
-        layout.write(weights, {name: value for name, value in state.items() if name not in buffers})
-        self.install(version, weights, None)
-        self._workers_take(state)
-        # frozen parameters of replicas are as installed
-        self._cluster.workers.call(remote_functions.load_buffers, buffers)
+        layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
+        mean = Tensors((k, value) for k, value in saved.weights.items() if k not in layout.index)
+        rest = Remaining() if data == "new" else _remaining(about)
+        plan = job.plan(about["step"], rest, about["seed"])
+        shared = SharedState(job.version_of(about["step"]), weights)
+        buffers = remote_functions.by_replica(replicas), mean
+        return cls(job, plan, about["seed"], shared, collected=collected, collected_buffers=buffers)
 
-    def log(self) -> CommitLog:
-        """Return every commit so far, see `DistributedSGD.log`."""
-        commits = self._commits()
-        if commits is None:
-            raise ConfigurationError("no log was kept: give RunConfig(keep_log=True)")
-        earlier: list[CommitLog] = []
-        for part in self._logs:
-            earlier = [] if part is None else [*earlier, part]
-        return replace(self.part(commits), earlier=tuple(earlier))
-
-    def _commits(self) -> list[Commit] | None:
-        """Return the coordinator's log; None if it keeps none."""
-        client = self._cluster.client
-        if not self._cluster.run_config.keep_log:
-            return None
-        future = self._cluster.on_router(lambda: read_log(client))
-        commits: list[Commit] = self._cluster.wait(future, "the coordinator's log")
-        return commits
-
-    def part(self, commits: Sequence[Commit] = ()) -> CommitLog:
-        """Return the log of the job as it is now, without the jobs that it was before."""
-        job, (plan, seed) = self._cluster.job, self._cluster.plan
-        workers = servers = job.description.threads
-        if not job.servers_in_workers:
-            servers = torch.get_num_threads() if job.strategy.in_driver else 1
-        return CommitLog(
-            tuple(commits), job.config, job.num_workers, job.devices_per_worker, seed, job.hosts,
-            job.micro_batches, self._start, plan, (job.shares, job.parts), (workers, servers),
-            self._cluster.rates.changes, self._unpushed,
-        )  # fmt: skip
-
-    def _close_log(self, stock: Stock, version: int) -> None:
-        """Keep the log of a job whose processes have got other roles, and begin another one at `version`.
-
-        Where a part of the log is lost, what came before does not explain the weights.
-        """
-        first, last = stock.log.start, stock.found.version
-        commits: Sequence[Commit] | None = () if last == first else stock.found.log
-        if stock.part < len(self._logs):
-            closed = self._logs[stock.part]
-            commits = None if closed is None else closed.commits
-        part = None
-        if commits is not None:
-            part = replace(stock.log, commits=_newest(commits, first, last))
-        self._logs[stock.part :] = [part]
-        self._start = version
-
-    def install(
-        self,
-        version: int,
-        # None to keep the weights that servers hold; the optimizer's state, and the order of samples
-        weights: torch.Tensor | None,
-        records: list[Record] | None,
-        state: dict[str, Any] | None = None,  # None if the weights do not follow from the log
-        schedule: ScheduleState | None = None,  # if `state` does not hold it
-        unpushed: Unpushed = MappingProxyType({}),
-    ) -> None:
-        """Set the servers' weights and the coordinator's state, see `Client.install`."""
-        if state is None:  # what came before does not explain it
-            self._logs, self._start, self._unpushed = [], version, unpushed
-        everything = dict(state or {})
-        if schedule is not None:
-            everything["schedule"] = schedule
-        if "schedule" not in everything and (
-            state is not None or records is not None
-        ):  # else it stays where it is
-            self._tell_of_schedule(version)
-        client = self._cluster.client
-        future = self._cluster.on_router(
-            lambda: client.install(version, weights, records, everything or None)
-        )
-        self._cluster.wait(future, "servers to take new weights")
-
-    def _tell_of_schedule(self, version: int) -> None:
-        """Log, once, that a schedule without a state has to be computed from its beginning."""
-        job = self._cluster.job
-        updates = job.updates_before(job.step_of(version))
-        if (
-            job.description.optimizer_spec.lr_scheduler is None
-            or not updates
-            or self._told_of_schedule
-        ):
-            return
-        self._told_of_schedule = True
-        log.warning(
-            "the state of lr_scheduler= has no JSON, or too much of it, so the schedule is "
-            "computed from its beginning (%d steps) whenever training goes on elsewhere: give a "
-            "scheduler whose state_dict() holds plain values, "
-            "or learning_rate=", updates,
-        )  # fmt: skip
-
-    def buffers(self) -> list[Tensors]:
-        """Return each replica's buffers, and the frozen parameters that any replica has changed."""
-        return all_states(self._cluster.workers.call)
-
-    def mean_buffers(self) -> Tensors:
-        """Return the mean of buffers over all replicas, which see equally many samples."""
-        states = self.buffers()
-        return mean_states(states, [1.0] * len(states))
-
-    def remaining(self) -> Remaining:
-        """Return which samples are still to come, as the coordinator has it."""
-        (plan, _), job, client = self._cluster.plan, self._cluster.job, self._cluster.client
-        if plan is None:
-            return Remaining()
-        counters: Counters = self._cluster.wait(
-            self._cluster.on_router(client.counters), "the coordinator's counters"
-        )
-        return plan.remaining(counters.following, counters.returned, job.shares, job.parts)
-
-    @owned(Moment.WHOLE)
-    def ends(self) -> list[int]:
-        """Return the first step after each epoch that has ended: the list itself, not to be changed."""
-        plan = self._cluster.plan[0]
-        if plan is not None:
-            epoch_ends(plan, self._ends, self._cluster.step)
-        return self._ends
-
-    def collect(self, since: Bases = ()) -> tuple[files.Checkpoint, RowRead]:
-        """Return everything that a checkpoint holds, at one version, but rows of tables; these are yet to come.
-
-        No step may be going on. For `since` see `read_apart`.
-        """
-        snapshot, rows_to_come = read_apart(self._cluster, since)
-        with rows_to_come.given_up_on_error():
-            return self._without_rows(snapshot), rows_to_come
-
-    def _without_rows(self, snapshot: Snapshot) -> files.Checkpoint:
-        """Return what a checkpoint holds beside rows, with the servers' part given."""
-        cluster, job, rest = self._cluster, self._cluster.job, self.remaining()
-        step = job.step_of(snapshot.version)
+    def checkpoint(
+        self, signature: files.JobSignature, ends: Sequence[int], rates: Any
+    ) -> files.Checkpoint:
+        """Return it in the form in which it is written; `signature` has no buffers yet."""
+        assert self.shared.weights is not None
+        assert self.collected_buffers is not None
+        rest, optimizer, (replicas, mean) = self.remaining, self.optimizer, self.collected_buffers
         about = {
-            "step": step,
+            "step": self.step,
             "epoch": rest.epoch,
             "offset": rest.offset,
             "left": rest.left,
             "begun": rest.begun,
-            "updates": job.updates_before(step),
-            "ends": list(self.ends()),
-            "seed": cluster.plan[1],
-            "unfrozen": sorted(job.unfrozen),
-            "rates": cluster.rates.state(step),
+            "updates": self.job.updates_before(self.step),
+            "ends": list(ends),
+            "seed": self.seed,
+            "unfrozen": sorted(self.job.unfrozen),
+            "rates": rates,
+            "schedule": optimizer.schedule,
         }
-        states = self.buffers()
-        owner = self._owner(mean_states(states, [1.0] * len(states)))
-        everybody, call = range(job.num_workers), cluster.workers.call
-        found = OptimizerState.collect(job, snapshot, everybody, step, call)
-        about["schedule"] = found.schedule
         return files.gather(
-            owner, snapshot.weights, (found.state, found.plain), states, about, found.apart
-        )
+            replace(signature, buffers=mean), self.shared.weights,
+            (optimizer.state, optimizer.plain), list(replicas.values()), about, optimizer.apart,
+        )  # fmt: skip
 
-    def signature(self) -> files.JobSignature:
-        """Return what a checkpoint is compared with, without buffers."""
-        return self._owner({})
+    @property
+    def copied(self) -> bool:
+        """Whether it is the driver's copy."""
+        return self.workers is not None
 
-    def place(self, saved: files.Checkpoint, where: object, data: str = "continue") -> None:
-        """Continue from a checkpoint; with `data="new"` at epoch 0, whatever samples were left over.
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+        return self.job.step_of(self.shared.version)
 
-        Raises:
-            CheckpointError: it is of another model, optimizer or data set, or holds what no job
-                does; nothing has changed.
+    @property
+    def remaining(self) -> Remaining:
+        """The samples still to come."""
+        if self.plan is None:
+            return Remaining()
+        job = self.job
+        together = job.strategy.rule.together  # the steps are the ledger
+        ledger = [self.step * job.shares] if together else self.shared.state["ledger"]
+        following, *returned = ledger
+        return self.plan.remaining(following, returned, job.shares, job.parts)
+
+    @property
+    def optimizer(self) -> OptimizerState:
+        """The optimizer's state; of a copy it is made anew each time."""
+        if self.collected is not None:
+            return self.collected
+        return OptimizerState.of(self.job, self.shared, dict(enumerate(self.workers or ())))
+
+    @property
+    def buffers(self) -> Buffers | None:
+        """Buffers by replica, and their mean; None where workers keep those that they have."""
+        weights, layout, workers = self.shared.weights, self.job.description.layout, self.workers
+        if weights is None or workers is None or not any(any(each.buffers) for each in workers):
+            return self.collected_buffers
+        return buffers_of(workers, layout.named(weights))
+
+    def is_held_by(self, processes: Collection[Any]) -> bool:
+        """Return whether nothing newer than the driver's copy is lost if only these processes live.
+
+        So it is where the driver was sent the newest state, or one of the processes has each chunk.
         """
-        cluster, about = self._cluster, saved.about
-        layout = cluster.job.description.layout
-        try:
-            self._owner(self.buffers()[0]).check(saved, data)
-            optimizer = rows.dealt(saved.optimizer, dealing_of(cluster.job))
-            self._unfreeze(about)
-            layout = cluster.job.description.layout
-            state, replicas = OptimizerState.saved(optimizer, about, saved.replicas)
-            records = state.place(cluster)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"the checkpoint at {where} is not of this job: {error}"
-            ) from error
-        if self._move_schedule(about):
-            records = state.place(cluster)
-        weights = layout.allocate()
-        layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
-        averaged = Tensors(
-            (name, value) for name, value in saved.weights.items() if name not in layout.index
+        holders = self.shared.holders
+        return not self.copied and (
+            holders is None
+            or all(any(one in processes for one in each) for each in holders.values())
         )
-        version = cluster.job.version_of(about["step"])
-        try:
-            self.install(
-                version,
-                weights,
-                records,
-                schedule=about.get("schedule"),
-                unpushed=state.rows_for(cluster.job),
+
+    def renumbered(self, numbers: Mapping[int, int]) -> JobState:
+        """Return the same with other numbers of workers, without those that have none.
+
+        The driver's copy stays whole: of it, as of a checkpoint, each worker gets its own share
+        where as many workers continue as there were, and otherwise the mean.
+        """
+        if self.collected is None:
+            return self
+        return replace(self, collected=self.collected.renumbered(numbers))
+
+    def only_in(self, processes: Collection[Any]) -> JobState:
+        """Return the same without the holders of chunks that are not among some processes."""
+        if self.shared.holders is None:
+            return self
+        holders = {
+            chunk: [one for one in each if one in processes]
+            for chunk, each in self.shared.holders.items()
+        }
+        return replace(self, shared=replace(self.shared, holders=holders))
+
+    def for_job(self, job: Job) -> JobState:
+        """Return the same in terms of another job, whose ledger begins anew with its plan."""
+        weights, shared = None, self.shared
+        if shared.weights is not None:
+            layout = job.description.layout
+            layout.write(
+                weights := layout.allocate(), self.job.description.layout.named(shared.weights)
             )
-        except ConfigurationError as error:
-            raise CheckpointError(f"the checkpoint at {where} is damaged: {error}") from error
-        cluster.rates.restore(about["step"], about.get("rates"), about.get("schedule"))
-        rest = Remaining() if data == "new" else _remaining(about)
-        plan, seed = cluster.job.plan(about["step"], rest, about["seed"]), about["seed"]
-        for epoch, blocks in () if plan is None else plan.begun:
-            log.warning(
-                "epoch %d ends in the order in which it was begun, with blocks of samples %.200s, "
-                "later ones have "
-                "%.200s; until then a stream may be begun often", epoch, blocks, cluster.job.description.blocks,
-            )  # fmt: skip
-        before = cluster.job.plan()  # older checkpoints do not tell when epochs ended
-        guessed = (
-            []
-            if before is None
-            else [min(before.end_of(e), about["step"]) for e in range(rest.epoch)]
+        return replace(
+            self,
+            job=job,
+            plan=job.plan(self.step, self.remaining, self.seed),
+            shared=SharedState(
+                job.version_of(self.step), weights, state={"history": shared.state["history"]}
+            ),
+            # what is left of the driver's copy: each worker's own, in a form that fits any processes
+            workers=None,
+            collected=self.optimizer,
+            collected_buffers=self.buffers,
         )
-        self._ends = [] if data == "new" else list(about.get("ends", guessed))
-        cluster.use_plan(plan, seed)
-        own = remote_functions.by_replica(replicas)
-        cluster.workers.call(
-            remote_functions.continue_from, plan, seed, own, averaged, cluster.job.replicas
-        )
-        if plan is None:
-            cluster.workers.call(Replicas.continue_streams, None)
-
-    def _unfreeze(self, about: Mapping[str, Any]) -> None:
-        """Train what a checkpoint's job had unfrozen; processes get their roles anew for that."""
-        self._cluster.unfrozen |= frozenset(about.get("unfrozen", ()))
-        if self._cluster.unfrozen != self._cluster.job.unfrozen:
-            self.give_roles_anew()
-
-    def _move_schedule(self, about: Mapping[str, Any]) -> bool:
-        """Move the schedule to where it stood in a checkpoint; return whether processes got their roles anew.
-
-        It stands elsewhere where steps were several updates each. Checkpoints without a number of
-        updates leave it where it is.
-        """
-        cluster, step = self._cluster, about["step"]
-        updates = cluster.job.updates_before(step)
-        ahead = about.get("updates", updates) - updates
-        if ahead:
-            cluster.shift_schedule(ahead)
-            self.give_roles_anew()
-        return bool(ahead)
-
-    def stock(
-        self,
-        found: RecoveredState,
-        workers: Sequence[WorkerState] | None = None,
-        collected: OptimizerState | None = None,
-    ) -> Stock:
-        """Return a state of the job as it is, with what is needed to continue from it as another job."""
-        plan, log = self._cluster.plan, self.part()
-        return Stock(self._cluster.job, *plan, found, log, workers, collected, len(self._logs))
-
-    @contextlib.contextmanager
-    def _changing(self, stock: Stock, keep: Mapping[int, int]) -> Iterator[int]:
-        """Keep `pending` while the job is put together of other processes; yield the number of this change."""
-        before, self._change = self._cluster.members, self._change + (self.pending is None)
-        try:
-            yield self._change
-        except BaseException:
-            if self._cluster.members is not before:  # the old job is no more
-                self.pending = stock.renumbered({was: now for now, was in keep.items()})
-            raise
-        self.pending = None
-        self._cluster.settle(self._change)
-
-    def put_together(self, stock: Stock, wanted: Membership, *, as_before: bool) -> None:
-        """Put the job together of some processes, which continues with what there is.
-
-        It is another job, unless as many workers as before are to be `as_before`: then version, plan
-        and the place of each share in it stay as they were.
-
-        Raises:
-            PeerLostError, DeadlineError: a process died, or did not answer. If the old job is no
-                more by then, `pending` is the state with which to begin again.
-        """
-        self._blank |= {actor for peer, actor in wanted.added.items() if peer.role == "worker"}
-        with self._changing(stock, wanted.keep) as change:
-            version, optimizer = (self._put_back if as_before else self._remake)(
-                stock, wanted, change
-            )
-            self._continue(stock)
-            self._close_log(stock, version)
-            self._unpushed = optimizer.rows_for(self._cluster.job)
-            if wanted.unfrozen != stock.job.unfrozen:
-                self._logs = [None]  # a replay does not unfreeze
-
-    def _remake(self, stock: Stock, wanted: Membership, change: int) -> tuple[int, OptimizerState]:
-        """Make another job; return the version with which it begins, and its optimizer's state."""
-        cluster, job, found = self._cluster, stock.job, stock.found
-        step, rest = stock.step, stock.remaining
-        if stock.plan is not None:
-            epoch_ends(stock.plan, self._ends, step)
-        weights = None if found.weights is None else job.description.layout.named(found.weights)
-        cluster.reform(wanted, step, job.updates_before(step), found.holders, change)
-        layout, flat = cluster.job.description.layout, None
-        if weights is not None:
-            layout.write(flat := layout.allocate(), weights)
-        state = {"history": found.state["history"]}  # the ledger begins anew, with the plan
-        optimizer = stock.renumbered({was: now for now, was in wanted.keep.items()}).optimizer
-        version = cluster.job.version_of(step)
-        records = optimizer.place(cluster, same=job.num_workers == wanted.num_workers)
-        self.install(version, flat, records, state, optimizer.schedule)
-        cluster.use_plan(cluster.job.plan(step, rest, stock.seed), stock.seed)
-        return version, optimizer
-
-    def _put_back(
-        self, stock: Stock, wanted: Membership, change: int
-    ) -> tuple[int, OptimizerState]:
-        """Put the same job together again, with new processes in the places of dead ones, see `_remake`."""
-        cluster, job, found, plan = self._cluster, stock.job, stock.found, self._cluster.plan
-        step, optimizer = stock.step, stock.optimizer
-        everyone = replace(wanted, keep={index: index for index in range(wanted.num_workers)})
-        cluster.reform(everyone, step, job.updates_before(step), found.holders, change)
-        cluster.use_plan(*plan)
-        schedule = optimizer.schedule if wanted.config.local else None
-        optimizer.place(cluster, same=True)
-        self.install(found.version, found.weights, found.records, found.state, schedule)
-        return found.version, optimizer
-
-    def _continue(self, stock: Stock) -> None:
-        """Give workers their place in the data, and buffers.
-
-        From the driver's copy all get those of the copy. Otherwise new workers get the mean of
-        the buffers of those that were there.
-        """
-        call, plan, actors = self._cluster.workers.call, self._cluster.plan, self._cluster.actors
-        workers = sorted(peer for peer in actors if peer.role == "worker")
-        new = [peer.index for peer in workers if actors[peer] in self._blank]
-        old = [peer.index for peer in workers if peer.index not in new]
-        if plan[0] is None and old:
-            place = call(Replicas.stream_place)[old[0]]
-            if place is not None:  # streams that are not divided stay open where they are
-                call(Replicas.continue_streams, place)
-        if (buffers := stock.buffers()) is not None:
-            call(remote_functions.continue_from, *plan, *buffers, self._cluster.job.replicas)
-        else:
-            call(Replicas.use_plan, *plan)
-            if new and old:
-                states = all_states(partial(call, workers=old))
-                mean = mean_states(states, [1.0] * len(states))
-                call(remote_functions.load_buffers, mean, workers=new)
-        self._blank.clear()
-
-    def stopped(self, config: Strategy) -> RecoveredState:
-        """Stop the workers, and return the job's state; the coordinator and all servers must live.
-
-        Where servers can keep their chunks under another strategy, it names the processes that hold them.
-        """
-        cluster, client = self._cluster, self._cluster.client
-        cluster.wait(cluster.on_router(client.revoke), "the coordinator to stop the workers")
-        stays = self._stays(config)
-        found = self.snapshot("standing" if stays else "state")
-        if stays:
-            log, holders = self._commits(), cluster.holdings()
-            return RecoveredState(found.version, found.state, log, holders=holders)
-        return recovered(found, self._commits())
-
-    def _stays(self, config: Strategy) -> bool:
-        """Return whether servers keep their chunks: the model is cut alike, the kind of servers is the same."""
-        before, after = self._cluster.job.strategy, config
-        return (
-            before.cut == after.cut
-            and self._cluster.unfrozen == self._cluster.job.unfrozen
-            and before.kind == after.kind
-            and "simple" not in (before.kind, after.kind)
-        )
-
-    def _owner(self, buffers: Mapping[str, torch.Tensor]) -> files.JobSignature:
-        described, tables = self._cluster.job.description, dealing_of(self._cluster.job)
-        spec = described.optimizer_spec
-        own = spec.name, spec.state_flags(), described.samples, buffers
-        about = () if tables is None else tables.description()
-        batch = described.batch_size, self._cluster.job.global_batch
-        return files.JobSignature(described.layout, *own, about, described.fingerprint, batch)
 
 
 def _remaining(about: Mapping[str, Any]) -> Remaining:
@@ -528,34 +182,3 @@ def _remaining(about: Mapping[str, Any]) -> Remaining:
     left = tuple((e, b, t) for e, b, t in about.get("left", ()))
     begun = tuple((e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ()))
     return Remaining(about["epoch"], about["offset"], left, begun)
-
-
-def _tensors(what: str, given: Any) -> dict[str, torch.Tensor]:
-    """Return what a user gave as tensors by plain names; ConfigurationError if it is none such."""
-    if not isinstance(given, Mapping):
-        raise ConfigurationError(
-            f"{what} is a {type(given).__name__}: give tensors by name, as weights() and "
-            "state_dict() return them"
-        )
-    found = {}
-    for name, value in given.items():
-        if not isinstance(name, str):
-            raise ConfigurationError(f"{what} has the name {name!r:.80}: give strings as names")
-        try:
-            found[name] = torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigurationError(
-                f"{what}[{name!r}] is a {type(value).__name__} that is no tensor ({error}): give "
-                "a tensor or array"
-            ) from None
-    return plainly(found)
-
-
-def _newest(commits: Sequence[Commit], start: int, last: int) -> tuple[Commit, ...]:
-    """Return the commits of the versions after `start` until `last`.
-
-    A server remembers commits of before weights were set or restored too, perhaps of the same
-    versions: of each version the newest commit counts.
-    """
-    newest = {commit.version: commit for commit in commits}
-    return tuple(newest[version] for version in range(start + 1, last + 1) if version in newest)

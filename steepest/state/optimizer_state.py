@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from steepest.compression.gradient_compressor import check_residuals
-from steepest.core.engine.client import Snapshot
 from steepest.core.engine.job import Job
 from steepest.core.engine.local_names import is_own_weight
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.engine.push_pull import COMPRESSION
 from steepest.core.engine.replica_states import mean_states
 from steepest.core.engine.replicas import InnerOptimizerState
+from steepest.core.engine.shared_state import SharedState
 from steepest.core.optim.portable import Record, is_text
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.tensors.dtypes import Tensors
@@ -25,7 +25,6 @@ from steepest.embedding.shard_records import disassemble
 from steepest.embedding.state_names import UNPUSHED
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
-from steepest.runtime.survivors import RecoveredState
 from steepest.runtime.worker_state import WorkerState, worker_state
 
 #: Calls a function with these arguments, and the replicas of some workers before them; returns what
@@ -56,7 +55,7 @@ class OptimizerState:
     def collect(
         cls,
         job: Job,
-        held: Snapshot | RecoveredState,  # of servers and coordinator
+        held: SharedState,  # of servers and coordinator
         numbers: Iterable[int],  # of the workers, in the order in which `call` asks them
         step: int,
         call: Call,  # used with local SGD, compression, embedding tables
@@ -68,9 +67,7 @@ class OptimizerState:
         return cls.of(job, held, own)
 
     @classmethod
-    def of(
-        cls, job: Job, held: Snapshot | RecoveredState, workers: Mapping[int, WorkerState]
-    ) -> OptimizerState:
+    def of(cls, job: Job, held: SharedState, workers: Mapping[int, WorkerState]) -> OptimizerState:
         """Return the optimizer's state of a job of which all parts are known, those of workers by index."""
         on_servers, plain = assemble(job.description.layout, held.records)
         rows = _exchanged(workers, UNPUSHED)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from steepest.checkpoint import files, rows
-from steepest.core.engine.client import Snapshot
 from steepest.core.engine.optimizer_slices import assemble
+from steepest.core.engine.shared_state import SharedState
 from steepest.core.optim.portable import Record
 from steepest.core.system import system
 from steepest.core.tensors.layout import ParameterLayout
@@ -30,7 +30,7 @@ class RowRead:
     """The rows of one instant, as servers send them: 40 MB of each server in a second, or faster."""
 
     layout: ParameterLayout
-    snapshot: Future[Snapshot] | None  # what the servers send; None without tables
+    snapshot: Future[SharedState] | None  # what the servers send; None without tables
     take: Callable[[], list[Record]] = list  # what has come; has servers send further rows
     give_up: Callable[[], object] = lambda: None  # fails `snapshot`, unless it is done
 
@@ -124,7 +124,7 @@ def _taken_out(records: list[Record]) -> Iterator[Record]:
         yield records.pop()
 
 
-def read_apart(cluster: Cluster, since: Bases) -> tuple[Snapshot, RowRead]:
+def read_apart(cluster: Cluster, since: Bases) -> tuple[SharedState, RowRead]:
     """Return the state without rows, and the rows of the same instant, which are yet to come.
 
     No step may be going on. Training may go on when this returns: the rows are as they are now. Of
@@ -136,7 +136,7 @@ def read_apart(cluster: Cluster, since: Bases) -> tuple[Snapshot, RowRead]:
         return cluster.wait(future, "a snapshot of the state"), RowRead(layout, None)
     dense = [chunk.index for chunk in layout.chunks if not chunk.is_opaque]
 
-    def read() -> Sequence[Future[Snapshot]]:
+    def read() -> Sequence[Future[SharedState]]:
         options = RowsToRead(since=since).options()
         later = client.read("state", chunks=layout.opaque_chunks, options=options, held=True)
         return client.read("state", chunks=dense), later

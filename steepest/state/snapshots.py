@@ -13,9 +13,10 @@ from typing import Any
 import ray
 
 from steepest.checkpoint.rows import TABLES
-from steepest.core.engine.client import Client, Snapshot, read_log
+from steepest.core.engine.client import Client, read_log
 from steepest.core.engine.commit_log import Commit
 from steepest.core.engine.job import Job
+from steepest.core.engine.shared_state import SharedState
 from steepest.core.system import system
 from steepest.errors import PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.calls import raise_remote
@@ -24,7 +25,7 @@ from steepest.runtime.job_runtime import runtime
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.runtime.worker_state import WorkerState
 from steepest.state.job_state import JobState
-from steepest.state.stock import Stock, recovered
+from steepest.state.transfer import StateTransfer
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class _Request:
     """A copy that was asked for."""
 
     job: Job
-    servers: Future[Snapshot]
+    servers: Future[SharedState]
     workers: Sequence[Any]  # calls that return each one's own state; None if past `version`
     version: int | None  # of all of it; None where workers have no version in common
     read_log: Callable[[], Future[list[Commit]]] | None = None  # since the copy before
@@ -57,7 +58,7 @@ class _Request:
     def __post_init__(self) -> None:
         self.servers.add_done_callback(self._note)
 
-    def _note(self, servers: Future[Snapshot]) -> None:
+    def _note(self, servers: Future[SharedState]) -> None:
         self.answered = system().now()
 
     def has_come(self) -> bool:
@@ -95,12 +96,12 @@ class Snapshots:
     Workers that have nothing of their own are not asked. Workers train meanwhile.
     """
 
-    def __init__(self, cluster: Cluster, state: JobState) -> None:
+    def __init__(self, cluster: Cluster, state: StateTransfer) -> None:
         self.owner = cluster.owner
         self._cluster = cluster
         self._state = state
         self._stale = False  # whether the last one is of a form that the job has no more
-        self._taken: Stock | None = None
+        self._taken: JobState | None = None
         # the commits that the coordinator's log had, and the client that has read them
         self._commits: list[Commit] = []
         self._reader: Client | None = None
@@ -113,7 +114,7 @@ class Snapshots:
         self._told = False  # whether the user was told that there are none
 
     @property
-    def taken(self) -> Stock | None:
+    def taken(self) -> JobState | None:
         """The last copy that has come; None before the first, and after `forget`."""
         self._collect()
         return self._taken
@@ -131,7 +132,7 @@ class Snapshots:
         now, version = system().now(), self._cluster.client.position.version
         if self._request is not None or now < self._due:
             return
-        if self._stale or taken is None or abs(version - taken.found.version) >= (every or 1):
+        if self._stale or taken is None or abs(version - taken.shared.version) >= (every or 1):
             seconds = max(now - self._seen[0], 1e-3)
             pace = max(version - self._seen[1], 0) / seconds  # updates in a second
             self._ask(version + 2 + math.ceil(pace * self._notice))
@@ -159,7 +160,7 @@ class Snapshots:
         if cluster.run_config.failure.snapshot_every == 0:
             return
         here = cluster.job, cluster.client.position.version
-        if taken is None or (taken.job, taken.found.version) != here:
+        if taken is None or (taken.job, taken.shared.version) != here:
             self._renew(meanwhile)
 
     def renew_soon(self) -> None:
@@ -253,8 +254,8 @@ class Snapshots:
             self._due = now + _AGAIN_SECONDS
             self._notice = min(2 * self._notice, _MOST_NOTICE_SECONDS)
             return
-        commits = list(self._commits) if request.log is not None else None
-        self._taken, self._stale = self._state.stock(recovered(snapshot, commits), own), False
+        snapshot.log = list(self._commits) if request.log is not None else None
+        self._taken, self._stale = self._state.capture(snapshot, own), False
         self._tell_of_size(snapshot)
         if self._cluster.run_config.failure.snapshot_every is not None:
             self._due = now
@@ -267,7 +268,7 @@ class Snapshots:
         self._costs.append(cost)
         self._due = now + max(min(self._costs) / _SHARE, _PAUSE_SECONDS)
 
-    def _tell_of_size(self, snapshot: Snapshot) -> None:
+    def _tell_of_size(self, snapshot: SharedState) -> None:
         """Log, once, that the rows of embedding tables take much of the driver's memory."""
         values = [v for _, about, v in snapshot.records if about["name"].startswith(TABLES)]
         size = sum(value.numel() * value.element_size() for value in values)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from steepest.checkpoint.exported_table import ExportedTable
-from steepest.core.engine.client import Snapshot
+from steepest.core.engine.shared_state import SharedState
 from steepest.core.optim.portable import Record
 from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.row_messages import RowsToRead
@@ -33,7 +33,7 @@ def export_table(cluster: Cluster, name: str, since: ExportedTable | None) -> Ex
         future = cluster.on_router(
             lambda: cluster.client.read("opaque", chunks=chunks, options=options)
         )
-        found: Snapshot = cluster.wait(future, f"the rows of table {name!r}")
+        found: SharedState = cluster.wait(future, f"the rows of table {name!r}")
         return found.records
 
     place = [list(each) for each in since.place] if since is not None else []

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from steepest.aggregation.hosting import host_aggregator
-from steepest.core.engine.client import Snapshot, read_log
+from steepest.core.engine.client import read_log
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.hosting import (
@@ -24,6 +24,7 @@ from steepest.core.engine.job import Job, ModelCreator, check_agreement
 from steepest.core.engine.model_building import build_models
 from steepest.core.engine.replica_states import all_states, mean_states
 from steepest.core.engine.server import Server
+from steepest.core.engine.shared_state import SharedState
 from steepest.core.engine.topology import HostMap
 from steepest.core.engine.worker import Worker
 from steepest.core.messages.driver import Failure, Result, WorkerLost
@@ -314,18 +315,15 @@ class InProcessCluster:
             tuple(found), *where, plan=job.plan(), cuts=(job.shares, job.parts), threads=threads
         )
 
-    def snapshot(self, what: str = "weights") -> Snapshot:
+    def snapshot(self, what: str = "weights") -> SharedState:
         """Return the servers' weights; with `what` "state", the optimizer's state too."""
         return self.wait(self.client.read(what), "a snapshot")
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the servers' weights by parameter name."""
-        snapshot = self.snapshot()
-        layout = self.job.description.layout
-        return {
-            e.name: layout.entry_view(snapshot.weights, i).clone()
-            for i, e in enumerate(layout.entries)
-        }
+        flat, layout = self.snapshot().weights, self.job.description.layout
+        assert flat is not None
+        return {e.name: layout.entry_view(flat, i).clone() for i, e in enumerate(layout.entries)}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return `weights`, and the values that replicas change themselves, averaged over them."""

@@ -50,7 +50,7 @@ class Life:
         return self.plan.remaining(told["following"], told["returned"], job.shares, job.parts)
 
     def _take_up(self, before: Life) -> None:
-        """As `JobState` does it."""
+        """As `StateTransfer` does it."""
         told, snapshot = counters(before.cluster), before.cluster.snapshot("state")
         cluster, layout = self.cluster, before.cluster.job.description.layout
         weights, records = None, []

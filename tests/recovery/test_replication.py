@@ -10,8 +10,9 @@ import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
 from steepest.core.engine.commit_log import CommitLog
+from steepest.core.engine.shared_state import SharedState
 from steepest.errors import ConfigurationError
-from steepest.runtime.survivors import RecoveredState, assemble, catch_up, state_of
+from steepest.runtime.survivors import assemble, catch_up, state_of
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import log_of
 from tests.modes import MODES, check, make, salvaged_weights, settle, trained
@@ -93,7 +94,7 @@ def test_there_are_as_many_servers_as_copies() -> None:
     )
 
 
-def salvaged(cluster: InProcessCluster, survivors: list[int]) -> RecoveredState | None:
+def salvaged(cluster: InProcessCluster, survivors: list[int]) -> SharedState | None:
     """What a recovery finds on these servers."""
     heard = [list(cluster.servers[index].decisions.recent) for index in survivors]
     found = {}

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from steepest import FailureConfig, RunConfig
-from steepest.core.engine.client import Position, Snapshot
+from steepest.core.engine.client import Position
 from steepest.core.engine.job import Job
+from steepest.core.engine.shared_state import SharedState
 from steepest.core.messages.message import worker_peer
 from steepest.core.tensors.dtypes import Tensors
 from steepest.errors import PeerLostError
-from steepest.runtime.survivors import RecoveredState
 from steepest.runtime.worker_state import WorkerState
 from steepest.state import snapshots
+from steepest.state.job_state import JobState
 from steepest.state.snapshots import Snapshots
-from steepest.state.stock import Stock
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.testing import InProcessCluster
 from tests.hand_moved_clock import HandMovedClock
@@ -46,7 +46,7 @@ class Driver:
             wake=lambda: None,
             is_mine=True,
         )
-        self.asked: list[tuple[int, Future[Snapshot]]] = []  # versions
+        self.asked: list[tuple[int, Future[SharedState]]] = []  # versions
         self.workers: list[dict[str, Any]] = []  # calls
         self.versions: list[int | None] = []  # of these calls
         self.position = Position(1, 0)
@@ -64,7 +64,7 @@ class Driver:
         monkeypatch.setattr(snapshots, "runtime", lambda: fake)
         self.snapshots = Snapshots(self, self)  # type: ignore[arg-type]
 
-    def _read(self, what: str, at: int) -> Future[Snapshot]:
+    def _read(self, what: str, at: int) -> Future[SharedState]:
         assert what == "state"
         self.asked.append((at, Future()))
         if self.fails:
@@ -79,8 +79,8 @@ class Driver:
     def on_router(self, function: Callable[[], Any]) -> Any:
         return function()
 
-    def stock(self, found: RecoveredState, workers: Any) -> Stock:
-        return SimpleNamespace(found=found, workers=workers)  # type: ignore[return-value]
+    def capture(self, found: SharedState, workers: Any) -> JobState:
+        return SimpleNamespace(shared=found, workers=workers)  # type: ignore[return-value]
 
     def be_at(self, version: int, after: float = 0.0) -> None:
         """Commits up to a version, and lets the driver look for a snapshot."""
@@ -92,7 +92,7 @@ class Driver:
         """Has the last request answered."""
         for call, state in zip(self.workers[-2:], states, strict=False):
             call["state"] = state
-        found = Snapshot(version, torch.empty(0), seconds=seconds)
+        found = SharedState(version, torch.empty(0), seconds=seconds)
         self.asked[-1][1].set_result(found)
 
 
@@ -127,7 +127,7 @@ def test_snapshots_of_large_tables_are_told_of_once(
     for version in (1, 2):
         driver.be_at(version, after=2.0)
         records = [(0, {"name": "tables/0"}, value)]
-        driver.asked[-1][1].set_result(Snapshot(version, torch.empty(0), records))
+        driver.asked[-1][1].set_result(SharedState(version, torch.empty(0), records))
         assert driver.snapshots.taken is not None
     assert caplog.text.count("3.2 GB of the driver's memory") == 1
     assert "replication=2" in caplog.text
@@ -168,7 +168,7 @@ def test_workers_that_were_past_the_version_are_told_earlier_the_next_time(
     assert ahead[2] > ahead[1]
     taken = driver.snapshots.taken
     assert taken is not None
-    assert taken.found.version == 0, "nothing of these was kept"
+    assert taken.shared.version == 0, "nothing of these was kept"
     at = driver.asked[-1][0]
     driver.answer(at + 1, 0.0, own_state(0.0), own_state(0.0))  # of servers that were past it
     driver.be_at(401)
@@ -191,10 +191,10 @@ def test_a_copy_of_another_job_or_of_a_state_that_was_replaced_is_not_kept(
     driver.job = InProcessCluster(Task().creator(), num_workers=2).job
     driver.answer(3)
     assert driver.snapshots.taken is not None
-    assert driver.snapshots.taken.found.version == 0
+    assert driver.snapshots.taken.shared.version == 0
     driver.be_at(4, after=10.0)
     driver.asked[-1][1].set_exception(PeerLostError("a server is gone"))
-    assert driver.snapshots.taken.found.version == 0
+    assert driver.snapshots.taken.shared.version == 0
 
 
 def test_the_copy_of_the_state_before_stays_until_that_of_the_new_one_has_come(
@@ -211,7 +211,7 @@ def test_the_copy_of_the_state_before_stays_until_that_of_the_new_one_has_come(
     driver.fails = False
     assert driver.snapshots.renew(lambda: driver.answer(7))
     assert driver.snapshots.taken is not None
-    assert driver.snapshots.taken.found.version == 7
+    assert driver.snapshots.taken.shared.version == 7
 
 
 def test_workers_that_have_begun_a_void_step_give_a_copy_of_what_stands_after_it(

@@ -20,7 +20,7 @@ from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import PeerLostError
 from steepest.runtime import remote_functions
 from steepest.runtime.worker_state import WorkerState, worker_state
-from steepest.state.stock import Stock, recovered
+from steepest.state.job_state import JobState
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
@@ -83,25 +83,25 @@ def all_bits(cluster: InProcessCluster) -> Weights:
     return bits_of(cluster.job.description.layout, found, own_states(cluster))
 
 
-def ask(cluster: InProcessCluster, version: int) -> Callable[[], Stock | None]:
+def ask(cluster: InProcessCluster, version: int) -> Callable[[], JobState | None]:
     """Asks for a copy of a version; what is returned gives it, or None where a worker was past it."""
     job = cluster.job
     take = partial(worker_state, step=job.step_of(version))
     parts = [worker.exactly_at(0, version, take) for worker in cluster.workers]
     read = cluster.client.read("state", version)
 
-    def copy() -> Stock | None:
+    def copy() -> JobState | None:
         found = cluster.wait(read, "the servers' part")
         workers = [cluster.wait(part, "a worker's part") for part in parts]
         own = [each for each in workers if each is not None]
         if len(own) < len(workers) or found.version != version:
             return None
-        return Stock(job, job.plan(), job.seed, recovered(found, None), cluster.log(), own)
+        return JobState(job, job.plan(), job.seed, found, cluster.log(), own)
 
     return copy
 
 
-def go_back(cluster: InProcessCluster, copy: Stock) -> None:
+def go_back(cluster: InProcessCluster, copy: JobState) -> None:
     """Continues from a copy, as the driver has processes do after a death."""
     job, stock = cluster.job, copy.renumbered({})  # the dead are among those that it has
 
@@ -112,11 +112,11 @@ def go_back(cluster: InProcessCluster, copy: Stock) -> None:
         return [cluster.wait(future, "a call") for future in futures]
 
     stock.optimizer.place(SimpleNamespace(job=job, workers=SimpleNamespace(call=call)), same=True)  # type: ignore[arg-type]
-    found = stock.found
+    found = stock.shared
     cluster.wait(
         cluster.client.install(found.version, found.weights, found.records, found.state), "it"
     )
-    buffers = stock.buffers()
+    buffers = stock.buffers
     if buffers is None:
         call(Replicas.use_plan, copy.plan, copy.seed)
     else:
@@ -139,7 +139,7 @@ def test_a_job_set_back_to_a_copy_gives_the_bits_of_an_undisturbed_one(
     trained(cluster, STEPS - 3)
     found = copy()
     assert found is not None, "no worker was there yet when it was asked for"
-    assert found.found.version == 3 + ahead
+    assert found.shared.version == 3 + ahead
     survivors = all_bits(cluster)
     assert same_bits(survivors, all_bits(undisturbed))
     trained(cluster, 2)  # which are lost
@@ -176,7 +176,7 @@ def test_a_copy_asked_for_while_workers_train_is_of_its_version_or_there_is_none
     straight = make(kind)
     trained(straight, version)
     assert same_bits(
-        bits_of(found.job.description.layout, found.found, found.workers), all_bits(straight)
+        bits_of(found.job.description.layout, found.shared, found.workers), all_bits(straight)
     )
 
 
@@ -229,7 +229,7 @@ def test_a_version_that_is_past_is_not_waited_for() -> None:
     assert cluster.wait(read, "the present version").version == 3
     copy = ask(cluster, 3)()  # at which workers stand still
     assert copy is not None
-    assert copy.found.version == 3
+    assert copy.shared.version == 3
 
 
 def test_of_two_copies_of_later_versions_the_second_takes_the_place_of_the_first() -> None:
@@ -244,7 +244,7 @@ def test_of_two_copies_of_later_versions_the_second_takes_the_place_of_the_first
     assert snapshots == 1, "server 1 is told once"
     found = second()
     assert found is not None
-    assert found.found.version == 3
+    assert found.shared.version == 3
 
 
 def test_a_worker_that_gets_another_role_ends_the_calls_that_wait() -> None:
@@ -296,7 +296,7 @@ def test_other_workers_get_the_mean_of_a_copy() -> None:
     found = copy()
     assert found is not None
     assert found.renumbered({0: 0, 2: 1}) is found, "it is of all workers that there were"
-    own, mean = found.buffers() or ({}, {})
+    own, mean = found.buffers or ({}, {})
     assert sorted(own) == [0, 1, 2]
     for name in ("1.running_mean", "1.running_var"):
         expected = sum(state[name] for state in own.values()) / 3

@@ -22,15 +22,25 @@ from steepest.runtime.context import JobContext
 from steepest.runtime.deaths import Deaths
 from steepest.runtime.learning_rates import LearningRates
 from steepest.runtime.owner import Owner
-from steepest.state.job_state import JobState
 from steepest.state.snapshots import Snapshots
+from steepest.state.transfer import StateTransfer
 from tests.reference import Task, samples
 from tests.simulation.run import Simulation, run_config
 from tests.simulation.virtual_primitives import Thread
 
 TASK = Task(data=samples(24))
 STATE = [
-    *(JobContext, Cluster, Deaths, Growth, JobState, Joining, LearningRates, Leaving, Observation),
+    *(
+        JobContext,
+        Cluster,
+        Deaths,
+        Growth,
+        StateTransfer,
+        Joining,
+        LearningRates,
+        Leaving,
+        Observation,
+    ),
     *(Reserve, Snapshots, Starting, Supervisor, Wishes),
 ]
 

@@ -9,7 +9,8 @@ import torch
 
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.optimizer_slices import assemble as joined
-from steepest.runtime.survivors import RecoveredState, assemble, catch_up, state_of
+from steepest.core.engine.shared_state import SharedState
+from steepest.runtime.survivors import assemble, catch_up, state_of
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import log_of
 from steepest.testing.replay import replay_state
@@ -59,7 +60,7 @@ def test_copies_of_rows_are_the_same_bits(name: str, seed: int) -> None:
     assert same_rows(first, rows_of(cluster))
 
 
-def struck(name: str, task: Task, seed: int) -> tuple[InProcessCluster, RecoveredState, CommitLog]:
+def struck(name: str, task: Task, seed: int) -> tuple[InProcessCluster, SharedState, CommitLog]:
     """A job of which a server died at a random moment, what survivors have, and the commits until then."""
     chance = random.Random(seed)
     servers = chance.choice([2, 3])
@@ -89,7 +90,7 @@ def struck(name: str, task: Task, seed: int) -> tuple[InProcessCluster, Recovere
     return cluster, state, explained
 
 
-def surviving(cluster: InProcessCluster, state: RecoveredState) -> dict[str, torch.Tensor]:
+def surviving(cluster: InProcessCluster, state: SharedState) -> dict[str, torch.Tensor]:
     """What survivors know of rows; all that hold a chunk know the same."""
     assert state.holders is not None
     first, last = (

@@ -12,6 +12,7 @@ import torch
 
 from steepest.core.engine.commit_log import Commit
 from steepest.core.engine.optimizer_records import checked_state_size, state_fields, state_tensor
+from steepest.core.engine.shared_state import SharedState
 from steepest.core.messages.driver import (
     Ask,
     Counters,
@@ -65,20 +66,6 @@ Holders = Sequence[Sequence[int]]
 Outcome = Result | Failure | WorkerLost | PeerLostError
 
 
-@dataclass
-class Snapshot:
-    """What a read returns, at one version over all servers."""
-
-    version: int
-    # the flat vector (uint8, of the layout's size); empty for a read of "standing" or "opaque"
-    weights: torch.Tensor
-    # optimizer state, slice by slice, and opaque chunks, piece by piece; empty unless "state" or "opaque" was read
-    records: list[Record] = field(default_factory=list)
-    # of the coordinator, see `RecoveredState`; empty where only weights were read
-    state: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0  # from the arrival of its first part to that of its last
-
-
 @dataclass(frozen=True, order=True)
 class Position:
     """The generation and version of a job, which only grow."""
@@ -91,8 +78,9 @@ class Position:
 class _Read:
     """A read that some servers have not answered yet."""
 
-    future: Future[Snapshot]
-    snapshot: Snapshot
+    future: Future[SharedState]
+    found: SharedState
+    weights: torch.Tensor  # what is found of them; empty if they are not read
     awaited: set[int]  # servers that have not sent everything
     # By (chunk, parameter, key, start), so that a message that comes twice changes nothing.
     records: dict[tuple[Any, ...], Record | None] = field(default_factory=dict)  # None once taken
@@ -188,7 +176,7 @@ class Client:
         chunks: Sequence[int] | None = None,
         options: Options | None = None,
         held: bool = False,
-    ) -> Future[Snapshot]:
+    ) -> Future[SharedState]:
         """Read the job's state at one version over all servers.
 
         Args:
@@ -211,15 +199,16 @@ class Client:
             if earlier is not None:
                 earlier.future.cancel()
         whole = what in ("weights", "state")
-        weights = self._layout.allocate() if whole else torch.empty(0)
-        read = _Read(Future(), Snapshot(-1, weights), set(range(self._servers)))
+        weights = self._layout.allocate() if whole else None
+        found, servers = SharedState(-1, weights), set(range(self._servers))
+        read = _Read(Future(), found, torch.empty(0) if weights is None else weights, servers)
         read.held = [] if held else None
         self._reads[self._requests] = read
         order = Read(self._requests, what, chunks, options, at)
         self._send(COORDINATOR, order.pack())
         return self._unless_failed(read.future)
 
-    def take(self, future: Future[Snapshot]) -> list[Record]:
+    def take(self, future: Future[SharedState]) -> list[Record]:
         """Return the records of a held read that have come since the last call.
 
         Each server sends at most two further pieces until the next call. Those that are not taken are
@@ -233,7 +222,7 @@ class Client:
                 self._go_on(sequence, read)
         return found
 
-    def give_up(self, future: Future[Snapshot], error: Exception) -> None:
+    def give_up(self, future: Future[SharedState], error: Exception) -> None:
         """Fail a held read, unless it is answered; servers send the rest at once, which is dropped."""
         for sequence, read in list(self._reads.items()):
             if read.future is future:
@@ -261,7 +250,7 @@ class Client:
             weights: the flat vector, copied now; None to keep the servers' weights and optimizer
                 state.
             records: optimizer state; None to leave it, and the order of samples, as they are.
-            state: of the coordinator, or parts of it, see `RecoveredState`; missing parts begin
+            state: of the coordinator, or parts of it, see `SharedState`; missing parts begin
                 anew, except the schedule, which is stepped to its place.
 
         Returns:
@@ -329,7 +318,7 @@ class Client:
             return None
         read.begin()
         if message.kind is Kind.WEIGHTS and 0 <= message.chunk < len(self._layout.chunks):
-            view = self._layout.chunk_view(read.snapshot.weights, message.chunk)
+            view = self._layout.chunk_view(read.weights, message.chunk)
             if view.numel() == size:
                 return view
         elif message.kind is Kind.STATE:
@@ -405,7 +394,7 @@ class Client:
         read.begin()
         if message.kind is Kind.WEIGHTS:
             weights = Weights.unpack(message)
-            view = self._layout.chunk_view(read.snapshot.weights, weights.chunk)
+            view = self._layout.chunk_view(read.weights, weights.chunk)
             if weights.payload is not None and weights.payload.data_ptr() != view.data_ptr():
                 view.copy_(weights.payload)
         elif message.kind is Kind.STATE:
@@ -424,10 +413,8 @@ class Client:
 
     def _end_snapshot(self, source: Peer, end: SnapshotEnd, read: _Read) -> None:
         """Note that a server sent its part; the last sets the read's future. ProtocolError: versions differ."""
-        if read.snapshot.version not in (-1, end.version):
-            raise ProtocolError(
-                f"versions {read.snapshot.version} and {end.version} in one snapshot"
-            )
+        if read.found.version not in (-1, end.version):
+            raise ProtocolError(f"versions {read.found.version} and {end.version} in one snapshot")
         if end.given_up:
             error: Exception = DeadlineError(f"{source} gave up a snapshot: {end.given_up}")
             if end.traceback:
@@ -435,14 +422,14 @@ class Client:
                 error.__cause__ = RemoteTraceback(end.traceback)
             self.give_up(read.future, error)
             return
-        read.snapshot.version = end.version
-        read.snapshot.state |= end.state or {}
+        read.found.version = end.version
+        read.found.state |= end.state or {}
         read.awaited.discard(source.index)
         if not read.awaited:
             del self._reads[end.sequence]
-            read.snapshot.records += [each for each in read.records.values() if each is not None]
-            read.snapshot.seconds = self._now() - read.began
-            read.future.set_result(read.snapshot)
+            read.found.records += [each for each in read.records.values() if each is not None]
+            read.found.seconds = self._now() - read.began
+            read.future.set_result(read.found)
 
     def _acknowledge(self, source: Peer, received: PutReceived) -> None:
         """Note that a server has a part of a state; the last has it installed."""

@@ -197,7 +197,7 @@ class Install(Body):
     version: Version  # that the state has from now on
     # whether the shares of the samples begin anew at that version
     anew: Annotated[bool, FLAG] = False
-    # of the coordinator, or parts of it, see `RecoveredState`; None to keep its ledger and counters
+    # of the coordinator, or parts of it, see `SharedState`; None to keep its ledger and counters
     state: Annotated[dict[str, Any] | None, nothing_or(STATE)] = None
 
 

@@ -1,0 +1,37 @@
+"""The part of a job's state that its servers and its coordinator hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from steepest.core.engine.commit_log import Commit
+from steepest.core.optim.portable import Record
+from steepest.core.tensors.layout import ParameterLayout
+
+
+@dataclass
+class SharedState:
+    """What servers and coordinator hold at one version, as far as it was read; see `WorkerState` for the rest."""
+
+    version: int  # of the weights
+    #: The flat vector (uint8, of the layout's size); None if it was not read, or `holders` have it.
+    weights: torch.Tensor | None = None
+    #: The optimizer's state, slice by slice, and opaque chunks, piece by piece.
+    records: list[Record] = field(default_factory=list)
+    #: Of the coordinator: "ledger" (see `Leases.state`), "history" and, if there is one that can be
+    #: carried, "schedule" (see `Schedule.state`), which may be of a step before.
+    state: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0  # from the arrival of its first part to that of its last
+    #: Every commit until then, and perhaps later ones; None if they were not kept or are not known.
+    log: list[Commit] | None = None
+    #: Without weights, the processes that have each chunk.
+    holders: Mapping[int, Sequence[Any]] | None = None
+
+    def named(self, layout: ParameterLayout) -> dict[str, torch.Tensor]:
+        """Return the weights, which were read, by name."""
+        assert self.weights is not None
+        return layout.named(self.weights)
