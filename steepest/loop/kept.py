@@ -38,6 +38,10 @@ class Kept:
             if objects or not hasattr(value, "state_dict")
         }
 
+    def numbers(self) -> dict[str, Any]:
+        """Return those of the values that are numbers or text."""
+        return {name: v for name, v in vars(self).items() if isinstance(v, int | float | str)}
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Set what `state` returned; what has another name now is left out."""
         for name in vars(self).keys() & state.keys():

@@ -198,6 +198,7 @@ class Session:
         self._looked_for_sums = False
         self._since_report = 0  # samples
         self._kept: Kept | None = None
+        self._before: dict[str, Any] = {"kept": {}}  # see `_begin_step`
         # of the state that was taken, see `_Ticks`
         self._ticked: list[int | None] = []
         self._unticked: list[int | None] = []
@@ -326,11 +327,33 @@ class Session:
         inside = self._region is Region.BEFORE and not self.in_lockstep
         boundary = self._boundary
         if self._asked is not Ask.PARTS or inside or boundary is None:
-            return self._state()
+            state = self._state()
+            if self._is_in_step:  # its batch is taken again
+                kept = state["kept"] | self._before["kept"]
+                state |= {**self._before, "kept": kept}
+            return state
         if isinstance(boundary, torch.Tensor):
             return unpack(boundary)
         kept = {} if self._kept is None else self._kept.state()
         return {**boundary, "kept": kept | boundary["kept"]}
+
+    @property
+    def _is_in_step(self) -> bool:
+        """Whether the loop has begun a step that is not committed."""
+        lockstep = None if self.prepared is None else self.prepared.lockstep
+        if lockstep is not None:
+            return lockstep.inside and self._asked in (Ask.COMMIT, Ask.BATCH, Ask.PARTS)
+        in_batch = self._asked is Ask.PARTS and self._region is Region.BEFORE
+        return self._asked is Ask.COMMIT or in_batch
+
+    def _begin_step(self) -> None:
+        """Note what is the state of a worker that takes the step from here on that the loop begins now."""
+        numbers = {} if self._kept is None else self._kept.numbers()
+        self._before = {
+            "reports": self._report_count,
+            "since": self._since_report,
+            "kept": numbers,
+        }
 
     def _state(self, at: str = "", objects: bool = True) -> dict[str, Any]:
         """Return the present state.
@@ -520,6 +543,7 @@ class Session:
             self.batches += 1
             self._own_weight = None
             self._seed_for(lockstep.number, 0)
+            self._begin_step()
             yield self._epoch
             self._epoch += 1
 
@@ -667,6 +691,7 @@ class Session:
                 "batches of an epoch, or return"
             )
         if self._taken is None or self._taken.where.step != pending.where.step:
+            self._begin_step()
             self.whole += pending.whole
         self._pending, self._taken, self._stepped = None, pending, False
         self._see(pending.where)
@@ -693,6 +718,7 @@ class Session:
         while self._pending is None and not lockstep.skip:
             self._turns.ask(Ask.BATCH)
         self._seed_for(lockstep.number + 1, 0)
+        self._begin_step()
         batch = lockstep.next_batch(self.rank, self.size)
         self._boundary = None
         self._enter(Region.BEFORE, lockstep.number)
@@ -779,6 +805,7 @@ class Session:
         self.weight, self.samples, self.whole, self.losses, self.clip = 0.0, 0, 0, [], None
         if lockstep is not None:
             lockstep.taken += 1
+            self._begin_step()
             self._seed_for(lockstep.number, lockstep.taken)
             self.gatherings.drop_before(lockstep.number)
         else:
@@ -861,7 +888,8 @@ class Session:
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Take values of the user's, for the driver."""
-        if self._standing_in:
+        lockstep = None if self.prepared is None else self.prepared.lockstep
+        if self._standing_in or (lockstep is not None and lockstep.skip):
             return
         found = checked_metrics({name: _number(value) for name, value in values.items()})
         self._reports.append(Reported(self._report_count, self._since_report, found))

@@ -101,6 +101,21 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
+def counting_at_once(parts: Parts, epochs: int) -> None:
+    """What counts and reports before each step, not after it."""
+    kept = steepest.register(count=0)
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            kept.count += 1
+            parts.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(parts.model(x), y)
+            loss.backward()
+            steepest.report(loss=loss)
+            pause(random.choice((1e-3, 1e-2)))
+            parts.optimizer.step()
+    KEPT[steepest.rank()] = kept
+
+
 @dataclass
 class Struck:
     """A run in which processes have died."""
@@ -109,6 +124,7 @@ class Struck:
     rows: list[dict[str, Any]]
     events: dict[str, str]  # by kind: the line of the last one
     log: CommitLog
+    reports: list[dict[str, float]]
 
     @property
     def same_workers(self) -> bool:
@@ -151,7 +167,7 @@ def struck(script: Any, strategy: Any, seed: int, deaths: int, workers: int = WO
         )
         events = {event["event"]: event["line"] for event in found.history.events}
         rows = list(found.history.steps)
-        return Struck(dict(found.state_dict), rows, events, observer.log)
+        return Struck(dict(found.state_dict), rows, events, observer.log, list(found.reports))
 
 
 def check(strategy: Any, seed: int, deaths: int = 1) -> None:
@@ -265,6 +281,18 @@ def test_a_worker_gets_another_number_while_its_step_is_not_committed() -> None:
 
 def test_a_scheduler_by_epoch_is_known_where_one_batch_of_an_epoch_was_left() -> None:
     check(STRATEGIES["allreduce, two copies"], 1014)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_loop_counts_and_reports_before_a_step_counts_once_where_that_is_taken_again(
+    seed: int,
+) -> None:
+    KEPT.clear()
+    script = Script(counting_at_once, data=samples(15))
+    found = struck(script, STRATEGIES["ps"], seed, deaths=1)
+    steps = len(found.rows)
+    assert {each.count for each in KEPT.values()} == {steps}
+    assert len(found.reports) == steps
 
 
 def test_it_is_told_that_fewer_workers_go_on_with_what_others_have_taken_over() -> None:
