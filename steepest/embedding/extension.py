@@ -73,6 +73,11 @@ class ModelTables:
                 "from servers in each step; give strategy='ps', 'allreduce', 'local', 'async' or "
                 "'ssp'"
             )
+        if strategy.delay or strategy.blend:
+            raise ConfigurationError(
+                f"delay={strategy.delay} and blend={strategy.blend} with embedding tables: their rows are the "
+                "servers' alone, so that a worker has none of its own to go on with; leave both out"
+            )
         if (fragments := strategy.cut.fragments) > 1:
             raise ConfigurationError(
                 f"fragments={fragments} with embedding tables: the rows that a batch has used would be "

@@ -35,4 +35,6 @@ class LocalSgd(Extension):
             updates_before=job.updates_before,
             clip_norm=job.clip_norm,
             memory=memory,
+            delay=job.strategy.delay,
+            blend=job.strategy.blend,
         )

@@ -27,6 +27,8 @@ from steepest.core.optim.portable import Record
 from steepest.core.optim.spec import OptimizerSpec, Schedule, ScheduleState
 from steepest.core.protocol.push_tracking import clip_factor
 from steepest.core.protocol.rates import with_rates
+from steepest.core.tensors.dtypes import Tensors
+from steepest.core.tensors.shared_memory import allocate
 from steepest.core.tensors.squares import sum_of_squares
 from steepest.local_sgd.own_weights import OwnWeights
 
@@ -39,6 +41,8 @@ class _Before:
     optimizer: list[Record]
     schedule: ScheduleState | None
     own: OwnWeights
+    # of each model, where a share may be begun before it is known what the one before came to
+    buffers: list[Tensors]
 
 
 class LocalReplicas(Replicas):
@@ -53,6 +57,11 @@ class LocalReplicas(Replicas):
     Of a layout in several fragments each step exchanges one, in turn. In the others the worker goes
     on from weights of its own, which are state as that of its optimizer is (`OwnWeights`).
 
+    With `delay` it goes on from what it has pushed, too, for so many batches of the next share, and
+    takes the new weights in then: between the two, pushes and weights travel while it computes. A
+    share is begun before it is known whether the one before was committed; where it was left out,
+    the share is begun anew from where that one began.
+
     References: Stich 2019, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767;
     Douillard et al. 2023, DiLoCo, arXiv:2311.08105; Douillard et al. 2025, Streaming DiLoCo,
     arXiv:2501.18512.
@@ -62,9 +71,11 @@ class LocalReplicas(Replicas):
         spec: the inner optimizer.
         updates_before: returns the number of updates of each weight before a step.
         clip_norm: the greatest norm of a batch's gradient; None for any.
+        delay: batches of a share before it takes in the weights of its version.
+        blend: the part of the worker's own weights in what it goes on with then.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the strategy and the model say
         self,
         models: Sequence[Model],
         devices: Sequence[torch.device],
@@ -74,6 +85,8 @@ class LocalReplicas(Replicas):
         updates_before: Callable[[int], int],
         clip_norm: float | None,
         memory: Memory | None = None,
+        delay: int = 0,
+        blend: float = 0.0,
     ) -> None:
         super().__init__(models, devices, share, memory)
         self._accumulate = share.accumulate
@@ -82,7 +95,15 @@ class LocalReplicas(Replicas):
         self._clip_norm = clip_norm
         self._schedule = Schedule(spec)
         self._spec = spec
+        self._delay, self._blend = delay, blend
+        # the servers' weights, as far as they are taken in
         self._base = self.layout.allocate()
+        # where new ones arrive, and what is pushed of them, while a share is computed
+        self._arrivals, self._difference = self.weights, self._sum
+        if delay:
+            self._arrivals = self.weights.clone()
+            self._difference = allocate(self.layout.nbytes).zero_()
+        self._shown: dict[int, torch.Tensor] = {}  # frozen chunks, as the last ones that arrived
         chunks = [self.layout.chunks[index] for index in self._dense]
         self._held = {
             chunk.index: ServerChunk(
@@ -94,6 +115,12 @@ class LocalReplicas(Replicas):
             self._load(disassemble(self.layout, arriving.state, arriving.plain))
         self._own_weights = OwnWeights()
         self._before: _Before | None = None  # the last share
+        # the one before that, until it is known to be committed; None without a delay
+        self._earlier: _Before | None = None
+        self._pushed = -1  # number of the last share that was pushed
+        self._computing = False
+        self._is_void = False  # whether the share is computed from one that was left out
+        self._has_come = False  # whether all weights of the share's version are here
 
     @property
     def _dense(self) -> list[int]:
@@ -111,6 +138,29 @@ class LocalReplicas(Replicas):
         """True: each batch of a share is an update of the worker's own optimizer."""
         return True
 
+    @property
+    def arrivals(self) -> torch.Tensor:
+        """The flat vector to which new weights are written: with a delay not what models compute with."""
+        return self._arrivals
+
+    @property
+    def delays(self) -> bool:
+        """Whether a share is begun before the weights of its version are here."""
+        return self._delay > 0
+
+    def weights_changed(self) -> None:
+        """Have the models compute with the weights that have arrived, unless a share goes on from its own."""
+        if self.delays and not self._computing:
+            for chunk in self.layout.chunks:
+                arrived = self.layout.chunk_view(self._arrivals, chunk.index)
+                if not chunk.trainable:  # models may have changed theirs since it was installed
+                    shown = self._shown.get(chunk.index)
+                    if shown is not None and torch.equal(shown, arrived):
+                        continue
+                    self._shown[chunk.index] = arrived.clone()
+                self.layout.chunk_view(self.weights, chunk.index).copy_(arrived)
+        super().weights_changed()
+
     def adopt(self, weights: torch.Tensor) -> bool:
         """Return False: each worker's weights are its own."""
         return False
@@ -124,71 +174,150 @@ class LocalReplicas(Replicas):
     ) -> WorkerResult:
         """Make one share's updates, and push their difference; the weights are those from before afterwards."""
         # Arguments: see `Replicas.compute`.
-        arrive(None)
+        self._has_come = not self.delays
+        if self._has_come:
+            arrive(None)
         self._begin(number)
+        self._base.copy_(self.weights)
+        self._computing, self._is_void = True, False
+        try:
+            while (result := self._train(number, metrics, arrive)) is None:
+                self._begin_anew(number)
+            self._exchange_fragment(self._places.step_of(number), result.weight, chunk_ready)
+            self._companion.end_share(chunk_ready, self._updates)
+            self._pushed = number
+        except BaseException:
+            self._set_buffers()
+            raise
+        finally:
+            self.weights.copy_(self._base)
+            self._computing = not self._has_come
+            self.weights_changed()
+            self._computing = False
+        return result
+
+    def _train(self, number: int, metrics: bool, arrive: Arrive) -> WorkerResult | None:
+        """Make a share's updates from the worker's own weights; None where what it began from was left out."""
         step = self._places.step_of(number)
         first = self._updates_before(step)
         parts: list[Batches] = []
-        self._base.copy_(self.weights)
-        try:
-            self._own_weights.write(self.layout, self.weights)
-            for update in range(self._updates):
-                micros = range(update * self._accumulate, (update + 1) * self._accumulate)
-                places = [place for place in self.places(number) if place[2] in micros]
-                if places:
-                    hold = self._hold_gradient
-                    parts.append(self._compute_each(places, hold, metrics, all_here))
+        self._own_weights.write(self.layout, self.weights)
+        for update in range(self._updates):
+            if update == self._delay and not self._take_in(arrive):
+                return None
+            micros = range(update * self._accumulate, (update + 1) * self._accumulate)
+            places = [place for place in self.places(number) if place[2] in micros]
+            if places:
+                try:
+                    parts.append(self._compute_each(places, self._hold_gradient, metrics, all_here))
                     self._update(first + update, step)
-            result = summarize_batches(parts)
-            self._exchange_fragment(step, result.weight, chunk_ready)
-            self._companion.end_share(chunk_ready, self._updates)
-        finally:
-            self.weights.copy_(self._base)
-            self.weights_changed()
-        return result
+                except BaseException:
+                    # told once the step before is known to be committed
+                    if update < self._delay and not self._take_in(arrive):
+                        return None
+                    raise
+            if self.between_batches is not None:
+                self.between_batches()
+        return summarize_batches(parts)
+
+    def _take_in(self, arrive: Arrive) -> bool:
+        """Wait for the weights of the share's version, and go on with them; False where its beginning is void."""
+        if self.delays:
+            arrive(None)
+            self._has_come = True
+            if self._is_void:
+                return False
+            self._earlier = None
+        for index in self._own_weights.sent:
+            dtype = self.layout.chunks[index].dtype
+            arrived, base, now = (
+                self.layout.chunk_view(vector, index)
+                for vector in (self._arrivals, self._base, self.weights)
+            )
+            if self.delays:
+                base.copy_(arrived)
+            if self._blend:
+                own = now.view(dtype)
+                torch.lerp(base.view(dtype), own, self._blend, out=own)
+            else:
+                now.copy_(base)
+        return True
+
+    def _begin_anew(self, number: int) -> None:
+        """Begin a share from where the one before began, which was left out."""
+        before, earlier = self._before, self._earlier
+        assert before is not None
+        assert earlier is not None, "a share that was left out is known"
+        self._set_buffers()
+        self._restore(earlier)
+        self._before = replace(earlier, number=number, buffers=before.buffers)
+        self._earlier, self._pushed, self._is_void = None, -1, False
+        self.weights.copy_(self._base)
 
     def _exchange_fragment(self, step: int, weight: float, chunk_ready: ChunkReady) -> None:
         """Push what a step's fragment has changed since its last exchange, and keep the weights of the others."""
         # weight: of the samples of this share
         exchanged = self.layout.changed_by(step + 1)
-        own = self._own_weights
+        own, goes_on = self._own_weights, self.delays or self._blend > 0
         for index in reversed(self._dense):
             total = own.weight_of(index, weight)
             if index in exchanged and total:
                 self._push_difference(index, total, chunk_ready)
             else:
                 chunk_ready(index, NOTHING, 0.0, 0.0, frozenset())
-        kept = [index for index in self._dense if index not in exchanged]
-        self._own_weights = own.after(self.layout, self.weights, weight, kept, ())
+        kept = [index for index in self._dense if goes_on or index not in exchanged]
+        sent = exchanged if goes_on else ()
+        self._own_weights = own.after(self.layout, self.weights, weight, kept, sent)
 
     def _begin(self, number: int) -> None:
-        """Save the inner optimizer's state, or restore it where a share is computed again; no gradient is kept."""
+        """Save what the worker has of its own, or restore it where a share is computed again; no gradient is kept."""
         for held in self._held.values():
             held.drop_mean()  # of a batch in which the model raised
-        before = self._before
+        before, earlier = self._before, self._earlier
         if before is not None and number == before.number:
             self._restore(before)
+            self._set_buffers()
+        elif earlier is not None and number == earlier.number:
+            self._before, self._earlier = earlier, None
+            self._restore(earlier)
+            self._set_buffers()
         else:
             records = [(index, about, value.clone()) for index, about, value in self._records()]
-            self._before = _Before(number, records, self._schedule.state(), self._own_weights)
+            buffers = self.states() if self.delays else []
+            own = self._own_weights
+            self._before = _Before(number, records, self._schedule.state(), own, buffers)
+            self._earlier = before if self.delays else None
 
     def _restore(self, before: _Before) -> None:
-        """Set what the worker has of its own to what it was before a share."""
+        """Set what the worker has of its own, but for buffers, to what it was before a share."""
         self._load(before.optimizer)
         self._schedule.load_state(before.schedule)
         self._own_weights = before.own
 
+    def _set_buffers(self) -> None:
+        """Set the models' buffers to those before the last share, if these are kept."""
+        if (before := self._before) is not None and before.buffers:
+            for model, state in zip(self.models, before.buffers, strict=True):
+                model.load_state(state)
+
     def left_out(self) -> None:
-        """Set the worker's own state back to that before the last share; calls may repeat."""
-        if self._before is not None:
-            self._restore(self._before)
-            self._before = None
+        """Set the worker's own state back to that before the last share that was pushed; calls may repeat."""
+        if self._computing:
+            earlier = self._earlier
+            self._is_void |= earlier is not None and earlier.number == self._pushed
+            return
+        kept = (each for each in (self._before, self._earlier) if each is not None)
+        before = next((each for each in kept if each.number == self._pushed), None)
+        if before is not None:
+            self._restore(before)
+            self._before = self._earlier = None
 
     def take_servers_weights(self, names: Collection[str]) -> None:
         """Forget the worker's own weights of some parameters, which have been set."""
         self._own_weights = self._own_weights.without(self.layout, names)
         if (before := self._before) is not None:
             self._before = replace(before, own=before.own.without(self.layout, names))
+        self._earlier = None
 
     def _hold_gradient(
         self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
@@ -227,7 +356,7 @@ class LocalReplicas(Replicas):
         dtype = self.layout.chunks[index].dtype
         base, now, difference = (
             self.layout.chunk_view(vector, index).view(dtype)
-            for vector in (self._base, self.weights, self._sum)
+            for vector in (self._base, self.weights, self._difference)
         )
         torch.sub(base, now, out=difference)
         chunk_ready(index, difference.view(torch.uint8), weight, weight, frozenset())
@@ -254,8 +383,9 @@ class LocalReplicas(Replicas):
     def inner_state(self, step: int) -> InnerOptimizerState:
         """Return the inner optimizer's and schedule's state, and weights of the worker's own; see `Replicas`."""
         # A share that was computed for a later step does not count.
-        before = self._before
-        if before is not None and self._places.step_of(before.number) >= step:
+        kept = (each for each in (self._earlier, self._before) if each is not None)
+        later = (each for each in kept if self._places.step_of(each.number) >= step)
+        if (before := next(later, None)) is not None:
             records, schedule, own = before.optimizer, before.schedule, before.own
         else:
             records, schedule, own = self._records(), self._schedule.state(), self._own_weights
@@ -274,4 +404,4 @@ class LocalReplicas(Replicas):
         self._load(disassemble(self.layout, of_optimizer, plain))
         self._own_weights = OwnWeights.loaded(self.layout, state)
         self._schedule.load_state(schedule)
-        self._before = None
+        self._before = self._earlier = None

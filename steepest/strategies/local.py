@@ -36,6 +36,11 @@ class LocalStrategy(WithFormats, ServerStrategy):
             arXiv:2501.18512). In between a worker has weights of its own for the other fragments;
             they are part of checkpoints, and a dead worker's successor begins with the mean of the
             other workers'. Not together with embedding tables.
+        delay: batches that a worker computes between sending a fragment's changes and taking in what
+            became of them; in between both travel while it computes, so that it waits for neither
+            on a link that needs no longer. Less than ``sync_every / fragments``.
+        blend: the part that the worker's own weights have in what it goes on with then: 0 for the
+            servers' weights, 0.5 for the mean of both.
         outer_lr: learning rate of the outer SGD; 1 without momentum averages the weights (Stich
             2019).
         outer_momentum, nesterov: momentum of the outer SGD, and whether it is Nesterov's; DiLoCo
@@ -60,6 +65,8 @@ class LocalStrategy(WithFormats, ServerStrategy):
 
     sync_every: int = 8
     fragments: int = 1
+    delay: int = 0
+    blend: float = 0.0
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     nesterov: bool = False
@@ -73,6 +80,13 @@ class LocalStrategy(WithFormats, ServerStrategy):
                 "after each sync_every / fragments batches, so that this must be a whole number: give "
                 f"sync_every={-(-self.sync_every // self.fragments) * self.fragments}, say"
             )
+        if require_count("delay", self.delay, 0) >= self.updates:
+            raise ConfigurationError(
+                f"delay={self.delay} with sync_every={self.sync_every} and fragments={self.fragments}: a "
+                f"fragment is taken in before the next one leaves, {self.updates} batches later: give at most "
+                f"delay={self.updates - 1}"
+            )
+        require_number("blend", self.blend, 0, 1, but=1)
         self._check_copies()
         for name in ("hierarchical", "nesterov"):
             require_choice(name, getattr(self, name), (False, True))

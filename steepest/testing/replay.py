@@ -463,7 +463,7 @@ def _with_rows(
 def _pull(weights: torch.Tensor, replicas: Replicas, worker: int, job: Job) -> None:
     """Copy weights into a worker's replicas, in the precision in which it received them."""
     layout, wire = job.description.layout, job.wire_formats[1]
-    replicas.weights.copy_(weights)
+    replicas.arrivals.copy_(weights)
     for chunk in layout.chunks:
         holders = job.holders[chunk.index]
         near = (job.strategy.in_workers and worker in holders) or job.places.beside(
@@ -475,6 +475,6 @@ def _pull(weights: torch.Tensor, replicas: Replicas, worker: int, job: Job) -> N
             and not near
             and narrow_size(chunk.dtype, chunk.nbytes, wire)
         ):
-            view = layout.chunk_view(replicas.weights, chunk.index)
+            view = layout.chunk_view(replicas.arrivals, chunk.index)
             view.copy_(rounded(view, wire))
     replicas.weights_changed()

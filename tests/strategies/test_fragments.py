@@ -20,6 +20,7 @@ from steepest.errors import ConfigurationError, ModelError
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster, replay
 from tests.pairs import grid
+from tests.random_examples import seeds
 from tests.reference import OptimizerFactory, Task, Weights, difference, same_bits, samples, sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
@@ -87,6 +88,7 @@ def by_hand(
     copies = [task.module() for _ in range(workers)]
     optimizers = [task.optimizer(module) for module in copies]
     since = [[0.0] * len(fragments) for _ in range(workers)]
+    sent: list[str] = []  # parameters whose new values are still to be taken in
     parts = workers * devices * every
     plan = SamplePlan(len(task.data[0]), parts * task.batch_size, 0)
     for step in sorted(set(range(steps)) - set(skipped)):
@@ -103,6 +105,9 @@ def by_hand(
         for worker, (module, optimizer) in enumerate(zip(copies, optimizers, strict=True)):
             own = dict(module.named_parameters())
             for update in range(every):
+                for name in sent if update == strategy.delay else ():
+                    part = (own[name] - servers[name]).detach() * strategy.blend
+                    own[name].data.copy_(servers[name] + part)
                 index = [
                     plan.share(step, (worker * devices + device) * every + update, parts)
                     for device in range(devices)
@@ -123,11 +128,9 @@ def by_hand(
         for name in fragments[at]:
             servers[name].grad = change[name] / total
         outer.step()
-        for worker, module in enumerate(copies):
-            since[worker][at] = 0.0
-            own = dict(module.named_parameters())
-            for name in fragments[at]:
-                own[name].data.copy_(servers[name])
+        sent = fragments[at]
+        for weights in since:
+            weights[at] = 0.0
     return {name: p.detach().clone() for name, p in servers.items()}
 
 
@@ -139,33 +142,64 @@ def run(
     return cluster
 
 
-@pytest.mark.few(2)
+def simulated_run(
+    task: Task, strategy: LocalStrategy, steps: int, creator: Any = None, seed: int = 1
+) -> Weights:
+    """The weights of two workers, whose processes take turns in virtual time."""
+    with (
+        quiet(),
+        Simulation(seed).running(),
+        DistributedSGD(
+            creator or task.creator(), 2, strategy=strategy, run_config=run_config()
+        ) as trainer,
+    ):
+        trainer.fit(steps=steps, progress=False)
+        return trainer.weights()
+
+
+@pytest.mark.few(3)
 @grid(
     optimizer=OPTIMIZERS,
     size=[(1, 1), (2, 1), (3, 2)],
     servers=[None, 2],
-    fragments=[2, 3, 4],
+    # fragments, delay, blend
+    how=[
+        (2, 0, 0.0),
+        (3, 0, 0.0),
+        (4, 0, 0.25),
+        (1, 1, 0.0),
+        (2, 1, 0.5),
+        (4, 2, 0.0),
+        (1, 3, 0.5),
+    ],
 )
 def test_equals_the_same_by_hand(
-    optimizer: str, size: tuple[int, int], servers: int | None, fragments: int
+    optimizer: str, size: tuple[int, int], servers: int | None, how: tuple[int, int, float]
 ) -> None:
-    workers, devices = size
+    (workers, devices), (fragments, delay, blend) = size, how
     task = task_of(optimizer)
     for config in (
         LocalStrategy(
-            sync_every=2 * fragments, fragments=fragments, num_servers=servers, chunk_bytes=32
+            sync_every=2 * fragments + fragments * delay,
+            fragments=fragments,
+            delay=delay,
+            blend=blend,
+            num_servers=servers,
+            chunk_bytes=32,
         ),
         LocalStrategy(
-            sync_every=fragments,
+            sync_every=fragments + fragments * delay,
             fragments=fragments,
+            delay=delay,
+            blend=blend,
             outer_lr=0.7,
             outer_momentum=0.9,
             nesterov=True,
             num_servers=servers,
         ),
     ):
-        found = run(task, workers, 17, config, devices_per_worker=devices).weights()
-        assert difference(found, by_hand(task, workers, 17, config, devices)) < 1e-12
+        found = run(task, workers, 13, config, devices_per_worker=devices).weights()
+        assert difference(found, by_hand(task, workers, 13, config, devices)) < 1e-12
 
 
 def test_each_exchange_carries_one_fragment() -> None:
@@ -180,22 +214,40 @@ def test_each_exchange_carries_one_fragment() -> None:
     assert sum(result.samples for result in results) == 2 * 8 * 2 * 2
 
 
+def normalised() -> nn.Module:
+    """With buffers, which each batch changes, and random numbers."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 3)
+    ).double()
+
+
 @pytest.mark.parametrize("hosts", [None, HostMap((0, 0, 1), (0, 0, 1), gathers=True)])
-def test_two_runs_and_a_replay_have_the_same_bits(hosts: HostMap | None) -> None:
-    task = task_of("adam")
-    config = LocalStrategy(sync_every=4, fragments=2, outer_momentum=0.5, chunk_bytes=48)
+@pytest.mark.parametrize("delay", [0, 2])
+def test_two_runs_and_a_replay_have_the_same_bits(delay: int, hosts: HostMap | None) -> None:
+    task = Task(normalised, OPTIMIZERS["adam"], samples(72, outputs=3), batch_size=4)
+    config = LocalStrategy(
+        sync_every=6, fragments=2, delay=delay, blend=0.3, outer_momentum=0.5, chunk_bytes=48
+    )
     first = run(task, 3, 11, config, keep_log=True, hosts=hosts)
     second = run(task, 3, 11, config, shuffle=3, hosts=hosts)
     assert same_bits(first.weights(), second.weights())
     assert same_bits(replay(first.log(), task.creator()), first.weights())
 
 
-def test_a_step_that_is_skipped_leaves_no_trace() -> None:
-    """Also in the weights of fragments that it would not have exchanged."""
+@pytest.mark.parametrize(
+    ("delay", "blend", "shuffle"), [(0, 0.0, None), (1, 0.5, None), (1, 0.0, 5)]
+)
+def test_a_step_that_is_skipped_leaves_no_trace(
+    delay: int, blend: float, shuffle: int | None
+) -> None:
+    """Also in the weights of fragments that it would not have exchanged; what was begun from it is begun anew."""
     task = task_of("momentum", 60)
     task.data[1][SamplePlan(60, 8, 0).share(3, 2, 4)[0]] = torch.inf  # of worker 1's fourth step
-    config = LocalStrategy(sync_every=4, fragments=2, nonfinite="skip", chunk_bytes=48)
-    cluster = run(task, 2, 7, config, keep_log=True)
+    config = LocalStrategy(
+        sync_every=4, fragments=2, delay=delay, blend=blend, nonfinite="skip", chunk_bytes=48
+    )
+    cluster = run(task, 2, 7, config, keep_log=True, shuffle=shuffle)
     log = cluster.log()
     assert [commit.version - 1 for commit in log.commits if commit.skipped] == [3]
     found = cluster.weights()
@@ -220,9 +272,10 @@ class Sick(nn.Module):
 
 
 @pytest.mark.parametrize("raises_in", [9, 10])
-def test_a_step_that_failed_leaves_no_trace(raises_in: int) -> None:
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_step_that_failed_leaves_no_trace(delay: int, raises_in: int) -> None:
     task = Task(Sick, OPTIMIZERS["adam"], samples(60, outputs=3), batch_size=2)
-    config = LocalStrategy(sync_every=4, fragments=2)
+    config = LocalStrategy(sync_every=4, fragments=2, delay=delay)
 
     def create(worker_index: int, device_index: int) -> Any:
         model = task.creator()(worker_index, device_index)
@@ -272,6 +325,65 @@ def test_fragments_are_whole_layers_of_about_the_same_size() -> None:
         assert layout.changed_by(count + 1) == layout.changed_by(1)
 
 
+@pytest.mark.parametrize("servers", [None, 1])
+def test_a_worker_computes_on_while_its_changes_and_what_became_of_them_travel(
+    servers: int | None,
+) -> None:
+    task = task_of("adam", 600)
+    passes = [0, 0]
+    leads: list[int] = []
+
+    def create(worker_index: int, device_index: int) -> Any:
+        def count(*_: Any) -> None:
+            passes[worker_index] += 1
+            leads.append(abs(passes[0] - passes[1]))
+
+        model = task.creator()(worker_index, device_index)
+        model.module.register_forward_hook(count)
+        return model
+
+    found = []
+    for delay in (0, 2):
+        passes[:], leads[:] = [0, 0], []
+        strategy = LocalStrategy(sync_every=4, delay=delay, num_servers=servers)
+        simulated_run(task, strategy, 9, create)
+        found.append(max(leads))
+    assert found[0] <= 4 < found[1] <= 6
+
+
+@pytest.mark.parametrize("servers", [None, 1])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_was_begun_from_a_step_that_is_skipped_is_begun_anew(
+    servers: int | None, seed: int
+) -> None:
+    task = task_of("momentum", 72)
+    task.data[1][SamplePlan(72, 12, 0).share(3, 2, 6)[0]] = torch.inf  # of worker 0's fourth step
+    strategy = LocalStrategy(
+        sync_every=6, fragments=2, delay=2, blend=0.5, nonfinite="skip", num_servers=servers
+    )
+    found = simulated_run(task, strategy, 6, seed=seed)
+    assert difference(found, by_hand(task, 2, 6, strategy, skipped=[3])) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("servers", "how"), [(None, (1, 3, 0.5)), (2, (2, 1, 0.0)), (1, (4, 2, 0.25))]
+)
+def test_real_overlap_changes_no_bit(servers: int | None, how: tuple[int, int, float]) -> None:
+    fragments, delay, blend = how
+    task = Task(normalised, OPTIMIZERS["adam"], samples(96, outputs=3), batch_size=4)
+    if fragments > 2:
+        task = task_of("adam")
+    strategy = LocalStrategy(
+        sync_every=fragments * (delay + 1),
+        fragments=fragments,
+        delay=delay,
+        blend=blend,
+        num_servers=servers,
+    )
+    found = simulated_run(task, strategy, 8)
+    assert same_bits(found, run(task, 2, 8, strategy).weights())
+
+
 def test_more_fragments_than_layers_are_refused() -> None:
     task = task_of("adam")
     with pytest.raises(ModelError, match=r"fragments=8: the model has 4 layers .* at most 4"):
@@ -287,6 +399,11 @@ def test_more_fragments_than_layers_are_refused() -> None:
         ({"fragments": True}, "fragments=True"),
         ({"fragments": 3}, "fragments=3 with sync_every=8: .* give sync_every=9, say"),
         ({"fragments": 16}, "fragments=16 with sync_every=8: .* give sync_every=16, say"),
+        ({"delay": -1}, "delay=-1"),
+        ({"delay": 8}, "delay=8 with sync_every=8 and fragments=1: .* give at most delay=7"),
+        ({"delay": 2, "fragments": 4}, "at most delay=1"),
+        ({"blend": 1.0}, r"blend=1\.0: give a finite number from 0 to 1, but not 1"),
+        ({"blend": -0.5}, r"blend=-0\.5"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -294,7 +411,14 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
         LocalStrategy(**settings)
 
 
-def test_embedding_tables_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fragments": 2}, "fragments=2 with embedding tables"),
+        ({"delay": 1}, "delay=1 and blend=0.0 with embedding tables"),
+    ],
+)
+def test_embedding_tables_are_refused(settings: dict[str, Any], message: str) -> None:
     def net() -> nn.Module:
         return nn.Sequential(
             Embedding(Table("rows", 4)), nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 1)
@@ -302,27 +426,20 @@ def test_embedding_tables_are_refused() -> None:
 
     data = torch.arange(8).view(-1, 1), torch.zeros(8, 1)
     task = Task(net, sgd(), data, batch_size=2)
-    with pytest.raises(ConfigurationError, match="fragments=2 with embedding tables"):
+    with pytest.raises(ConfigurationError, match=message):
         InProcessCluster(
-            task.creator(), num_workers=2, strategy=LocalStrategy(sync_every=4, fragments=2)
+            task.creator(), num_workers=2, strategy=LocalStrategy(sync_every=4, **settings)
         )
 
 
-def simulated_run(task: Task, strategy: LocalStrategy, steps: int) -> Weights:
-    config = run_config(failure=FailureConfig(patience=math.inf))
-    with DistributedSGD(task.creator(), 2, strategy=strategy, run_config=config) as trainer:
-        trainer.fit(steps=steps, progress=False)
-        return trainer.weights()
-
-
-@pytest.mark.parametrize("servers", [None, 1])
+@pytest.mark.parametrize(("servers", "delay"), [(None, 0), (1, 1), (None, 1)])
 def test_a_checkpoint_in_the_middle_of_a_cycle_goes_on_exactly(
-    servers: int | None, tmp_path: Path
+    servers: int | None, delay: int, tmp_path: Path
 ) -> None:
     task = task_of("adam")
-    strategy = LocalStrategy(sync_every=8, fragments=4, num_servers=servers)
+    strategy = LocalStrategy(sync_every=8, fragments=4, delay=delay, blend=0.5, num_servers=servers)
+    whole = simulated_run(task, strategy, 9)
     with quiet(), Simulation(1).running():
-        whole = simulated_run(task, strategy, 9)
         config = run_config()
         with DistributedSGD(task.creator(), 2, strategy=strategy, run_config=config) as trainer:
             trainer.fit(steps=6, progress=False)
@@ -348,11 +465,12 @@ def test_weights_that_are_set_are_those_that_workers_go_on_with() -> None:
     assert found["6.bias"].any()
 
 
-def test_after_a_death_the_successor_goes_on_with_the_mean_of_the_others() -> None:
+@pytest.mark.parametrize("delay", [0, 1])
+def test_after_a_death_the_successor_goes_on_with_the_mean_of_the_others(delay: int) -> None:
     """Every sample counts once, and training goes on; own weights of the dead one are not known."""
     simulated = Simulation(1)
     task = Task(deep, sgd(0.05), samples(97, outputs=3), batch_size=2)
-    strategy = LocalStrategy(sync_every=4, fragments=2, num_servers=2)
+    strategy = LocalStrategy(sync_every=4, fragments=2, delay=delay, num_servers=2)
     config = run_config(failure=FailureConfig(patience=math.inf))
     with (
         quiet(),
@@ -377,10 +495,23 @@ def test_strategies_follow_each_other() -> None:
         strategy, config = LocalStrategy(sync_every=4, fragments=2), run_config()
         with DistributedSGD(task.creator(), 2, strategy=strategy, run_config=config) as trainer:
             trainer.fit(steps=2, progress=False)
-            for following in (LocalStrategy(sync_every=4, fragments=4), "allreduce", strategy):
+            for following in (
+                LocalStrategy(sync_every=8, fragments=4, delay=1),
+                "allreduce",
+                strategy,
+            ):
                 trainer.set_strategy(following)
                 trainer.fit(steps=2, progress=False)
             trainer.set_strategy(LocalStrategy(sync_every=4))
             trainer.resize(3)
             trainer.fit(steps=1, progress=False)
             assert trainer.stats().step == 9
+
+
+@seeds(3)
+def test_a_worker_may_be_ahead_of_a_server_that_has_none_of_a_fragment(seed: int) -> None:
+    """It has the weights of a version from other servers before that one has heard of the commit."""
+    task = task_of("momentum", 60)
+    strategy = LocalStrategy(sync_every=4, fragments=4, num_servers=2)
+    found = run(task, 3, 8, strategy, shuffle=seed).weights()
+    assert same_bits(found, run(task, 3, 8, strategy).weights())

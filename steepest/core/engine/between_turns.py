@@ -21,6 +21,8 @@ class BetweenTurns:
     # another turn within the step, which begins before all its weights are here; None: when all are
     wait: Callable[[], None] | None
     receive: Callable[[], None]  # another turn within the step, for what its models need
+    # another turn within the step, which waits for nothing; None where other processes' turns lie within this one's
+    poll: Callable[[], None] | None
 
 
 @contextlib.contextmanager

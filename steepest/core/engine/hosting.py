@@ -204,7 +204,13 @@ def host_worker(
     own = index if job.strategy.in_workers else None
     compressor = partial(_compressor, extensions)
     exchange: Exchange = PushPull(
-        index, job.topology, replicas.weights, send, own, compressor, _route(job, index, extensions)
+        index,
+        job.topology,
+        replicas.arrivals,
+        send,
+        own,
+        compressor,
+        _route(job, index, extensions),
     )
     for extension in extensions:
         exchange = extension.exchange(job, index, replicas, exchange, send)
@@ -225,7 +231,12 @@ def host_worker(
         members=job.num_workers,
         incarnation=incarnation,
         between=BetweenTurns(
-            pump, router.finish, router.when_idle, wait=early, receive=wait or router.wait
+            pump,
+            router.finish,
+            router.when_idle,
+            wait=early,
+            receive=wait or router.wait,
+            poll=partial(router.wait, 0.0) if wait is None else None,
         ),
     )
     replicas.use_plan(job.plan(), job.seed)

@@ -94,6 +94,12 @@ class Job:
                 "IndexedStream, or leave global_batch_size out"
             )
         strategy = self.strategy  # refuses settings that the models' `clip_norm` excludes
+        if strategy.delay and self.description.samples is None:
+            raise ConfigurationError(
+                f"delay={strategy.delay} with data that choose their own batches: a step that is taken again "
+                "would need those of the step before, too; give arrays, a map-style dataset or an "
+                "IndexedStream, or leave delay out"
+            )
         opaque, spec = self.description.opaque, self.description.optimizer_spec
         if opaque is not None:
             opaque.require(strategy, spec)

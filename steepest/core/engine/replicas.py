@@ -133,6 +133,9 @@ class Replicas:
         memory: for weights and gradients, see `memory_for`.
     """
 
+    #: lets messages move, between two batches of a share that is begun early; None elsewhere
+    between_batches: Callable[[], None] | None = None
+
     def __init__(
         self,
         models: Sequence[Model],
@@ -307,6 +310,16 @@ class Replicas:
     def vectors(self) -> list[torch.Tensor]:
         """The flat vectors of weights of which the models' parameters are views."""
         return list({id(weights): weights for weights, _ in self._own}.values())
+
+    @property
+    def arrivals(self) -> torch.Tensor:
+        """The flat vector to which new weights are written as they arrive."""
+        return self.weights
+
+    @property
+    def delays(self) -> bool:
+        """Whether a share is begun before the weights of its version, for which it asks in its middle."""
+        return False
 
     @property
     def borrows(self) -> bool:

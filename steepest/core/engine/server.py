@@ -114,7 +114,7 @@ class Server:
         layout, holders, stores = topology.layout, topology.holders, topology.stores
         self._copies = any(len(servers) > 1 for servers in holders)
         # whether workers may have all weights of a version that this server has yet to make
-        self._is_passed = self._copies or bool(layout.opaque_chunks)
+        self._is_passed = self._copies or bool(layout.opaque_chunks) or layout.fragments > 1
         self.decisions = DecisionLog()  # the coordinator's, remembered where chunks have copies
         self._codec = topology.wire_formats[0]
         self._hosts = topology.hosts

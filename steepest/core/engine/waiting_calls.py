@@ -33,6 +33,10 @@ class WaitingCalls:
         """Whether one of them waits for just its version."""
         return any(call.miss is not None for call in self._calls)
 
+    def waits_before(self, version: int) -> bool:
+        """Whether one of them waits for just this version, or an earlier one."""
+        return any(call.miss is not None and call.version <= version for call in self._calls)
+
     def add(self, call: WaitingCall) -> None:
         """Add a call; one for just its version takes the place of the earlier one."""
         for earlier in [c for c in self._calls if c.miss is not None and call.miss is not None]:

@@ -74,6 +74,9 @@ class Worker:
         between: has the process' router move bytes during a step.
     """
 
+    # begins the push of a step whose weights were not here at its beginning; None for others
+    _begin_push: Callable[[], None] | None = None
+
     def __init__(
         self,
         index: int,
@@ -96,7 +99,8 @@ class Worker:
         self._members = members
         self._incarnation = incarnation
         self._between = between
-        self._stepping = self._stopped = self._paused = False
+        # `_is_ahead`: whether `_go_ahead` is to be called
+        self._stepping = self._stopped = self._paused = self._is_ahead = False
         # Of the step that is being computed: its weights until all are here, the messages that came
         # meanwhile, whether a generation began meanwhile, and seconds of waiting for weights.
         self._arriving: Key | None = None
@@ -274,11 +278,23 @@ class Worker:
 
     def _go_on(self) -> None:
         """Take a step if one is granted and its weights are here, or on their way; again where it has paused."""
+        before = self._pushed
         while True:
             self._paused = False
             self._go_once()
             if not self._paused or self._deferred:
-                return
+                break
+        ahead = self._replicas.delays and self._pushed != before and not self._is_ahead
+        if ahead and self._begins_early():
+            self._is_ahead = True
+            self._between.when_idle(self._go_ahead)
+
+    def _go_ahead(self) -> None:
+        """Go on with a step whose weights are not here, after the messages that are."""
+        self._is_ahead = False
+        if not self._stepping:
+            self._go_on()
+            self._take_deferred()
 
     def _go_once(self) -> None:
         if self._stopped:
@@ -296,12 +312,14 @@ class Worker:
 
     def _begins_early(self) -> bool:
         """Return whether the next version is on its way and this worker has nothing else to do."""
-        pushed = self._pushed == (self.generation, self.version)
+        if self._between.wait is None or self._pushed != (self.generation, self.version):
+            return False
+        if self._replicas.delays and self._between.poll is not None:
+            # a copy of its state is as of a version that is here
+            return not self._calls.waits_before(self.version + 1)
         return (
-            self._between.wait is not None
-            and pushed
             # a user's loop goes on with all of the weights alone, and a copy of its state is as of then
-            and not (self._calls.are_exact and self._replicas.follow_commits)
+            not (self._calls.are_exact and self._replicas.follow_commits)
             and self._exchange.arriving == (self.generation, self.version + 1)
         )
 
@@ -428,12 +446,17 @@ class Worker:
             self._compute(share, version)
         finally:
             self._stepping, self._arriving, self.computing = False, None, None
+            self._begin_push = self._replicas.between_batches = None
         self._run_calls()
 
     def _arrive(self, entry: int | None) -> None:
         """Wait, amid a step, for a parameter's weights, or all."""
         # _AbandonedError: a new generation, or the sender is lost.
-        if self._arriving is None or self._exchange.has(entry, self._arriving):
+        if self._arriving is None:
+            return
+        if self._exchange.has(entry, self._arriving):
+            if entry is None and self._begin_push is not None:
+                self._all_arrived()
             return
         assert self._between.wait is not None
         began, generators = self._now(), HeldGenerators()
@@ -445,7 +468,24 @@ class Worker:
         generators.go_on()
         self._waiting += self._now() - began
         if entry is None:
-            self._arriving = None
+            self._all_arrived()
+
+    def _all_arrived(self) -> None:
+        """Note, amid a step, that all of its weights are here."""
+        self._arriving = None
+        begin, self._begin_push = self._begin_push, None
+        if begin is not None:
+            begin()
+
+    def _poll(self) -> None:
+        """Let messages move between two batches of a step that was begun before its weights were here."""
+        if self._superseded or self._failure is not None:
+            raise _AbandonedError("the step was given up between two of its batches")
+        assert self._between.poll is not None
+        generators = HeldGenerators()
+        with self._own_work(), apart_from_models():
+            self._between.poll()
+        generators.go_on()
 
     def wait_within(self, has_come: Callable[[], bool]) -> None:
         """Receive messages in the middle of a model's step, or of a function between two, until something has come.
@@ -474,8 +514,7 @@ class Worker:
     def _compute(self, share: int, version: int) -> None:
         """Compute and push the gradient of a share, then send REPORT, or FAILED with the error."""
         before, self._pushed = self._pushed, (self.generation, version)
-        is_last = version + 1 >= self._limit
-        self._exchange.begin(self.generation, version, self._incarnation, is_last=is_last)
+        self._begin_to_push(version)
         if self._replicas.may_take_back:
             self._exchange.hold_back()
         self._between.finish()
@@ -511,6 +550,19 @@ class Worker:
         self._replicas.look_ahead(share)
         if self._lease is None and version + 1 < self._limit:
             self._between.when_idle(partial(self._load_next, version + 1))
+
+    def _begin_to_push(self, version: int) -> None:
+        """Begin the push of a gradient, or have it begun when the weights that it is computed from are here."""
+        is_last = version + 1 >= self._limit
+        begin = partial(
+            self._exchange.begin, self.generation, version, self._incarnation, is_last=is_last
+        )
+        if self._replicas.delays and self._between.poll is not None and self._members > 1:
+            self._replicas.between_batches = self._poll
+        if self._replicas.delays and self._arriving is not None:
+            self._begin_push = begin  # the last push may yet have to be made again
+        else:
+            begin()
 
     def _load_next(self, version: int) -> None:
         """Load the next step's first batch, while the weights of its version are awaited."""

@@ -67,6 +67,16 @@ class Strategy:
         """Whether workers apply the model's optimizer to weights of their own, and push their changes."""
         return False
 
+    @property
+    def delay(self) -> int:
+        """Batches that a worker with weights of its own computes on before it takes in what it exchanged last."""
+        return 0
+
+    @property
+    def blend(self) -> float:
+        """The part of such a worker's own weights in what it goes on with then; 0 for the servers' weights."""
+        return 0.0
+
     # -- how they travel -----------------------------------------------------------------------
 
     @property
