@@ -17,17 +17,17 @@ from steepest.errors import CheckpointError
 from steepest.observe.history_file import history_file
 from steepest.storage.blocks import no_progress
 from steepest.storage.files import storage_of
-from steepest.storage.places import ObjectUrl, Place
+from steepest.storage.places import ObjectUrl, StoragePlace
 from tests.checkpoint_contents import content
 from tests.reference import same_bits
 
 
-def kept(place: Place) -> list[int]:
+def kept(place: StoragePlace) -> list[int]:
     """The steps of the checkpoints there, the oldest first."""
     return [int(found.name.rpartition("-")[2]) for found in CheckpointDirectory(place, 1).paths()]
 
 
-def holds(place: Place, value: float) -> bool:
+def holds(place: StoragePlace, value: float) -> bool:
     found = files.read(place)
     return (
         same_bits(found.weights, content(value).weights)
@@ -36,7 +36,7 @@ def holds(place: Place, value: float) -> bool:
     )
 
 
-def names(place: Place) -> list[str]:
+def names(place: StoragePlace) -> list[str]:
     return sorted(each.name for each in storage_of(place).files(place))
 
 
@@ -47,7 +47,7 @@ def blocks(*parts: bytes) -> Any:
 class Parts:
     """Rows that come in two parts; each is written before the next is asked for."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StoragePlace) -> None:
         self.place = place
         self.seen: list[int] = []
 
@@ -69,7 +69,7 @@ class StorageContract:
 
     # -- the interface ---------------------------------------------------------------------------
 
-    def test_files_are_read_as_they_were_written(self, place: Place) -> None:
+    def test_files_are_read_as_they_were_written(self, place: StoragePlace) -> None:
         storage = storage_of(place)
         storage.make(place)
         assert storage.files(place) == []
@@ -89,7 +89,7 @@ class StorageContract:
         assert storage.folders(place) == [place / "folder"]
         assert (storage.exists(file), storage.exists(place / "a")) == (True, False)
 
-    def test_removing_removes_that_alone(self, place: Place) -> None:
+    def test_removing_removes_that_alone(self, place: StoragePlace) -> None:
         storage = storage_of(place)
         for folder in ("1", "10"):
             storage.make(place / folder)
@@ -102,7 +102,7 @@ class StorageContract:
         assert [folder.name for folder in storage.folders(place)] == ["10"]
         assert names(place / "10") == ["ab"]
 
-    def test_a_commit_is_whole_and_replaces_only_what_it_knew(self, place: Place) -> None:
+    def test_a_commit_is_whole_and_replaces_only_what_it_knew(self, place: StoragePlace) -> None:
         storage, worked_on = storage_of(place), []
         storage.make(place)
         file = place / "manifest"
@@ -122,7 +122,7 @@ class StorageContract:
             storage.commit(file, b"third", "3", second, no_progress)
         assert not storage.exists(file)
 
-    def test_a_file_is_replaced_as_a_whole(self, place: Place) -> None:
+    def test_a_file_is_replaced_as_a_whole(self, place: StoragePlace) -> None:
         storage = storage_of(place)
         storage.make(place)
         file = place / "table"
@@ -140,7 +140,7 @@ class StorageContract:
         assert storage.read(file) == b"onetwo"
         assert names(place) == ["table"]
 
-    def test_of_many_who_create_at_once_one_does(self, place: Place) -> None:
+    def test_of_many_who_create_at_once_one_does(self, place: StoragePlace) -> None:
         if not isinstance(place, ObjectUrl):
             pytest.skip("a directory is looked at just before")
         done: list[bytes] = []
@@ -161,7 +161,7 @@ class StorageContract:
 
     # -- one checkpoint --------------------------------------------------------------------------
 
-    def test_a_checkpoint_takes_the_place_of_the_last(self, place: Place) -> None:
+    def test_a_checkpoint_takes_the_place_of_the_last(self, place: StoragePlace) -> None:
         with pytest.raises(CheckpointError, match=f"no checkpoint at {place}"):
             files.read(place)
         for value in (1, 2, 3):
@@ -169,13 +169,13 @@ class StorageContract:
             assert holds(place, float(value))
             assert len(names(place)) == 4
 
-    def test_rows_come_in_files_of_their_own(self, place: Place) -> None:
+    def test_rows_come_in_files_of_their_own(self, place: StoragePlace) -> None:
         parts = Parts(place)
         files.write(place, replace(content(), rows=parts))
         assert parts.seen == [0, 1]
         assert files.read(place).optimizer["tables/0/keys"].tolist() == [0, 0, 0, 1, 1, 1]
 
-    def test_blocks_are_small(self, place: Place) -> None:
+    def test_blocks_are_small(self, place: StoragePlace) -> None:
         seen: list[object] = []
         big = replace(content(), weights={"w": torch.arange(6 << 20, dtype=torch.int32)})
         files.write(place, big, seen.append)
@@ -186,7 +186,7 @@ class StorageContract:
     @pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError])
     @pytest.mark.parametrize("at", ["optimizer-", MANIFEST])
     def test_a_write_that_ends_early_leaves_the_last_one(
-        self, place: Place, at: str, error: type[BaseException]
+        self, place: StoragePlace, at: str, error: type[BaseException]
     ) -> None:
         def end(file: object) -> None:
             if at in str(file):
@@ -207,7 +207,7 @@ class StorageContract:
     @pytest.mark.parametrize("there", [False, True])
     @pytest.mark.parametrize("when", ["weights-", MANIFEST])
     def test_of_two_writers_at_once_one_is_refused_and_the_other_stays_whole(
-        self, place: Place, there: bool, when: str
+        self, place: StoragePlace, there: bool, when: str
     ) -> None:
         if there:
             files.write(place, content(1.0, 1))
@@ -225,7 +225,9 @@ class StorageContract:
         assert holds(place, 4.0)
         assert len(names(place)) == 4
 
-    def test_what_another_writes_while_old_files_are_removed_stays(self, place: Place) -> None:
+    def test_what_another_writes_while_old_files_are_removed_stays(
+        self, place: StoragePlace
+    ) -> None:
         files.write(place, content(1.0, 1))
         committed: list[object] = []
 
@@ -239,7 +241,7 @@ class StorageContract:
         assert holds(place, 3.0)
         assert len(names(place)) == 4
 
-    def test_damage_is_found(self, place: Place) -> None:
+    def test_damage_is_found(self, place: StoragePlace) -> None:
         files.write(place, content())
         storage = storage_of(place)
         weights = next(file for file in storage.files(place) if file.name.startswith("weights"))
@@ -253,7 +255,7 @@ class StorageContract:
 
     # -- those of a job --------------------------------------------------------------------------
 
-    def test_the_newest_and_the_best_stay(self, place: Place) -> None:
+    def test_the_newest_and_the_best_stay(self, place: StoragePlace) -> None:
         directory = CheckpointDirectory(place, 2)
         assert directory.newest() is None
         for value in (10, 20, 30, 40):
@@ -269,7 +271,7 @@ class StorageContract:
         assert kept(place) == [40, 50]
 
     def test_what_has_no_manifest_does_not_count_and_is_removed_by_the_next(
-        self, place: Place
+        self, place: StoragePlace
     ) -> None:
         directory = CheckpointDirectory(place, 2)
         storage = storage_of(place)
@@ -283,7 +285,7 @@ class StorageContract:
         assert directory.newest() is None
 
     def test_a_manifest_is_removed_before_its_files(
-        self, place: Place, monkeypatch: pytest.MonkeyPatch
+        self, place: StoragePlace, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         directory = CheckpointDirectory(place, 1)
         directory.put(content(1.0, 1))
@@ -303,11 +305,11 @@ class StorageContract:
         again.put(content(3.0, 3))
         assert kept(place) == [3]
 
-    def test_increments_are_read_with_what_they_continue(self, place: Place) -> None:
+    def test_increments_are_read_with_what_they_continue(self, place: StoragePlace) -> None:
         directory = CheckpointDirectory(place, 1)
 
         class Rows:
-            def __init__(self, link: files.Link | None) -> None:
+            def __init__(self, link: files.BaseLink | None) -> None:
                 self.link = link
 
             def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -327,7 +329,7 @@ class StorageContract:
 
     # -- the history -----------------------------------------------------------------------------
 
-    def test_a_history_is_cut_back_and_appended_to(self, place: Place) -> None:
+    def test_a_history_is_cut_back_and_appended_to(self, place: StoragePlace) -> None:
         storage_of(place).make(place)
         rows = history_file(place)
         assert rows.resume(0) == []

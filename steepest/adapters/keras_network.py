@@ -52,7 +52,7 @@ def compiled(model: Any, loss: Any, optimizer: Any, metrics: Any) -> Any:
     return model.optimizer
 
 
-class Result(NamedTuple):
+class BatchResult(NamedTuple):
     """What was computed of one batch."""
 
     loss: float  # with the losses of regularizers and layers
@@ -76,7 +76,7 @@ class KerasNetwork:
         self.variables = KerasVariables(model)
         self._functions: dict[tuple[Any, ...], _Function] = {}
 
-    def gradients(self, batch: Any, metrics: bool) -> Result:
+    def gradients(self, batch: Any, metrics: bool) -> BatchResult:
         """Return loss and gradients of a batch in training mode, and metrics if they are wanted."""
         # ModelError: the model writes to variables that servers train, or somebody has, or its loss depends on none.
         self.variables.check_next()
@@ -95,12 +95,12 @@ class KerasNetwork:
         by_name = {
             name: as_torch(next(taken)) if has else None for name, has in function.present.items()
         }
-        return Result(float(loss), float(weight), int(samples), _plain(found), by_name)
+        return BatchResult(float(loss), float(weight), int(samples), _plain(found), by_name)
 
-    def evaluate(self, batch: Any) -> Result:
+    def evaluate(self, batch: Any) -> BatchResult:
         """Return loss and metrics of a batch in inference mode."""
         _, (loss, weight, samples, found, _) = self._run(False, True, batch)
-        return Result(float(loss), float(weight), int(samples), _plain(found), {})
+        return BatchResult(float(loss), float(weight), int(samples), _plain(found), {})
 
     def _run(self, training: bool, metrics: bool, batch: Any) -> tuple[_Function, Any]:
         batch = as_tensors(batch)

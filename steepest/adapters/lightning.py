@@ -72,7 +72,7 @@ class LightningModel(TorchModel):
             if value is not None:
                 require_count(name, value)
         _check_module(module, ignore_hooks)
-        module.trainer = _Trainer(steps_per_epoch, epochs)
+        module.trainer = _LightningTrainer(steps_per_epoch, epochs)
         _, schedule = _configured(module, steps_per_epoch)
         self._logged: dict[str, Any] = {}
         self._step = "training_step"
@@ -156,7 +156,7 @@ class LightningModel(TorchModel):
                 metric.reset()
 
 
-class _Trainer:
+class _LightningTrainer:
     """What the module sees as its Lightning Trainer."""
 
     def __init__(self, steps_per_epoch: int | None, epochs: int | None) -> None:

@@ -110,7 +110,7 @@ def _distinct(keys: Sequence[str]) -> bool:
     return len(set(keys)) == len(keys)
 
 
-class _State(MutableMapping[str, torch.Tensor]):
+class _TensorState(MutableMapping[str, torch.Tensor]):
     """One tensor's state by key: JAX's arrays from step to step, tensors for whoever asks."""
 
     def __init__(self, arrays: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ class OptaxOptimizer(torch.optim.Optimizer):
         found, states = self._rule.advance(names, values, gradients, states, scale)
         for i, (tensor, state, (keys, _, _)) in enumerate(zip(tensors, states, forms, strict=True)):
             np.copyto(values[i], np.asarray(found[i]))
-            self.state[tensor] = _State(dict(zip(keys, state, strict=True)))
+            self.state[tensor] = _TensorState(dict(zip(keys, state, strict=True)))
 
     def _form(self, name: str, tensor: torch.Tensor, value: Any) -> Form:
         if tensor not in self._forms:
@@ -209,7 +209,7 @@ class OptaxOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"the state of {name!r} has {sorted(state)}, its optax transformation has {keys}"
             )
-        kept = state.arrays if isinstance(state, _State) else state
+        kept = state.arrays if isinstance(state, _TensorState) else state
         return [
             to_numpy(kept[key].reshape(shape)) if isinstance(kept[key], torch.Tensor) else kept[key]
             for key, shape in zip(keys, shapes, strict=True)

@@ -22,7 +22,7 @@ from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError, ModelError
 
 if TYPE_CHECKING:
-    from steepest.adapters.keras_network import Result
+    from steepest.adapters.keras_network import BatchResult
 
 
 class TensorFlowModel:
@@ -192,7 +192,7 @@ class TensorFlowModel:
         return self._computed(self._network.evaluate(batch))
 
     @staticmethod
-    def _computed(result: Result) -> Computed:
+    def _computed(result: BatchResult) -> Computed:
         metrics = checked_metrics(result.metrics)
         return Computed(result.loss, checked_weight(result.weight), result.samples, metrics)
 

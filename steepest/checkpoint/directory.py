@@ -12,7 +12,7 @@ from steepest.checkpoint.manifest import MANIFEST
 from steepest.errors import CheckpointError, SteepestError
 from steepest.storage.blocks import Progress, no_progress
 from steepest.storage.files import storage_of
-from steepest.storage.places import Place, StorageError
+from steepest.storage.places import StorageError, StoragePlace
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{6,})-step-\d+")
@@ -29,25 +29,27 @@ class CheckpointDirectory:
         CheckpointError: the directory cannot be made.
     """
 
-    def __init__(self, path: Place, keep: int) -> None:
+    def __init__(self, path: StoragePlace, keep: int) -> None:
         self._path = path
         self._storage = storage_of(path)
         self._keep = keep
-        self._damaged: set[Place] = set()
-        self._bases: dict[Place, Place | None] = {}  # of checkpoints, those that they continue
+        self._damaged: set[StoragePlace] = set()
+        self._bases: dict[
+            StoragePlace, StoragePlace | None
+        ] = {}  # of checkpoints, those that they continue
         try:
             self._storage.make(path)
         except OSError as error:
             raise CheckpointError(f"cannot keep checkpoints in {path}: {error}") from error
 
-    def paths(self) -> list[Place]:
+    def paths(self) -> list[StoragePlace]:
         """Return all checkpoints' paths, damaged and unfinished ones too, oldest first; UnreachableError: not now."""
         with self._reaching():
             folders = self._storage.folders(self._path)
         found = [path for path in folders if _NAME.fullmatch(path.name)]
         return sorted(found, key=_number)
 
-    def newest(self) -> tuple[Place, files.Checkpoint] | None:
+    def newest(self) -> tuple[StoragePlace, files.Checkpoint] | None:
         """Return the newest whole checkpoint with its path; None if no checkpoint was finished.
 
         Newer ones that are not whole are named in a warning.
@@ -72,19 +74,19 @@ class CheckpointDirectory:
             )
         return None
 
-    def of_step(self, step: int) -> Place | None:
+    def of_step(self, step: int) -> StoragePlace | None:
         """Return the path of the newest whole checkpoint of a step; None if there is none."""
         found = [path for path in self._whole() if _step(path) == step]
         return found[-1] if found else None
 
-    def _whole(self) -> list[Place]:
+    def _whole(self) -> list[StoragePlace]:
         return [
             path for path in self.paths() if self._is_finished(path) and path not in self._damaged
         ]
 
     def put(
         self, saved: files.Checkpoint, progress: Progress = no_progress, best: int | None = None
-    ) -> tuple[Place, files.Link]:
+    ) -> tuple[StoragePlace, files.BaseLink]:
         """Write another checkpoint and, when it is whole, delete those that are too many.
 
         Those that one which stays continues stay too.
@@ -132,16 +134,16 @@ class CheckpointDirectory:
                 progress(old)
                 self._delete(old)
 
-    def _continued(self, paths: Iterable[Place | None]) -> set[Place | None]:
+    def _continued(self, paths: Iterable[StoragePlace | None]) -> set[StoragePlace | None]:
         """Return the paths of some checkpoints, and of those that they continue."""
-        found: set[Place | None] = set()
+        found: set[StoragePlace | None] = set()
         for path in paths:
             while path is not None and path not in found:
                 found.add(path)
                 path = self._base(path)
         return found
 
-    def _base(self, path: Place) -> Place | None:
+    def _base(self, path: StoragePlace) -> StoragePlace | None:
         """Return the path of the checkpoint that another one continues, if it does."""
         if path not in self._bases:
             try:
@@ -153,7 +155,7 @@ class CheckpointDirectory:
             self._bases[path] = None if base is None else self._path / base.name
         return self._bases[path]
 
-    def _is_finished(self, path: Place) -> bool:
+    def _is_finished(self, path: StoragePlace) -> bool:
         with self._reaching():
             return self._storage.exists(path / MANIFEST)
 
@@ -167,7 +169,7 @@ class CheckpointDirectory:
                 f"cannot look at the checkpoints in {self._path}: {error}"
             ) from error
 
-    def _delete(self, path: Place) -> None:
+    def _delete(self, path: StoragePlace) -> None:
         """Delete a checkpoint, its manifest first: half deleted it does not count as one."""
         try:
             self._storage.remove(path / MANIFEST)
@@ -176,9 +178,9 @@ class CheckpointDirectory:
             log.warning("an old checkpoint stays, half deleted: %s", error)
 
 
-def _number(path: Place) -> int:
+def _number(path: StoragePlace) -> int:
     return int(path.name.partition("-")[0])
 
 
-def _step(path: Place) -> int:
+def _step(path: StoragePlace) -> int:
     return int(path.name.rpartition("-")[2])

@@ -34,7 +34,7 @@ from steepest.data.fingerprint import Fingerprint, differences
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
 from steepest.storage.blocks import Progress, no_progress
 from steepest.storage.files import storage_of
-from steepest.storage.places import Place, StorageError, place_of
+from steepest.storage.places import StorageError, StoragePlace, place_of
 from steepest.validation import (
     require_choice,
     require_count,
@@ -132,7 +132,7 @@ class Checkpoint:
             `Job.unfrozen`), rates (that were set instead of the schedule's, by parameter group; or
             None), data (the fingerprint of the training data), batch (samples of a batch, and of a
             step), tables (the name, dimension, dtype, optimizer and group of each embedding table),
-            evaluations, and of an increment base (see `Link`).
+            evaluations, and of an increment base (see `BaseLink`).
         rows: those that are not in `optimizer` yet, and are written beside it; None for none.
     """
 
@@ -268,14 +268,14 @@ def gather(
 
 
 @dataclass(frozen=True)
-class Link:
+class BaseLink:
     """A checkpoint that later ones may continue."""
 
     name: str  # of its directory, beside which theirs lie
     sha256: str  # of its manifest
 
 
-def write(path: Place, checkpoint: Checkpoint, progress: Progress = no_progress) -> Link:
+def write(path: StoragePlace, checkpoint: Checkpoint, progress: Progress = no_progress) -> BaseLink:
     """Write a checkpoint.
 
     An older one at `path` stays whole until this one is, and is deleted then.
@@ -297,7 +297,7 @@ def write(path: Place, checkpoint: Checkpoint, progress: Progress = no_progress)
     files: dict[str, Any] = {}
     about = checkpoint.about
     storage = storage_of(path)
-    begun: list[Place] = []
+    begun: list[StoragePlace] = []
     replaced, asked = None, False  # asked for the manifest: it may be there, whatever was answered
 
     def written(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -331,10 +331,10 @@ def write(path: Place, checkpoint: Checkpoint, progress: Progress = no_progress)
             raise CheckpointError(f"cannot write a checkpoint to {path}: {error}") from error
         raise
     _clear(path, old, progress)
-    return Link(path.name, hashlib.sha256(manifest).hexdigest())
+    return BaseLink(path.name, hashlib.sha256(manifest).hexdigest())
 
 
-def _is_still(path: Place, version: str | None) -> bool:
+def _is_still(path: StoragePlace, version: str | None) -> bool:
     """Return whether the manifest at a path has a version, and a commit that has raised is over."""
     storage = storage_of(path)
     try:
@@ -343,7 +343,7 @@ def _is_still(path: Place, version: str | None) -> bool:
         return False
 
 
-def _names(path: Place) -> list[str]:
+def _names(path: StoragePlace) -> list[str]:
     """Return the names of a checkpoint's files, as its manifest has them; UnreachableError: that cannot be read now."""
     # None for a damaged manifest, or one of another format: its files stay, since the user's may have such names.
     try:
@@ -356,7 +356,7 @@ def _names(path: Place) -> list[str]:
     return [about["name"] for about in (*(files[kind] for kind in KINDS), *files[TABLES])]
 
 
-def _clear(path: Place, old: Collection[str], progress: Progress) -> None:
+def _clear(path: StoragePlace, old: Collection[str], progress: Progress) -> None:
     """Remove the files (`old`) of the last checkpoint at a path, and those of commits that a crash interrupted."""
     # Files that are neither are somebody else's, and stay, whatever their names. progress: called with each that is
     # removed.
@@ -372,7 +372,7 @@ def _clear(path: Place, old: Collection[str], progress: Progress) -> None:
                 storage.remove(file)
 
 
-def read(path: Place) -> Checkpoint:
+def read(path: StoragePlace) -> Checkpoint:
     """Return the checkpoint at a path, with the rows of those that it continues.
 
     Raises:
@@ -405,18 +405,20 @@ def read(path: Place) -> Checkpoint:
     return Checkpoint(weights, state, replicas, about)
 
 
-def about(path: Place) -> dict[str, Any]:
+def about(path: StoragePlace) -> dict[str, Any]:
     """Return what a checkpoint's manifest says of it, see `Checkpoint.about`; CheckpointError: missing or damaged."""
     return _manifest(path)[1]
 
 
-def base_of(about: Mapping[str, Any]) -> Link | None:
+def base_of(about: Mapping[str, Any]) -> BaseLink | None:
     """Return the checkpoint that one continues; None if it is whole by itself."""
     base = about.get("base")
-    return None if base is None else Link(**base)
+    return None if base is None else BaseLink(**base)
 
 
-def _manifest(path: Place, sha256: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _manifest(
+    path: StoragePlace, sha256: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a checkpoint's manifest (of that sha256, or any) holds; see `decode_manifest`."""
     # CheckpointError: it is missing, damaged, or another one.
     try:
@@ -433,7 +435,7 @@ def _manifest(path: Place, sha256: str | None = None) -> tuple[dict[str, Any], d
     return found
 
 
-def _optimizer(path: Place, files: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _optimizer(path: StoragePlace, files: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return a checkpoint's optimizer state, with rows of tables; CheckpointError: a file is missing or damaged."""
     parts = [_tensors(path, about) for about in files[TABLES]]
     try:
@@ -442,7 +444,7 @@ def _optimizer(path: Place, files: Mapping[str, Any]) -> dict[str, torch.Tensor]
         raise CheckpointError(f"damaged checkpoint at {path}: {error}") from error
 
 
-def _tensors(path: Place, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _tensors(path: StoragePlace, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of one file of a checkpoint; CheckpointError: it is missing or damaged."""
     try:
         with storage_of(path).on_disk(path / about["name"]) as file:

@@ -30,7 +30,7 @@ _WARM_UP = 10  # steps
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """The result of one strategy."""
 
     strategy: str
@@ -142,7 +142,7 @@ def train_in_one_process(train: Arrays, steps: int) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def run(epochs: int = 8, *, progress: bool = True) -> list[Row]:
+def run(epochs: int = 8, *, progress: bool = True) -> list[ResultRow]:
     """Train under each strategy, print a table, and return its rows.
 
     Args:
@@ -175,12 +175,12 @@ def run(epochs: int = 8, *, progress: bool = True) -> list[Row]:
                 float((weights[key] - value).abs().max()) for key, value in reference.items()
             )
             difference = None if name in ("async", "ssp", "local") else largest
-            rows.append(Row(name, seen, speed, time.monotonic() - began, difference))
+            rows.append(ResultRow(name, seen, speed, time.monotonic() - began, difference))
     print(table(rows))
     return rows
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[ResultRow]) -> str:
     """Return the closing table as text."""
     lines = [
         "",

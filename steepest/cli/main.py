@@ -108,7 +108,7 @@ class _Checkup:
     """What the doctor does, and how far it has come."""
 
     def __init__(self) -> None:
-        self._say = _Clock()
+        self._say = _Stopwatch()
         self._untried = list(_TRIED)
         self._failed = False
 
@@ -215,7 +215,7 @@ def _next_step() -> str:
     )
 
 
-class _Clock:
+class _Stopwatch:
     """Prints lines, each with the seconds that have passed."""
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run a script with its own arguments, and print what it has reported last; return the exit status."""
     from steepest.checkpoint.files import Checkpoints
     from steepest.loop.run import run as run_function
-    from steepest.loop.script import Script
+    from steepest.loop.script import UserScript
 
     checkpoints = None
     if options.checkpoints is not None:
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     elif options.every is not None:
         raise ConfigurationError("--every without --checkpoints: give both")
     result = run_function(
-        Script.read(options.script, arguments),
+        UserScript.read(options.script, arguments),
         num_workers=_workers(options.workers),
         strategy=options.strategy,
         gpu=options.gpu,

@@ -31,7 +31,7 @@ class Thread(Protocol):
         """Return whether it has not ended."""
 
 
-class Event(Protocol):
+class ThreadEvent(Protocol):
     """As `threading.Event`."""
 
     def is_set(self) -> bool:
@@ -104,7 +104,7 @@ class System(Protocol):
     def current(self) -> Any:
         """Return the calling thread, as `start` has."""
 
-    def event(self) -> Event:
+    def event(self) -> ThreadEvent:
         """Return a new event."""
 
     def lock(self) -> Lock:

@@ -47,7 +47,7 @@ _CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class _State:
+class _KeptState:
     """What a job continues from, with any number of workers."""
 
     step: int  # number of steps committed
@@ -113,7 +113,7 @@ class Trainer:
         self._token = secrets.token_bytes(32)
         self.step = 0
         self._attempts = 0  # to go on after deaths since the last step
-        self._pending: _State | None = None  # to continue from, while the job is formed anew
+        self._pending: _KeptState | None = None  # to continue from, while the job is formed anew
         self._survives = False  # whether deaths are handled by a caller
         self._late: list[Result] = []  # of steps that were committed when a process had died
         self._closed = False
@@ -226,7 +226,7 @@ class Trainer:
         )
         self._arriving: ArrivingState | None = arriving
         flat = torch.frombuffer(bytearray(weights), dtype=torch.uint8)
-        self._kept = _State(0, flat, buffers=buffers)
+        self._kept = _KeptState(0, flat, buffers=buffers)
         self._form(self._kept)
 
     def _make_models(self, workers: Sequence[int]) -> Description:
@@ -247,7 +247,7 @@ class Trainer:
         timeout = self._settings.step_timeout
         return Job(self._described, strategy, num_workers, 1, servers, self._seed, timeout)
 
-    def _form(self, state: _State) -> None:
+    def _form(self, state: _KeptState) -> None:
         """Give this process and the workers their roles, and continue from a state."""
         self._disconnect()
         job = self._job = self._job_of(len(self._crew))
@@ -367,7 +367,7 @@ class Trainer:
 
     # -- the state -----------------------------------------------------------------------------
 
-    def _read(self, buffers: Tensors | None) -> _State:
+    def _read(self, buffers: Tensors | None) -> _KeptState:
         """Return the servers' state, with these buffers; no step is granted."""
         job, client = self._job, self._of_job
         counters = self._asked(client.counters, "count")
@@ -377,7 +377,7 @@ class Trainer:
         remaining = self._plan.remaining(*done, job.shares, job.parts)
         kept = {name: found.state[name] for name in found.state if name in ("history", "schedule")}
         step = job.step_of(found.version)
-        return _State(step, found.weights, found.records, kept, remaining, buffers)
+        return _KeptState(step, found.weights, found.records, kept, remaining, buffers)
 
     def _buffers(self) -> Tensors | None:
         """Return the mean of the living workers' buffers; None if models have none, or no worker lives."""
@@ -435,7 +435,7 @@ class Trainer:
             except PeerLostError as again:
                 error = again
 
-    def _left(self) -> _State:
+    def _left(self) -> _KeptState:
         """Return the state from which the living processes continue."""
         if self._job.strategy.in_workers or (self._described.changing and not self._crew):
             return self._kept

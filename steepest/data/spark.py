@@ -15,7 +15,7 @@ import torch
 from steepest.core.data.protocol import Blocks, Indices
 from steepest.errors import ConfigurationError
 from steepest.storage.object_storage import ObjectStorage, filesystem
-from steepest.storage.places import ObjectUrl, Place, place_of
+from steepest.storage.places import ObjectUrl, StoragePlace, place_of
 from steepest.validation import require_count
 
 T = TypeVar("T")
@@ -228,7 +228,7 @@ class _Directory:
     def __init__(self, given: str | Path) -> None:
         self._given = str(given)
         hdfs = re.match(r"(hdfs|viewfs)://", self._given) is not None
-        self._place: Place | None = None if hdfs else place_of(given)
+        self._place: StoragePlace | None = None if hdfs else place_of(given)
 
     def __str__(self) -> str:
         return self._given if self._place is None else str(self._place)

@@ -32,7 +32,7 @@ class Calls:
     @owned(Moment.FREE)
     def once(self, function: Callable[[], T]) -> T:
         """Return what a function returns that is called once, when no process is dead."""
-        self._supervisor.settle()
+        self._supervisor.await_whole()
         with self.owner.for_caller():
             return function()
 
@@ -44,7 +44,7 @@ class Calls:
 
     def _surviving(self, function: Callable[[], T]) -> T:
         while True:
-            self._supervisor.settle()
+            self._supervisor.await_whole()
             before = self._supervisor.processes()
             try:
                 return function()
@@ -139,5 +139,5 @@ class Calls:
             version = cluster.client.position.version
             self.replacing(lambda: state.set_weights(own, version))
         cluster.unfrozen |= names
-        self._supervisor.settle()
+        self._supervisor.await_whole()
         self.replacing(lambda: None)  # a copy, since older ones know nothing of it

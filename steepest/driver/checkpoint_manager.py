@@ -15,7 +15,7 @@ from steepest.checkpoint.files import Checkpoints
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.system import system
 from steepest.driver.calls import Calls
-from steepest.driver.checkpoint_writer import Keeper
+from steepest.driver.checkpoint_writer import CheckpointKeeper
 from steepest.driver.directory_lock import DirectoryLock
 from steepest.driver.training import Training
 from steepest.errors import (
@@ -31,7 +31,7 @@ from steepest.observe.results import EvaluationResult, StepResult
 from steepest.runtime.owner import Moment, owned
 from steepest.state.row_read import RowRead, RowsAsTheyCome
 from steepest.state.transfer import StateTransfer
-from steepest.storage.places import Place, place_of
+from steepest.storage.places import StoragePlace, place_of
 
 log = logging.getLogger(__name__)
 _TRIES = 3
@@ -41,7 +41,7 @@ class CheckpointManager:
     """Keeps checkpoints for `DistributedSGD`, and counts the steps that were done before it began.
 
     Training pauses while the state is read, but for the rows of embedding tables: servers send them as
-    they were then, while it goes on. A thread writes it, see `Keeper`.
+    they were then, while it goes on. A thread writes it, see `CheckpointKeeper`.
     """
 
     def __init__(
@@ -66,7 +66,9 @@ class CheckpointManager:
         self._early: list[tuple[int, int]] = []
         self._early_before: deque[tuple[int, int]] = deque()
         self._calls = calls
-        self._keeper = None if policy is None else Keeper(policy, lock, training.history, clock)
+        self._keeper = (
+            None if policy is None else CheckpointKeeper(policy, lock, training.history, clock)
+        )
         self._wrote()
         self._doubtful = False
 
@@ -216,11 +218,11 @@ class CheckpointManager:
         if self._best_step == self._training.step:
             self._keep()
 
-    def best(self) -> Place | None:
+    def best(self) -> StoragePlace | None:
         """Return the path of the best evaluation's checkpoint, once it is written; None if there is none."""
         if self._keeper is None or (step := self._best_step) is None:
             return None
-        self._keeper.settle()
+        self._keeper.require_written()
         return self._keeper.shelf.of_step(step)
 
     # -- keeping -------------------------------------------------------------------------------
@@ -335,16 +337,16 @@ class CheckpointManager:
         """Wait for what is being written, then write the state, if it is not on disk."""
         if (keeper := self._keeper) is None:
             return
-        keeper.settle()
+        keeper.require_written()
         if ask and self._has_changed:
             for _ in range(_TRIES):  # servers may die while they send rows
                 self._keep()
-                keeper.settle()
+                keeper.require_written()
                 if not self._has_changed:
                     return
             raise CheckpointError("the last state is not kept: servers died while they sent it")
         keeper.start_history()  # such as a last evaluation
-        keeper.settle()
+        keeper.require_written()
 
     def _finish_quietly(self, ask: bool = True) -> None:
         """Do as `_finish`, and log its error, because another error is being raised."""
@@ -357,7 +359,7 @@ class CheckpointManager:
         """Read the state and begin to write it, unless the write before it hangs."""
         keeper, began, step = self._keeper, system().now(), self._training.step
         assert keeper is not None
-        if not keeper.settled():
+        if not keeper.await_write():
             hangs = keeper.where()
             log.warning("the checkpoint of step %d is not kept, training goes on: %s", step, hangs)
             return

@@ -28,7 +28,7 @@ _PAUSE_SECONDS = 0.1
 
 
 @dataclass(eq=False)
-class _Work:
+class _Writing:
     """One thing that is being written."""
 
     moved: float  # time of its last progress, by the writer's clock
@@ -63,7 +63,7 @@ class _Work:
                 self.then()
 
 
-def _do_each(works: Queue[_Work | None]) -> None:
+def _do_each(works: Queue[_Writing | None]) -> None:
     """Do one thing after the other, until None comes."""
     while True:
         work = works.get()
@@ -87,13 +87,13 @@ class Writer:
         self._folder = folder
         self._patience = patience
         self._clock = clock or system().now
-        self._work: _Work | None = None
-        self._works: Queue[_Work | None] | None = None  # while a thread serves it
+        self._work: _Writing | None = None
+        self._works: Queue[_Writing | None] | None = None  # while a thread serves it
 
-    def _served(self) -> Queue[_Work | None]:
+    def _served(self) -> Queue[_Writing | None]:
         """Return the queue of the thread, which is started if there is none."""
         if self._works is None:
-            works: Queue[_Work | None] = system().queue()
+            works: Queue[_Writing | None] = system().queue()
             try:
                 system().start(partial(_do_each, works), "steepest-keeping")
                 self._works = works
@@ -105,10 +105,10 @@ class Writer:
     def start(self, write: Callable[[Progress], None]) -> None:
         """Begin to write on another thread; `settled` must have returned True."""
         works = self._served()
-        self._work = work = _Work(self._clock(), self._folder, write, self._clock)
+        self._work = work = _Writing(self._clock(), self._folder, write, self._clock)
         works.put(work)
 
-    def settled(self) -> bool:
+    def await_write(self) -> bool:
         """Wait for what is being written while it makes progress; return whether it is over."""
         if (work := self._work) is None:
             return True
@@ -153,12 +153,12 @@ class Writer:
 class _Chain(NamedTuple):
     """The checkpoint that the next one continues."""
 
-    link: files.Link
+    link: files.BaseLink
     place: Bases  # the instant of its rows
     increments: int  # since the last whole one
 
 
-class Keeper:
+class CheckpointKeeper:
     """Writes checkpoints, and the rows of the history, to one directory beside training.
 
     When the next checkpoint is due before one is written, training waits for that: so memory holds
@@ -220,11 +220,11 @@ class Keeper:
         if (rows := self._history.unwritten())[0]:
             self._writer.start(lambda progress: self._write_history(rows, self._held(progress)))
 
-    def settled(self) -> bool:
+    def await_write(self) -> bool:
         """Wait for what is being written, and raise its error; return whether nothing hangs."""
         settled = False
         try:
-            settled = self._writer.settled()
+            settled = self._writer.await_write()
         finally:
             if not settled:
                 self.written = None
@@ -232,9 +232,9 @@ class Keeper:
                     self._rows.give_up()
         return settled
 
-    def settle(self) -> None:
+    def require_written(self) -> None:
         """Wait for what is being written; raise CheckpointError if it hangs."""
-        if not self.settled():
+        if not self.await_write():
             raise CheckpointError(f"the last state is not kept: {self.where()}")
 
     def where(self) -> str:

@@ -28,7 +28,7 @@ Evaluate = Callable[[Any], EvaluationResult]
 
 
 @dataclass(frozen=True)
-class Asked:
+class FitArguments:
     """The arguments of a call of `DistributedSGD.fit`, as given."""
 
     steps: int | None
@@ -77,7 +77,7 @@ class Fit:
         feed: EventFeed,
         train: Train,
         evaluate: Evaluate,
-        asked: Asked,
+        asked: FitArguments,
     ) -> None:
         asked.check(keeping)
         self._sgd = sgd

@@ -26,7 +26,7 @@ from steepest.driver.calls import Calls
 from steepest.driver.checkpoint_manager import CheckpointManager
 from steepest.driver.directory_lock import DirectoryLock
 from steepest.driver.dropped_trainers import drop
-from steepest.driver.fit_loop import Asked, Fit
+from steepest.driver.fit_loop import Fit, FitArguments
 from steepest.driver.job_stats import job_stats
 from steepest.driver.training import Training
 from steepest.errors import ConfigurationError, ShutdownError
@@ -316,8 +316,8 @@ class DistributedSGD:
                 at the end.
         """
         with self._idle("fit"), self._training.stoppable():
-            self._supervisor.settle()
-            asked = Asked(steps, epochs, callbacks, progress, validation, evaluate_every)
+            self._supervisor.await_whole()
+            asked = FitArguments(steps, epochs, callbacks, progress, validation, evaluate_every)
             keeping = self._keeping
             return Fit(self, keeping, self._events, self._train, self._evaluate, asked).run()
 
@@ -624,7 +624,7 @@ class DistributedSGD:
         with self._idle("set_strategy"):
             config = strategy_for(strategy, self.num_workers, self._live().chosen)
             self._supervisor.want(config)
-            self._supervisor.settle(asked=True)
+            self._supervisor.await_whole(asked=True)
             self._keeping.changed()
 
     def resize(self, num_workers: int | None = None, num_servers: int | None = None) -> None:
@@ -658,7 +658,7 @@ class DistributedSGD:
         self._supervisor.want(config, None if num_workers is None else count)
         if not self._training.is_telling and self._lock.acquire(blocking=False):
             try:
-                self._supervisor.settle(asked=True)
+                self._supervisor.await_whole(asked=True)
             finally:
                 self._lock.release()
 

@@ -53,7 +53,7 @@ def _unheard(step: int, plan: SamplePlan | None) -> Result:
 
 
 @dataclass
-class Run:
+class StepRun:
     """The steps that one call asks for: the owner has them taken, the caller is told of each."""
 
     # returns the number of steps that are to be committed then; asked on the owner's thread, and again after each
@@ -118,7 +118,7 @@ class Training:
         self._began = 0.0  # of the steps that are being taken
         self._idle = True  # whether no granted step is left
         self._silent_since = 0.0  # when the last outcome came
-        self._run: Run | None = None  # of the present, or last, call
+        self._run: StepRun | None = None  # of the present, or last, call
         self._asked: Future[None] | None = None  # the last request for steps, to the router
         self._warned = False
         supervisor.make_up = self._make_up
@@ -148,7 +148,7 @@ class Training:
         self.stopping = self._stoppable > 0
         self.owner.wake()
 
-    def _goal(self, run: Run) -> int:
+    def _goal(self, run: StepRun) -> int:
         """Return the number of steps to be committed; after `stop` as many as were at any time."""
         stopping = self.stopping and run.thread is not None
         return min(run.end(), self._newest) if stopping else run.end()
@@ -163,7 +163,7 @@ class Training:
         Runs on the caller's thread, which the owner does not wait for. What was granted and is not
         used is taken back when anything raises.
         """
-        run = self._run = Run(end, stats, thread=system().current())
+        run = self._run = StepRun(end, stats, thread=system().current())
         request: Request | None = None
         try:
             request = self.owner.submit(partial(self._take, run), Moment.FREE)
@@ -184,7 +184,7 @@ class Training:
             if request is not None:
                 self._await_end(run, request)
 
-    def _await_end(self, run: Run, request: Request) -> None:
+    def _await_end(self, run: StepRun, request: Request) -> None:
         """Return when what was granted is taken back, or a change of the job is under way."""
         granted, supervisor = request.future, self._supervisor
         while run.begun and not granted.done() and not supervisor.is_changing:
@@ -231,26 +231,26 @@ class Training:
         """Set learning rates of the steps to come, see `DistributedSGD.set_learning_rate`."""
         self.rates.want(rate)
         if not self.running:
-            self.rates.settle(self._next_new)
+            self.rates.put_in_force(self._next_new)
 
     # -- the owner's -------------------------------------------------------------------------------
 
-    def _take(self, run: Run) -> None:
+    def _take(self, run: StepRun) -> None:
         """Have the steps of a run taken."""
-        self._supervisor.settle()
+        self._supervisor.await_whole()
         self._take_steps(run)
 
     def _make_up(self) -> None:
         """Have the steps taken again that calls have returned and a death has undone."""
         log.info("steps %d to %d are taken again", self.step + 1, self._supervisor.promised)
-        self._take_steps(Run(lambda: self._supervisor.promised, stats=True))
+        self._take_steps(StepRun(lambda: self._supervisor.promised, stats=True))
 
-    def _take_steps(self, run: Run) -> None:
+    def _take_steps(self, run: StepRun) -> None:
         run.begun = True
         self._began = system().now()
         self.running, self._idle = True, True
         self._newest = max(self.step, self._supervisor.promised)
-        self.rates.settle(self._newest)
+        self.rates.put_in_force(self._newest)
         goal = self._goal(run)
         self._supervisor.snapshots.ensure()  # for a death in the first step
         self._heard()
@@ -265,7 +265,7 @@ class Training:
         finally:
             self._end(run)
 
-    def _take_until(self, goal: int, run: Run) -> int:
+    def _take_until(self, goal: int, run: StepRun) -> int:
         """Take steps until so many are committed, or as many as `end` says after a change."""
         taken = _Taken(self.step, self.step)
         client, plan = self.cluster.client, self.cluster.plan[0]
@@ -281,7 +281,7 @@ class Training:
                 taken.done = self._catch_up(client, plan, taken.done, run)
                 client, plan, stopped = self.cluster.client, self.cluster.plan[0], True
             if stopped or self._idle:
-                self.rates.settle(self._newest)
+                self.rates.put_in_force(self._newest)
                 taken, goal = _Taken(taken.done, taken.done), self._goal(run)
             elif taken.done >= taken.granted:
                 self._await_caller(run, taken, goal)
@@ -290,7 +290,7 @@ class Training:
                 self._hand_on(outcome, plan, run)
         return goal
 
-    def _grant(self, taken: _Taken, goal: int, run: Run) -> None:
+    def _grant(self, taken: _Taken, goal: int, run: StepRun) -> None:
         """Have workers take more steps, unless they are far ahead of the caller, or are to stop."""
         if taken.stopping is None:
             lead = run.lead(self.cluster.job.num_workers)
@@ -307,7 +307,7 @@ class Training:
         if taken.stopping is not None and taken.last is None and taken.stopping.done():
             taken.last = self._stop_of(taken.stopping, client)
 
-    def _await_caller(self, run: Run, taken: _Taken, goal: int) -> None:
+    def _await_caller(self, run: StepRun, taken: _Taken, goal: int) -> None:
         """Return when the caller has taken a result, when workers are to stop, or a moment later."""
         before, run.waits = run.told, True
 
@@ -333,16 +333,16 @@ class Training:
         """The next step, counted from 0, that is not one taken again."""
         return max(self.step, self._supervisor.promised)
 
-    def _end(self, run: Run) -> None:
+    def _end(self, run: StepRun) -> None:
         self.running = self._supervisor.in_call = False
-        self.rates.settle(self._newest)
+        self.rates.put_in_force(self._newest)
         self.seconds += system().now() - self._began
         if not self._idle:
             self._revoke()
         if run.thread is not None and not self._supervisor.is_amid_change:
             self._supervisor.promised = max(self._supervisor.promised, self.step)
 
-    def _catch_up(self, before: Client, plan: SamplePlan | None, done: int, run: Run) -> int:
+    def _catch_up(self, before: Client, plan: SamplePlan | None, done: int, run: StepRun) -> int:
         """Hand on the results of steps before a change; return how many steps are committed."""
         self._heard()
         while done < self.step and not before.outcomes.empty():
@@ -359,7 +359,7 @@ class Training:
         """Note that processes are at work now."""
         self._silent_since = system().now()
 
-    def _hand_on(self, outcome: Result | Failure, plan: SamplePlan | None, run: Run) -> None:
+    def _hand_on(self, outcome: Result | Failure, plan: SamplePlan | None, run: StepRun) -> None:
         if isinstance(outcome, Failure):
             self._idle = True  # the coordinator has taken the rest back already
             self._raise_failure(outcome)
@@ -429,7 +429,7 @@ class Training:
             else:
                 return
 
-    def _next_outcome(self, run: Run, taken: _Taken, goal: int) -> Result | Failure | None:
+    def _next_outcome(self, run: StepRun, taken: _Taken, goal: int) -> Result | Failure | None:
         """Return the next outcome; None when none comes soon, or something else is to be done."""
         supervisor, client = self._supervisor, self.cluster.client
 

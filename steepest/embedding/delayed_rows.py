@@ -20,7 +20,7 @@ from steepest.tables.gradients import RowGradients, added
 Gradients = Sequence[RowGradients | None]
 
 
-class _Kept(NamedTuple):
+class _DelayedGradient(NamedTuple):
     """A gradient of rows that has not been pushed, by group of tables."""
 
     gradients: Gradients
@@ -44,10 +44,10 @@ class DelayedRows:
         self.delays = False
         self.is_last = True  # whether no step is granted after the present one
         self._rows = rows
-        self._kept: _Kept | None = None  # of the step before the present one
-        self._next: _Kept | None = None  # of the present one
+        self._kept: _DelayedGradient | None = None  # of the step before the present one
+        self._next: _DelayedGradient | None = None  # of the present one
         # what was kept in the step before: servers may turn out not to have that step
-        self._before: _Kept | None = None
+        self._before: _DelayedGradient | None = None
         self._version = -1  # of the present step
         self._sent = False  # whether `_kept` is part of its push
 
@@ -104,14 +104,14 @@ class DelayedRows:
 
     def end_share(self, gradients: Gradients, unit: float, total: float, ready: ChunkReady) -> None:
         """Keep the gradient of the present step, or push it with that of the step before."""
-        # `unit` and `total`: see `_Kept`.
-        own = _Kept(gradients, unit, total)
+        # `unit` and `total`: see `_DelayedGradient`.
+        own = _DelayedGradient(gradients, unit, total)
         if self._pushes_own:
             self._push(self._with_kept(own), ready)
         else:
             self._next = own
 
-    def _with_kept(self, own: _Kept) -> _Kept:
+    def _with_kept(self, own: _DelayedGradient) -> _DelayedGradient:
         """Return a gradient together with the one before, each as the mean that it is."""
         # One push cannot have both means if the samples' weights changed: then the earlier count by the present
         # weights.
@@ -129,7 +129,7 @@ class DelayedRows:
             together.append(added(parts) if parts else None)
         return own._replace(gradients=together)
 
-    def _push(self, kept: _Kept | None, ready: ChunkReady) -> None:
+    def _push(self, kept: _DelayedGradient | None, ready: ChunkReady) -> None:
         packed = {} if kept is None else self._rows.packed(kept.gradients)
         unit, total = (0.0, 0.0) if kept is None else (kept.unit, kept.total)
         for chunk in self._rows.dealing.chunks:
@@ -137,7 +137,7 @@ class DelayedRows:
         self._sent = True
 
 
-def _packed(kept: _Kept) -> Tensors:
+def _packed(kept: _DelayedGradient) -> Tensors:
     """Return a gradient as a state."""
     if not kept.total:
         return Tensors()
@@ -146,7 +146,7 @@ def _packed(kept: _Kept) -> Tensors:
     return Tensors({"weights": weights} | {n: torch.from_numpy(p.pack()) for n, p in groups})
 
 
-def _unpacked(dealing: Dealing, state: Mapping[str, torch.Tensor]) -> _Kept:
+def _unpacked(dealing: Dealing, state: Mapping[str, torch.Tensor]) -> _DelayedGradient:
     """Return the gradient of a state that is not empty; CheckpointError: it is no gradient of such tables."""
     gradients: list[RowGradients | None] = [None] * len(dealing.groups)
     try:
@@ -163,7 +163,7 @@ def _unpacked(dealing: Dealing, state: Mapping[str, torch.Tensor]) -> _Kept:
         raise CheckpointError(
             f"the gradients of rows that a worker had not pushed make no sense: {error}"
         ) from error
-    return _Kept(gradients, unit, total)
+    return _DelayedGradient(gradients, unit, total)
 
 
 def divided(
@@ -190,7 +190,7 @@ def divided(
     return [_added(found[worker::workers], total, len(dealing.groups)) for worker in range(workers)]
 
 
-def _added(found: Sequence[_Kept], total: float, groups: int) -> Tensors:
+def _added(found: Sequence[_DelayedGradient], total: float, groups: int) -> Tensors:
     """Return the sum of some gradients, with another weight of the samples, as a state."""
     unit = found[0].unit if found else 1.0
     together: list[RowGradients | None] = []
@@ -198,10 +198,10 @@ def _added(found: Sequence[_Kept], total: float, groups: int) -> Tensors:
         parts = [(kept.gradients[group], kept.unit / unit) for kept in found]
         scaled = [part.times(factor) for part, factor in parts if part is not None]
         together.append(added(scaled) if scaled else None)
-    return _packed(_Kept(together, unit, total))
+    return _packed(_DelayedGradient(together, unit, total))
 
 
-def _is_finite(kept: _Kept) -> bool:
+def _is_finite(kept: _DelayedGradient) -> bool:
     """Return whether gradients pass the check that servers make of their mean."""
     factor = kept.unit / kept.total if kept.total else 1.0
     parts = [part.times(factor).gradients for part in kept.gradients if part is not None]

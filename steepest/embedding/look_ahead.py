@@ -20,7 +20,7 @@ from steepest.embedding.table_model import TableModel
 log = logging.getLogger(__name__)
 
 
-class _Loaded(NamedTuple):
+class _LoadedBatch(NamedTuple):
     """A batch, and the generators after it was loaded."""
 
     batch: Any
@@ -47,7 +47,7 @@ class LookAhead:
         self._load = load
         self._places = places
         self._step = step
-        self._loaded: dict[Place, _Loaded | BaseException] = {}
+        self._loaded: dict[Place, _LoadedBatch | BaseException] = {}
         self._is_told = False
 
     def forget(self) -> None:
@@ -88,7 +88,7 @@ class LookAhead:
             except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
                 self._loaded[place] = error
                 return
-            self._loaded[place] = _Loaded(batch, states())
+            self._loaded[place] = _LoadedBatch(batch, states())
             if place[0] != skip:
                 self._look_at(place, batch, models[place[1]])
 

@@ -54,7 +54,7 @@ Module = TypeVar("Module", bound="TableModule")
 Source = TypeVar("Source", bound=RowSource)
 
 
-class _Rows(torch.autograd.Function):
+class _PushedRows(torch.autograd.Function):
     """Rows whose gradient is pushed."""
 
     @staticmethod
@@ -166,7 +166,7 @@ class TableModule(nn.Module):
                 anchor = torch.empty(0, requires_grad=True)
                 values = cast(
                     Tensor,
-                    _Rows.apply(anchor, values, self._source, group, keys),  # type: ignore[no-untyped-call]
+                    _PushedRows.apply(anchor, values, self._source, group, keys),  # type: ignore[no-untyped-call]
                 )
             found.append(_Found(of, values, torch.from_numpy(keys.inverse).to(values.device)))
         return found

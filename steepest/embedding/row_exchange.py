@@ -34,7 +34,7 @@ _REQUESTS_BITS = 29  # of a life; with the bits of an incarnation a sequence has
 _Where = slice | Int64s
 
 
-class _Batch(NamedTuple):
+class _BatchKeys(NamedTuple):
     """The keys of one look-up in a batch: `tables` and `ids`, (n,) each, may repeat; `keys` are distinct."""
 
     tables: Int32s
@@ -42,14 +42,14 @@ class _Batch(NamedTuple):
     keys: Distinct
 
 
-class _Asked(NamedTuple):
+class _AskedRows(NamedTuple):
     """A look-up of some keys of a group of tables that servers were asked for."""
 
     group: int
     tables: Int32s
     ids: Int64s
     parts: list[tuple[int, list[_Where]]]
-    batch: _Batch | None = None
+    batch: _BatchKeys | None = None
 
 
 class _LookedError(BaseException):
@@ -83,11 +83,11 @@ class RowExchange(RowCollector):
         self.delayed = DelayedRows(self)  # the gradients that are kept for the next step
         # of the answers that the present gradient is computed with, in their order
         self.versions: list[int] = []
-        self._looking: list[_Asked] | None = None  # the look-ups of a pass that only asks
+        self._looking: list[_AskedRows] | None = None  # the look-ups of a pass that only asks
         self._later = 0  # versions after the present one, of which its rows are to be
-        self._looked: dict[Place, list[_Asked]] = {}
-        self._coming: list[_Asked] = []  # the look-ups of the present batch, in order
-        self._batch_looked_at: _Batch | None = None  # of the present look-up
+        self._looked: dict[Place, list[_AskedRows]] = {}
+        self._coming: list[_AskedRows] = []  # the look-ups of the present batch, in order
+        self._batch_looked_at: _BatchKeys | None = None  # of the present look-up
         self._servers = np.array(  # by group and shard
             [
                 [holders[dealing.chunk(group, shard)][0] for shard in range(dealing.num_shards)]
@@ -126,7 +126,9 @@ class RowExchange(RowCollector):
         """Return the distinct ones of the (table, id) of a batch, perhaps found beforehand."""
         if self._looking is not None:
             keys = super().distinct(group, tables, ids)
-            self._batch_looked_at = _Batch(tables, np.array(ids), keys)  # users may change theirs
+            self._batch_looked_at = _BatchKeys(
+                tables, np.array(ids), keys
+            )  # users may change theirs
             return keys
         if self._coming and self._coming[0].group == group and (known := self._coming[0].batch):
             same = np.array_equal(known.ids, ids) and np.array_equal(known.tables, tables)
@@ -138,7 +140,7 @@ class RowExchange(RowCollector):
         one = self.dealing.groups[group][0]
         return np.empty((count, one.dim), one.dtype)
 
-    def _values(self, asked: _Asked) -> Floats:
+    def _values(self, asked: _AskedRows) -> Floats:
         """Return the rows of a look-up, of which all answers are here."""
         values = self._empty(asked.group, len(asked.ids))
         for request, where in asked.parts:
@@ -220,13 +222,13 @@ class RowExchange(RowCollector):
         self._looked.clear()
         self._forget(*self._coming)
 
-    def _forget(self, *lookups: _Asked) -> None:
+    def _forget(self, *lookups: _AskedRows) -> None:
         for asked in lookups:
             for request, _ in asked.parts:
                 self._awaited.pop(request, None)
                 self._answers.pop(request, None)
 
-    def _asked_before(self, group: int, tables: Int32s, ids: Int64s) -> _Asked | None:
+    def _asked_before(self, group: int, tables: Int32s, ids: Int64s) -> _AskedRows | None:
         """Return the look-up that was made beforehand for the same rows, if there was one."""
         if not self._coming:
             return None
@@ -237,7 +239,7 @@ class RowExchange(RowCollector):
         self._forget(asked)
         return None
 
-    def _ask(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> _Asked:
+    def _ask(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> _AskedRows:
         """Ask servers for rows."""
         order, begins = self.dealing.deal(tables, ids)
         where: dict[int, list[_Where]] = {}  # by server
@@ -250,7 +252,7 @@ class RowExchange(RowCollector):
             of = np.concatenate([tables[part] for part in mine])
             keys = np.concatenate([ids[part] for part in mine])
             parts.append((self._ask_one(server, group, of, keys, training), mine))
-        return _Asked(group, tables, ids, parts)
+        return _AskedRows(group, tables, ids, parts)
 
     def _ask_one(self, server: int, group: int, tables: Int32s, ids: Int64s, training: bool) -> int:
         """Ask a server for rows; return the number of the request."""
@@ -262,7 +264,7 @@ class RowExchange(RowCollector):
         self._send(server_peer(server), PullRows(*place, group, training, keys).pack())
         return self._sequence
 
-    def _has_come(self, asked: _Asked) -> bool:
+    def _has_come(self, asked: _AskedRows) -> bool:
         return all(request in self._answers for request, _ in asked.parts)
 
     def doing(self) -> str:

@@ -23,7 +23,7 @@ from steepest.tables.table import Table
 _MOST_WAITING = 64  # pulls of one worker
 
 
-class _Wanted(NamedTuple):
+class _WantedRows(NamedTuple):
     """What a pull asks for."""
 
     pull: PullRows
@@ -47,7 +47,7 @@ class RowPulls:
         self._tables = tables
         self._shards = shards
         self._send = send
-        self._waiting: list[tuple[Peer, _Wanted]] = []
+        self._waiting: list[tuple[Peer, _WantedRows]] = []
 
     def receive(self, source: Peer, pull: PullRows, at: Key) -> None:
         """Answer a worker's pull, or keep it until its version is here; one of an old generation is dropped."""
@@ -66,7 +66,7 @@ class RowPulls:
         """Forget the pulls of a peer that is lost."""
         self._waiting = [(source, wanted) for source, wanted in self._waiting if source != peer]
 
-    def _answer_in_time(self, source: Peer, wanted: _Wanted, at: Key) -> None:
+    def _answer_in_time(self, source: Peer, wanted: _WantedRows, at: Key) -> None:
         """Answer a pull, or keep it."""
         pull = wanted.pull
         if (pull.generation, pull.version) <= at:
@@ -76,7 +76,7 @@ class RowPulls:
             raise ProtocolError(f"{source} has {_MOST_WAITING} pulls of rows that wait")
         self._waiting.append((source, wanted))
 
-    def _answer(self, source: Peer, wanted: _Wanted, at: Key) -> None:
+    def _answer(self, source: Peer, wanted: _WantedRows, at: Key) -> None:
         generation, version = at
         refused, values = "", None
         try:
@@ -86,7 +86,7 @@ class RowPulls:
         answer = Rows(generation, wanted.pull.sequence, version, refused, values)
         self._send(source, answer.pack())
 
-    def _checked(self, pull: PullRows) -> _Wanted:
+    def _checked(self, pull: PullRows) -> _WantedRows:
         """Return what a pull asks for; ProtocolError: this server does not hold that."""
         dealing = self._tables
         if pull.group >= len(dealing.groups):
@@ -106,9 +106,9 @@ class RowPulls:
             if dealing.chunk(pull.group, shard) not in self._shards:
                 raise ProtocolError(f"server {self._server} does not hold shard {shard} of tables")
         parts = [(int(shard), slice(begins[shard], begins[shard + 1])) for shard in shards]
-        return _Wanted(pull, tables, ids, parts, group[0])
+        return _WantedRows(pull, tables, ids, parts, group[0])
 
-    def _values(self, wanted: _Wanted) -> torch.Tensor | None:
+    def _values(self, wanted: _WantedRows) -> torch.Tensor | None:
         """Return the rows of a pull, flat bytes, None of no rows."""
         # ConfigurationError or ResourcesError: no room, no memory.
         if not wanted.parts:

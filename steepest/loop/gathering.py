@@ -29,7 +29,7 @@ class Region(enum.IntEnum):
     END = 2  # after an epoch's last batch
 
 
-class Place(NamedTuple):
+class GatheringPlace(NamedTuple):
     """Where a loop gathers."""
 
     number: (
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GatheringParts:
     """What a loop asks for that gathers: the parts of all workers.
 
     Attributes:
@@ -49,7 +49,7 @@ class Wanted:
         who: the worker's number, and that of all workers.
     """
 
-    place: Place
+    place: GatheringPlace
     own: torch.Tensor
     who: tuple[int, int]
 
@@ -58,7 +58,7 @@ class Gatherings:
     """The parts of gatherings that are in progress, or that a worker may miss that joins later."""
 
     def __init__(self) -> None:
-        self._parts: dict[Place, dict[int, torch.Tensor]] = {}
+        self._parts: dict[GatheringPlace, dict[int, torch.Tensor]] = {}
         self._member: MemberCollective | None = None
         self._wait: Callable[[Callable[[], bool]], None] | None = None
         self._late: list[tuple[int, Part]] = []  # for workers that could not be reached
@@ -83,14 +83,14 @@ class Gatherings:
         """The worker's present number, and that of all workers; None before it knows the others."""
         return None if self._member is None else (self._member.rank, self._member.size)
 
-    def put(self, wanted: Wanted) -> None:
+    def put(self, wanted: GatheringParts) -> None:
         """Send the worker's own part to all others, unless a predecessor of the worker has done so."""
         parts, rank = self._parts.setdefault(wanted.place, {}), wanted.who[0]
         if rank not in parts:
             parts[rank] = wanted.own
             self._tell(wanted.place, rank, wanted.own)
 
-    def found(self, wanted: Wanted) -> list[torch.Tensor] | None:
+    def found(self, wanted: GatheringParts) -> list[torch.Tensor] | None:
         """Return all parts by rank; None where some have not come."""
         self._send_late()
         parts = self._parts.get(wanted.place, {})
@@ -98,7 +98,7 @@ class Gatherings:
             return None
         return [part for _, part in sorted(parts.items())]
 
-    def wait(self, wanted: Wanted) -> None:
+    def wait(self, wanted: GatheringParts) -> None:
         """Return when all parts are here; what ends the wait is raised."""
         assert self._wait is not None
         self._wait(lambda: self.found(wanted) is not None)
@@ -109,7 +109,7 @@ class Gatherings:
             del self._parts[place]
 
     def _take(self, part: Part) -> None:
-        place = Place(part.number, Region(part.region), part.sequence)
+        place = GatheringPlace(part.number, Region(part.region), part.sequence)
         if part.payload is None:
             if part.owner not in self._here:
                 self._here.add(part.owner)
@@ -130,7 +130,7 @@ class Gatherings:
                 part = Part(place.number, place.nth, int(place.region), owner, payload)
                 self._send(other, part)
 
-    def _tell(self, place: Place, owner: int, payload: torch.Tensor) -> None:
+    def _tell(self, place: GatheringPlace, owner: int, payload: torch.Tensor) -> None:
         assert self._member is not None
         part = Part(place.number, place.nth, int(place.region), owner, payload)
         for other in sorted(self._here):

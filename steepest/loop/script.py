@@ -13,7 +13,7 @@ from steepest.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class Script:
+class UserScript:
     """A program of Python, run as ``python PATH ARGUMENTS...`` would run it, in the process that calls it.
 
     Its text travels with it: hosts need not have the file.
@@ -29,7 +29,7 @@ class Script:
     arguments: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, path: str, arguments: Sequence[str] = ()) -> Script:
+    def read(cls, path: str, arguments: Sequence[str] = ()) -> UserScript:
         """Return the script in a file; modules beside it can be imported from now on.
 
         Raises:

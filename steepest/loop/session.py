@@ -22,10 +22,10 @@ from steepest.core.models.sums import summed_by
 from steepest.core.optim.several import WHICH
 from steepest.errors import ConfigurationError
 from steepest.loop.gathering import (
+    GatheringParts,
+    GatheringPlace,
     Gatherings,
-    Place,
     Region,
-    Wanted,
     alone,
     joined,
     packed,
@@ -204,7 +204,7 @@ class Session:
         self._unticked: list[int | None] = []
         self._committed = 0  # steps of the job that are known to be
         self._passed = 0  # steps of the job of which the loop has seen the end
-        self._wanted: Wanted | None = None  # what the loop waits for that gathers
+        self._wanted: GatheringParts | None = None  # what the loop waits for that gathers
         self._held: HeldGenerators | None = None  # as they were when it began to wait in vain
         self._region, self._number, self._gathered = Region.BEFORE, 0, 0
         # the state from which another worker takes part in what is gathered here, see `_mark`
@@ -440,7 +440,7 @@ class Session:
                     return
                 self._wanted = None
             asked = self._turns.resume(given)
-            if isinstance(asked, Wanted):
+            if isinstance(asked, GatheringParts):
                 self._asked, self._wanted = Ask.PARTS, asked
                 self.gatherings.put(asked)
                 continue
@@ -451,7 +451,7 @@ class Session:
                 self._asked = asked
             return
 
-    def _parts(self, wanted: Wanted, waits: bool) -> list[torch.Tensor] | None:
+    def _parts(self, wanted: GatheringParts, waits: bool) -> list[torch.Tensor] | None:
         """Return the parts of all workers that gather; None where some are missing."""
         if waits and self.gatherings.found(wanted) is None:
             try:
@@ -627,14 +627,14 @@ class Session:
             return alone(value)
         locked = None if self.prepared is None else self.prepared.lockstep
         self.gathers_among_batches |= self._region is not Region.END
-        place = Place(self._number, self._region, self._gathered)
+        place = GatheringPlace(self._number, self._region, self._gathered)
         self._gathered += 1
         before = self._region is Region.BEFORE
         none = before and (self._taken is not None and not self._taken.samples)
         if locked is not None:
             none = before and locked.samples == 0
         own = packed(value, counts=not none)
-        parts = self._turns.ask(Wanted(place, own, (self.rank, self.size)))
+        parts = self._turns.ask(GatheringParts(place, own, (self.rank, self.size)))
         return joined(value, parts, self.order)
 
     def register(self, objects: Mapping[str, Any]) -> Kept:

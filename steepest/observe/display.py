@@ -23,7 +23,7 @@ _PAUSE_STEPS = 10  # a pause takes longer than so many steps, and than the windo
 ENDLESS = 1 << 40
 
 
-class Run(Protocol):
+class ShownTrainer(Protocol):
     """The attributes of the trainer that are shown."""
 
     num_workers: int
@@ -86,7 +86,7 @@ class Meter:
         seconds, steps = self._heard - gap - since, self.done - done
         return steps > 0 and gap > max(_WINDOW_SECONDS, _PAUSE_STEPS * seconds / steps)
 
-    def line(self, sgd: Run, now: float, *, ended: bool = False) -> str:
+    def line(self, sgd: ShownTrainer, now: float, *, ended: bool = False) -> str:
         """Return the last step's figures, and the rates of the last seconds, in one line."""
         # `ended`: of the whole `fit`.
         last = self._last
@@ -134,17 +134,17 @@ class Display(Callback):
     def end(self) -> None:
         """Leave the last line standing."""
 
-    def on_fit_begin(self, sgd: Run, steps: int) -> None:
+    def on_fit_begin(self, sgd: ShownTrainer, steps: int) -> None:
         """Begin to count; the first step is shown at once."""
         self._due = self._clock()
         self._meter = Meter(self._due, steps)
 
-    def on_length(self, sgd: Run, steps: int) -> None:
+    def on_length(self, sgd: ShownTrainer, steps: int) -> None:
         """Expect another number of steps."""
         assert self._meter is not None
         self._meter.steps = steps
 
-    def on_step(self, sgd: Run, result: StepResult) -> None:
+    def on_step(self, sgd: ShownTrainer, result: StepResult) -> None:
         """Count the step, and show a line when one is due."""
         assert self._meter is not None
         now = self._clock()
@@ -153,12 +153,12 @@ class Display(Callback):
             self._due = now + self.seconds
             self.show(self._meter.line(sgd, now), self._meter)
 
-    def on_evaluation(self, sgd: Run, result: EvaluationResult) -> None:
+    def on_evaluation(self, sgd: ShownTrainer, result: EvaluationResult) -> None:
         """Show the evaluation's figures from now on."""
         if self._meter is not None:
             self._meter.evaluation = result
 
-    def on_fit_end(self, sgd: Run) -> None:
+    def on_fit_end(self, sgd: ShownTrainer) -> None:
         """Show the last step, and how long all steps took."""
         meter, self._meter = self._meter, None
         if meter is None:

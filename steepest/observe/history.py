@@ -37,7 +37,7 @@ class Sink(Protocol):
         """Pass on the rows taken so far; there are no more. It raises nothing."""
 
 
-class _Row(NamedTuple):
+class _HistoryRow(NamedTuple):
     serial: int
     kind: str
     step: int
@@ -91,8 +91,8 @@ class History(Sequence[dict[str, Any]]):
         self._events = events
         self._seen = 0  # of these
         self._limit = limit
-        self._rows: list[_Row] = []
-        self._awaited: list[_Row] = []  # evaluations after steps that are being taken again
+        self._rows: list[_HistoryRow] = []
+        self._awaited: list[_HistoryRow] = []  # evaluations after steps that are being taken again
         self._serial = 0
         self._last = -1  # the greatest step of a row that is no event
         self._written = 0  # the serial of the last row in the file
@@ -238,7 +238,7 @@ class History(Sequence[dict[str, Any]]):
         figures: Figures | None = None,
     ) -> None:
         self._serial += 1
-        row = _Row(self._serial, kind, step, now, what, figures)
+        row = _HistoryRow(self._serial, kind, step, now, what, figures)
         self._rows.append(row)
         if kind != "event":
             self._last = max(self._last, step)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, Protocol
 
 from steepest.storage.object_storage import ObjectStorage
-from steepest.storage.places import ObjectUrl, Place
+from steepest.storage.places import ObjectUrl, StoragePlace
 
 HISTORY = "history.jsonl"
 _SEGMENTS = "history"
@@ -38,7 +38,7 @@ class HistoryRows(Protocol):
         """Append rows, and wait until they are durable; OSError: they cannot be written."""
 
 
-def history_file(folder: Place) -> HistoryRows:
+def history_file(folder: StoragePlace) -> HistoryRows:
     """Return the rows of a history beside its checkpoints."""
     if isinstance(folder, ObjectUrl):
         return HistorySegments(folder / _SEGMENTS, ObjectStorage.of(folder.scheme))

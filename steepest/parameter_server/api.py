@@ -34,7 +34,7 @@ from steepest.parameter_server.actor import ServerActor
 from steepest.parameter_server.arrays import Arrays, ArrayTree
 from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
-from steepest.parameter_server.keeper import Keeper
+from steepest.parameter_server.keeper import ServerKeeper
 from steepest.parameter_server.watched import WatchedServers
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import RemoteError
@@ -161,7 +161,7 @@ class ParameterServer:
                 "the servers to connect",
             )
             if copies > 1:
-                Keeper(functools.partial(_access_of, weakref.ref(self)), spec)
+                ServerKeeper(functools.partial(_access_of, weakref.ref(self)), spec)
         except BaseException:
             for server in servers:
                 ray.kill(server, no_restart=True)

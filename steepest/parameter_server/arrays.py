@@ -32,7 +32,7 @@ _ONLY = ""  # the name of an array that was given by itself
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedPart:
     """Elements [start, stop) of a flattened array, and the memory (flat, uint8) for them."""
 
     start: int
@@ -168,7 +168,7 @@ class Arrays:
         span: tuple[int, int] | None,
         out: ArrayTree | None,
         recycler: Recycler | None = None,
-    ) -> tuple[dict[str, Wanted], ArrayTree]:
+    ) -> tuple[dict[str, WantedPart], ArrayTree]:
         """Return the memory for a pull by array name, and the arrays over it that the user gets.
 
         Args:
@@ -199,7 +199,7 @@ class Arrays:
                 )
             piece = empty_bytes((end - begin) * entry.element.itemsize)
             pulled = self._as_given(wanted[0], piece, (end - begin,))
-            return {wanted[0]: Wanted(begin, end, piece)}, pulled
+            return {wanted[0]: WantedPart(begin, end, piece)}, pulled
         if out is not None:
             memory = self.bytes_of(out, "out")
             if (names is not None and memory.keys() != set(wanted)) or (
@@ -222,9 +222,9 @@ class Arrays:
             }
             pulled = pulled[_ONLY] if self.single else pulled
         sizes = {name: self.layout.entries[self.layout.index[name]].numel for name in wanted}
-        return {name: Wanted(0, sizes[name], memory[name]) for name in wanted}, pulled
+        return {name: WantedPart(0, sizes[name], memory[name]) for name in wanted}, pulled
 
-    def chunks_for(self, wanted: Mapping[str, Wanted]) -> set[int]:
+    def chunks_for(self, wanted: Mapping[str, WantedPart]) -> set[int]:
         """Return the indices of the chunks that hold a wanted element."""
         return {
             chunk.index
@@ -235,7 +235,7 @@ class Arrays:
             and want.start < piece.stop
         }
 
-    def target(self, chunk: Chunk, wanted: Mapping[str, Wanted]) -> Bytes | None:
+    def target(self, chunk: Chunk, wanted: Mapping[str, WantedPart]) -> Bytes | None:
         """Return the wanted memory that a chunk fills; None if only parts of it are wanted."""
         piece = chunk.slices[0]
         want = wanted.get(self.layout.entries[piece.entry].name)
@@ -249,7 +249,7 @@ class Arrays:
         size = chunk.element.itemsize
         return want.memory[(piece.start - want.start) * size : (piece.stop - want.start) * size]
 
-    def scatter(self, chunk: Chunk, payload: Bytes, wanted: Mapping[str, Wanted]) -> None:
+    def scatter(self, chunk: Chunk, payload: Bytes, wanted: Mapping[str, WantedPart]) -> None:
         """Copy the wanted parts of a chunk from its payload to the wanted memory."""
         size, at = chunk.element.itemsize, 0
         for piece in chunk.slices:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from steepest.core.messages.fields import Limits
 from steepest.core.messages.message import Peer, worker_peer
-from steepest.core.messages.permissions import Admission
+from steepest.core.messages.permissions import MessageCheck
 from steepest.core.messages.users import OPEN
 from steepest.core.transport.router import Router
 from steepest.parameter_server.arrays import Arrays
@@ -41,10 +41,10 @@ class ServerGroup:
         )
 
     @property
-    def admission(self) -> Admission:
+    def admission(self) -> MessageCheck:
         """The messages that its processes accept; no process succeeds another."""
         limits = Limits(servers=self.num_servers, chunks=len(self.arrays.layout.chunks))
-        return Admission(OPEN, limits, succeeded=())
+        return MessageCheck(OPEN, limits, succeeded=())
 
     def host_user(self, router: Router, index: int) -> Pusher:
         """Host the role that pushes and pulls on a router, under the index of a user; return it."""

@@ -9,7 +9,7 @@ import torch
 from steepest.core.engine.coordinator_role import CoordinatorRole
 from steepest.core.engine.server import Server, ServerMode
 from steepest.core.engine.topology import HostMap, Topology
-from steepest.core.messages.gradients import Commit, Decision
+from steepest.core.messages.gradients import CommitOrder, Decision
 from steepest.core.messages.message import COORDINATOR, server_peer
 from steepest.core.optim.arriving import arriving_state
 from steepest.core.optim.several import as_one
@@ -105,7 +105,7 @@ def committed_in(decisions: Iterable[Decision]) -> dict[tuple[int, int], int]:
     return {
         (push.worker, push.sequence): decision.version
         for decision in decisions
-        if isinstance(decision, Commit)
+        if isinstance(decision, CommitOrder)
         for push in decision.pushes
     }
 

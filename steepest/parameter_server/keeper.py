@@ -22,7 +22,7 @@ _CALL_SECONDS = 60.0  # that a call may take while servers are replaced, and Ray
 _REPLACE_SECONDS = 300.0  # after which no further attempt to replace servers is begun
 
 
-class Keeper:
+class ServerKeeper:
     """Replaces the servers that die, as long as `access` returns them.
 
     Ray starts a dead server's process again, under the same handle. All servers then stop, those

@@ -18,7 +18,7 @@ from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.hosting import committed_in, host_server
 from steepest.parameter_server.succession import Succession
 from steepest.runtime.chunk_transfer import RetainedChunks
-from steepest.runtime.process import Process, on_router
+from steepest.runtime.process import ProcessActor, on_router
 from steepest.runtime.survivors import Survivor, catch_up, state_of
 from steepest.tls.connections import Identity, encryption_with
 
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 _MOST_COMMITTED = 1 << 16  # pushes that successors remember
 
 
-class ServerProcess(Process):
-    """A process that hosts one server of a group, and the coordinator beside the first; arguments: see `Process`."""
+class ServerProcess(ProcessActor):
+    """A process that hosts one server of a group, and the coordinator beside the first, see `ProcessActor`."""
 
     def __init__(self, name: str, token: bytes, identity: Identity | None = None) -> None:
         self._serving: Server | None = None  # whose state counts

@@ -23,19 +23,19 @@ from steepest.errors import (
     ShutdownError,
     listed,
 )
-from steepest.parameter_server.arrays import Arrays, Wanted
+from steepest.parameter_server.arrays import Arrays, WantedPart
 
 _READS = 1 << 62  # sequence numbers of reads begin here; those below are of pushes
 
 
 @dataclass
-class _Request:
+class _Unanswered:
     """A push or a read that is not answered yet."""
 
     future: Future[int]  # of the version that the push makes, or that is read
     update: Mapping[str, Bytes] | None  # of a push, memory of arrays by name; None for a read
     # memory for the weights, by array; None if none are wanted, or not any more
-    wanted: Mapping[str, Wanted] | None
+    wanted: Mapping[str, WantedPart] | None
     given_up: bool = False  # by the caller, whose memory is not to be used any more
     chunks: set[int] = field(default_factory=set)  # of the weights, that have not arrived
     servers: set[int] = field(default_factory=set)  # that have not ended the read
@@ -77,7 +77,7 @@ class Pusher:
         self._drop_arriving = drop_arriving
         self._sequence = 0
         self._reads = _READS
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _Unanswered] = {}
         self._failure: Callable[[], Exception] | None = None  # makes the error of each request
 
     def use(self, index: int, send: Send) -> None:
@@ -90,7 +90,7 @@ class Pusher:
         return None if self._failure is None else self._failure()
 
     def push(
-        self, update: Mapping[str, Bytes], wanted: Mapping[str, Wanted] | None = None
+        self, update: Mapping[str, Bytes], wanted: Mapping[str, WantedPart] | None = None
     ) -> Future[int]:
         """Push an update, and receive the weights that it makes if they are wanted.
 
@@ -105,9 +105,9 @@ class Pusher:
             one, PeerLostError or ShutdownError if it may or may not be committed.
         """
         self._sequence += 1
-        return self._begin(self._sequence, _Request(_running(), update, wanted))
+        return self._begin(self._sequence, _Unanswered(_running(), update, wanted))
 
-    def pull(self, wanted: Mapping[str, Wanted]) -> Future[int]:
+    def pull(self, wanted: Mapping[str, WantedPart]) -> Future[int]:
         """Receive arrays, or parts of them, at one version.
 
         Args:
@@ -118,9 +118,9 @@ class Pusher:
             raised, PeerLostError or ShutdownError.
         """
         self._reads += 1
-        return self._begin(self._reads, _Request(_running(), None, wanted))
+        return self._begin(self._reads, _Unanswered(_running(), None, wanted))
 
-    def _begin(self, sequence: int, request: _Request) -> Future[int]:
+    def _begin(self, sequence: int, request: _Unanswered) -> Future[int]:
         """Add a request and ask for it, or fail it if none can be answered; return its future."""
         if self._failure is not None:
             request.future.set_exception(self._failure())
@@ -131,7 +131,7 @@ class Pusher:
             self._ask(sequence, request)
         return request.future
 
-    def _ask(self, sequence: int, request: _Request) -> None:
+    def _ask(self, sequence: int, request: _Unanswered) -> None:
         """Send a request, of which nothing has been answered."""
         chunks = self._arrays.layout.chunks
         request.in_place.clear()
@@ -189,7 +189,7 @@ class Pusher:
             if request.future is future:
                 self._leave_memory(request)
 
-    def _leave_memory(self, request: _Request) -> None:
+    def _leave_memory(self, request: _Unanswered) -> None:
         """Write nothing more to the memory of a request."""
         request.wanted, request.given_up = None, True
         for memory in request.in_place.values():
@@ -265,7 +265,7 @@ class Pusher:
         error.__cause__ = RemoteTraceback(traceback)
         self._end(sequence).set_exception(error)
 
-    def _take(self, weights: Weights, request: _Request) -> None:
+    def _take(self, weights: Weights, request: _Unanswered) -> None:
         """Take a chunk of weights, copying what was not received into its place."""
         wanted = request.wanted
         if weights.chunk not in request.chunks or (weights.payload is None and wanted is not None):
@@ -278,7 +278,7 @@ class Pusher:
         self._finish_if_complete(weights, request)
 
     def _finish_if_complete(
-        self, message: Weights | SnapshotEnd | PushCommitted, request: _Request
+        self, message: Weights | SnapshotEnd | PushCommitted, request: _Unanswered
     ) -> None:
         """Finish a request if nothing more is awaited, with the version of its last message."""
         if not request.chunks and not request.servers and request.confirmed:

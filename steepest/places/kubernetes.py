@@ -19,7 +19,7 @@ from steepest.places.program import (
     program_of,
     write,
 )
-from steepest.places.ray_job import Job, Pods, manifests
+from steepest.places.ray_job import KubeRayJob, Pods, manifests
 
 _KUBECTL_SECONDS = 60.0
 
@@ -127,7 +127,7 @@ def _manifests(options: argparse.Namespace) -> list[dict[str, Any]]:
     files = {Path(path).name: _text_of(path) for path in [*named, *options.file]}
     if len(files) < len(named) + len(options.file):
         raise ConfigurationError("two of the files have the same name: they travel in one folder")
-    job = Job(
+    job = KubeRayJob(
         name=job_name(options),
         program=program,
         files=files,

@@ -69,7 +69,7 @@ class Pods:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class KubeRayJob:
     """A RayJob: a program that runs on a Ray cluster of its own, which ends with it."""
 
     # ConfigurationError: the files are too large for a ConfigMap, or a value is out of range.
@@ -112,7 +112,7 @@ class Job:
         return None if self.checkpoints is None or "://" in self.checkpoints else self.checkpoints
 
 
-def manifests(job: Job, pods: Pods, *, cluster: bool = False) -> list[dict[str, Any]]:
+def manifests(job: KubeRayJob, pods: Pods, *, cluster: bool = False) -> list[dict[str, Any]]:
     """Return the objects to apply: a RayJob, or a RayCluster on which nothing runs."""
     # First a ConfigMap if files travel.
     metadata = {"name": job.name, **({"namespace": job.namespace} if job.namespace else {})}
@@ -139,7 +139,7 @@ def manifests(job: Job, pods: Pods, *, cluster: bool = False) -> list[dict[str, 
     return found
 
 
-def _cluster(job: Job, pods: Pods) -> dict[str, Any]:
+def _cluster(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
     """Return the specification of a Ray cluster."""
     authentication = {"mode": "token"}
     if pods.token_secret is not None:
@@ -164,7 +164,7 @@ def _cluster(job: Job, pods: Pods) -> dict[str, Any]:
     return found
 
 
-def _head(job: Job, pods: Pods) -> dict[str, Any]:
+def _head(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
     """Return the specification of the head's pod."""
     container = _container(
         "ray-head", job, pods, {"cpu": pods.head_cpus, "memory": pods.head_memory}
@@ -187,7 +187,7 @@ def _head(job: Job, pods: Pods) -> dict[str, Any]:
     return spec | {"affinity": spot_nodes.never_on(pods.never)}
 
 
-def _worker(job: Job, pods: Pods) -> dict[str, Any]:
+def _worker(job: KubeRayJob, pods: Pods) -> dict[str, Any]:
     """Return the specification of a worker's pod, which tells Ray when it has to go."""
     resources = {"cpu": pods.cpus, "memory": pods.memory}
     if pods.gpus:
@@ -219,7 +219,9 @@ def drain_notice(pods: Pods) -> str:
     )
 
 
-def _container(name: str, job: Job, pods: Pods, resources: Mapping[str, Any]) -> dict[str, Any]:
+def _container(
+    name: str, job: KubeRayJob, pods: Pods, resources: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a container of Ray, whose limits are what it asks for."""
     asked = {key: str(value) for key, value in resources.items()}
     found: dict[str, Any] = {"name": name, "image": pods.image}
@@ -229,7 +231,7 @@ def _container(name: str, job: Job, pods: Pods, resources: Mapping[str, Any]) ->
     return found | {"resources": {"requests": asked, "limits": {**asked}}}
 
 
-def _pod(job: Job, pods: Pods, container: dict[str, Any]) -> dict[str, Any]:
+def _pod(job: KubeRayJob, pods: Pods, container: dict[str, Any]) -> dict[str, Any]:
     """Return the specification of a pod with one container."""
     spec: dict[str, Any] = {
         "terminationGracePeriodSeconds": pods.grace,

@@ -23,9 +23,9 @@ from types import FrameType
 
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, SteepestError
 from steepest.places.sagemaker_hosts import Leader, follow, interface_address
-from steepest.places.sagemaker_job import Job, read_job
+from steepest.places.sagemaker_job import SageMakerJob, read_job
 from steepest.places.sagemaker_processes import (
-    Program,
+    SageMakerProgram,
     adopt_orphans,
     command_of,
     end_descendants,
@@ -35,13 +35,14 @@ from steepest.places.sagemaker_processes import (
 
 __all__ = ["Job", "add_arguments", "job", "run"]
 
+Job = SageMakerJob  # its public name
 log = logging.getLogger(__name__)
 REASON_CHARACTERS = 1024  # of the failure file, which SageMaker reads
 _LOOK_SECONDS = 0.5
 _WITHOUT_RAY_SECONDS = 60.0  # that the program has after the leader's Ray node has died
 
 
-def job() -> Job:
+def job() -> SageMakerJob:
     """Return the SageMaker job that this process is part of; to be called by the program.
 
     Raises:
@@ -117,7 +118,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.received = 0  # the last one's number, or 0
-        self.program: Program | None = None  # to which they are passed on
+        self.program: SageMakerProgram | None = None  # to which they are passed on
         self.held = False  # whether they are noted only
 
     def __enter__(self) -> _Signals:
@@ -155,7 +156,7 @@ def _directory(signals: _Signals) -> Iterator[Path]:
 class _Host:
     """This host, with what its parts share."""
 
-    job: Job
+    job: SageMakerJob
     options: argparse.Namespace
     signals: _Signals
     directory: Path
@@ -240,7 +241,7 @@ def _run_program(here: _Host, welcome: dict[str, str]) -> tuple[int, str]:
     # arguments, unless SageMaker's toolkit has passed them already.
     told = [] if "SM_USER_ARGS" in os.environ else here.job.arguments()
     command = command_of(here.options.program, [*here.options.arguments, *told])
-    program = Program(command, {"PYTHONUNBUFFERED": "1", **here.environment(welcome)})
+    program = SageMakerProgram(command, {"PYTHONUNBUFFERED": "1", **here.environment(welcome)})
     here.signals.program = program
     try:
         status = _wait_for(program)
@@ -252,7 +253,7 @@ def _run_program(here: _Host, welcome: dict[str, str]) -> tuple[int, str]:
     return status, f"{program.name} ended with exit status {status}\n{program.last_words()}".strip()
 
 
-def _wait_for(program: Program) -> int:
+def _wait_for(program: SageMakerProgram) -> int:
     """Return the program's status; it is killed if it outlives the leader's Ray node for long."""
     lived = time.monotonic()
     while (status := program.wait(_LOOK_SECONDS)) is None:

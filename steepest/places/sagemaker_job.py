@@ -17,7 +17,7 @@ BASE = "/opt/ml"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SageMakerJob:
     """A training job as one of its hosts sees it.
 
     Attributes:
@@ -89,7 +89,7 @@ class Job:
         }
 
 
-def read_job(environment: Mapping[str, str]) -> Job:
+def read_job(environment: Mapping[str, str]) -> SageMakerJob:
     """Return the job that variables describe, and SageMaker's files where a variable is missing.
 
     Args:
@@ -121,7 +121,7 @@ def read_job(environment: Mapping[str, str]) -> Job:
             f"SM_CURRENT_HOST={host!r} is none of the job's hosts: {', '.join(hosts)}"
         )
     interface = environment.get("SM_NETWORK_INTERFACE_NAME")
-    return Job(
+    return SageMakerJob(
         hosts=in_natural_order(hosts),
         host=host,
         interface=interface or str(resources.get("network_interface_name") or "eth0"),

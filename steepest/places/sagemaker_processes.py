@@ -58,7 +58,7 @@ def ray_lives() -> bool:
     return "raylet" in _descendants(os.getpid()).values()
 
 
-class Program:
+class SageMakerProgram:
     """The user's program, whose standard error passes through, and whose last lines are kept."""
 
     # It has a session of its own, so that it gets signals from this process alone.

@@ -14,7 +14,7 @@ from steepest.recovery.growth import Missing
 from steepest.recovery.observation import Observation
 from steepest.recovery.starting import Start
 from steepest.runtime.cluster import Cluster
-from steepest.runtime.context import Membership
+from steepest.runtime.context import Lineup
 from steepest.state.transfer import StateTransfer
 
 
@@ -108,7 +108,7 @@ class Applying:
         numbers: Mapping[Peer, int],
         successors: Mapping[Peer, Start],
         joined: Mapping[int, Start],
-    ) -> Membership:
+    ) -> Lineup:
         """Return the processes of which the job is put together."""
         keep = {new: old.index for old, new in numbers.items() if old not in successors}
         servers = [
@@ -123,7 +123,7 @@ class Applying:
         roles = {old: worker_peer(new) for old, new in numbers.items()}
         roles |= {old: server_peer(new) for new, old in enumerate(servers)}
         added |= {roles[old]: start for old, start in successors.items()}
-        return Membership(
+        return Lineup(
             config,
             transition.workers,
             keep,

@@ -83,7 +83,7 @@ class Supervisor:
         self._mistake: ModelRaisedError | None = None
         self._doing: Literal["", "looking", "joining", "changing"] = ""  # to the job's processes
         self._change: Change | None = None  # that has begun, and is not applied
-        transfer.give_roles_anew = self.settle
+        transfer.give_roles_anew = self.await_whole
         cluster.meanwhile = self._look_meanwhile
         cluster.ending.append(self._end)
 
@@ -377,7 +377,7 @@ class Supervisor:
     # -- between steps ---------------------------------------------------------------------------
 
     @owned(Moment.FREE)
-    def settle(self, *, asked: bool = False) -> None:
+    def await_whole(self, *, asked: bool = False) -> None:
         """Return when no process is dead, and what the user has asked for is there, or was refused.
 
         Steps that a death has undone are made again before.

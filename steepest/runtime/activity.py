@@ -121,12 +121,12 @@ def report(context: Watched) -> str:
     called on any thread. Raises nothing, and takes 4 seconds at most.
     """
     try:
-        return _Report(context).text()
+        return _JobReport(context).text()
     except Exception as error:  # noqa: BLE001 - a report is made amid failures, of which it is to be none
         return f"steepest cannot say what its processes are doing: {error!r}"
 
 
-class _Report:
+class _JobReport:
     """One report, which is being made."""
 
     def __init__(self, context: Watched) -> None:

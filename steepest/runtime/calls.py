@@ -164,7 +164,7 @@ def raise_unsendable(what: str, value: Any, error: Exception) -> NoReturn:
     raise ConfigurationError(f"{what} cannot be sent to the workers: {why}") from None
 
 
-class _Part(NamedTuple):
+class _PickledPart(NamedTuple):
     """An object that is pickled together with another one."""
 
     value: Any
@@ -173,14 +173,14 @@ class _Part(NamedTuple):
     variable: str = ""  # that variable's name
     kind: str = ""  # the class of the variable's value
 
-    def inner(self, suffix: str, value: Any) -> _Part:
+    def inner(self, suffix: str, value: Any) -> _PickledPart:
         """Return a part of this part, at its name with a suffix."""
         return self._replace(value=value, name=(self.name + suffix).removeprefix("."))
 
 
 def why_unpicklable(value: Any, error: BaseException) -> str:
     """Return in words why an object cannot be pickled, and what to do, by what pickling it has raised."""
-    part, above = _Part(value), [value]
+    part, above = _PickledPart(value), [value]
     while len(above) < _DEEPEST:
         for inner in _parts(part):
             known = any(inner.value is each for each in above)
@@ -219,7 +219,7 @@ class _Nowhere:
         return len(data)
 
 
-def _parts(part: _Part) -> Iterator[_Part]:
+def _parts(part: _PickledPart) -> Iterator[_PickledPart]:
     """Yield what is pickled with an object."""
     value = part.value
     if isinstance(value, types.FunctionType):
@@ -241,7 +241,7 @@ def _parts(part: _Part) -> Iterator[_Part]:
         yield from _reduced(part)
 
 
-def _variables(function: types.FunctionType) -> Iterator[_Part]:
+def _variables(function: types.FunctionType) -> Iterator[_PickledPart]:
     """Yield the variables that a function takes from outside, and the defaults of its arguments."""
     code, found = function.__code__, list[tuple[str, Any]]()
     for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -253,7 +253,7 @@ def _variables(function: types.FunctionType) -> Iterator[_Part]:
     named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     found += [*zip(named, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
     for name, value in found:
-        yield _Part(value, name, function.__name__, name, type(value).__name__)
+        yield _PickledPart(value, name, function.__name__, name, type(value).__name__)
 
 
 def _globals_in(code: types.CodeType) -> Iterator[str]:
@@ -266,19 +266,19 @@ def _globals_in(code: types.CodeType) -> Iterator[str]:
             yield from _globals_in(constant)
 
 
-def _items(part: _Part, value: Any) -> Iterator[_Part]:
+def _items(part: _PickledPart, value: Any) -> Iterator[_PickledPart]:
     """Yield the items of a container."""
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, item in pairs:
         yield part.inner(f"[{key!r:.40}]", item)
 
 
-def _attributes(part: _Part, values: Mapping[str, Any]) -> Iterator[_Part]:
+def _attributes(part: _PickledPart, values: Mapping[str, Any]) -> Iterator[_PickledPart]:
     for name, value in values.items():
         yield part.inner(f".{name}", value)
 
 
-def _reduced(part: _Part) -> Iterator[_Part]:
+def _reduced(part: _PickledPart) -> Iterator[_PickledPart]:
     """Yield the parts of which an object's own methods make its pickle: attributes, arguments."""
     try:
         reduced = part.value.__reduce_ex__(4)

@@ -29,13 +29,13 @@ from steepest.errors import (
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import travelling
 from steepest.runtime.connection import Holder, hold, let_go, who_else
-from steepest.runtime.context import LOOK_SECONDS, JobContext, Member, Membership
+from steepest.runtime.context import LOOK_SECONDS, JobContext, Lineup, Member
 from steepest.runtime.deaths import Deaths
 from steepest.runtime.job_runtime import runtime
 from steepest.runtime.learning_rates import LearningRates
 from steepest.runtime.lease import DriverLease
 from steepest.runtime.places import Place
-from steepest.runtime.process import Process, Program
+from steepest.runtime.process import ProcessActor, ProgramDefaults
 from steepest.runtime.room import fitting, reserve, reserve_for_servers, worker_bundle
 from steepest.runtime.seats import spread
 from steepest.runtime.signals import end_on_sigterm, report_on_sigusr1
@@ -65,9 +65,11 @@ class Cluster(JobContext):
     ) -> None:
         super().__init__(run_config, chosen.seed)  # refuses a bad `tls` before Ray is begun
         self.chosen = chosen
-        self._program = Program.of_this_process()  # whose arguments its processes have too
+        self._program = ProgramDefaults.of_this_process()  # whose arguments its processes have too
         self.lease = DriverLease(run_config.deadlines.driver)
-        self._leaving: list[Member] = []  # without a role any more; they hold chunks until `settle`
+        self._leaving: list[
+            Member
+        ] = []  # without a role any more; they hold chunks until `end_leaving`
         self._seats: dict[Any, int] = {}  # in which processes run, or beside whose
         self._schedule_offset = 0
         self.rates = LearningRates(self)
@@ -251,7 +253,7 @@ class Cluster(JobContext):
 
     def reform(  # noqa: PLR0915 - all that a job is, put together anew in one order
         self,
-        wanted: Membership,
+        wanted: Lineup,
         step: int,
         updates: int,
         held: Holdings | None = None,
@@ -260,7 +262,7 @@ class Cluster(JobContext):
         """Give all processes other roles, at version 0, which continues at a step.
 
         Afterwards `members`, `job` and `client` are those of the new membership. Weights, optimizer
-        state and the sample plan are for the caller to install, and `settle` is for the caller to
+        state and the sample plan are for the caller to install, and `end_leaving` is for the caller to
         call afterwards. When it fails, `members` are either as before, or those of the new membership.
 
         Args:
@@ -346,7 +348,7 @@ class Cluster(JobContext):
         self.router = Router()
         self._take_up(config, description, held, fresh=False, unfrozen=wanted.unfrozen)
 
-    def settle(self, change: int) -> None:
+    def end_leaving(self, change: int) -> None:
         """End the processes that have no role any more; the others drop what they kept for a change."""
         for member in self._leaving:
             runtime().end(member.actor)
@@ -395,7 +397,7 @@ class Cluster(JobContext):
             f"steepest {name}", self.token, threads, keep_memory, lease, self.identity, self._program,
         )  # fmt: skip
         at = self.placement.at(seat)
-        actor = runtime().start(Process, arguments, at, cpus=cpus, gpus=gpus, calls=_THREADS)
+        actor = runtime().start(ProcessActor, arguments, at, cpus=cpus, gpus=gpus, calls=_THREADS)
         self.lease.add(actor)
         self._seats[actor] = seat
         return actor

@@ -39,7 +39,7 @@ _MOST_SAMPLES = 64  # of a share, in an error
 
 
 @dataclass(frozen=True)
-class Membership:
+class Lineup:
     """The processes of which a job is put together."""
 
     config: Strategy

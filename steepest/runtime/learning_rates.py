@@ -79,7 +79,7 @@ class LearningRates:
         """Whether rates are set that are not in force yet."""
         return self._wanted is not None
 
-    def settle(self, step: int) -> None:
+    def put_in_force(self, step: int) -> None:
         """Put the rates in force that the user has set, from the next new step on; no step is being computed."""
         wanted, self._wanted = self._wanted, None
         if wanted is not None:

@@ -6,7 +6,7 @@ import logging
 import weakref
 from typing import Any
 
-from steepest.core.system import Event, system
+from steepest.core.system import ThreadEvent, system
 from steepest.runtime.job_runtime import runtime
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class DriverLease:
                 log.debug("the lease of a process is not renewed: %s", error)
 
 
-def wait_for_silence(word: Event, seconds: float) -> None:
+def wait_for_silence(word: ThreadEvent, seconds: float) -> None:
     """Return when nothing was heard for `seconds`, or a tenth longer.
 
     That are several waits in a row, each in vain. So a process that was stopped itself, or whose

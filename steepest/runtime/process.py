@@ -70,7 +70,7 @@ from steepest.runtime.ways import make_transport
 from steepest.runtime.worker_state import WorkerState, worker_state
 from steepest.tls.connections import Identity
 
-ProcessType = TypeVar("ProcessType", bound="Process")
+ProcessType = TypeVar("ProcessType", bound="ProcessActor")
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 #: What a job begins with: the flat weights, buffers, and the state with which the optimizer arrives.
@@ -79,14 +79,14 @@ _RESULT_SECONDS = 0.02  # the driver hears of short steps together
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramDefaults:
     """What is a program's own in its process, and Ray's, or torch's default, in other processes."""
 
     arguments: tuple[str, ...]  # `sys.argv`
     dtype: torch.dtype  # torch's default
 
     @classmethod
-    def of_this_process(cls) -> Program:
+    def of_this_process(cls) -> ProgramDefaults:
         """Return what this process has."""
         return cls(tuple(sys.argv), torch.get_default_dtype())
 
@@ -125,7 +125,7 @@ def on_router(
     return called
 
 
-class Process:
+class ProcessActor:
     """The body of a Ray actor: its methods are called on Ray's threads; all state lives on the router's thread."""
 
     def __init__(
@@ -136,7 +136,7 @@ class Process:
         keep_memory: bool = False,  # that is freed, see `steepest.core.tensors.allocator`
         lease: float | None = None,  # seconds without a word from the driver; None for ever
         identity: Identity | None = None,
-        program: Program | None = None,  # of the driver, which users' code finds here
+        program: ProgramDefaults | None = None,  # of the driver, which users' code finds here
     ) -> None:
         self._name = ""
         self._take_name(name)

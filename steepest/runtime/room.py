@@ -114,7 +114,7 @@ class Seat:
             runtime().give_back(self.group)
 
 
-class _Asked:
+class _AskedRoom:
     """Placement groups that Ray was asked for, of so many bundles each."""
 
     def __init__(self, groups: Sequence[Group] = (), bundles: int = 1) -> None:
@@ -141,7 +141,7 @@ class _Asked:
             runtime().give_back(group)
 
 
-class Room(_Asked):
+class Room(_AskedRoom):
     """Room for some workers that was asked for: all of it is there, or none of it is kept for long.
 
     Ray places a placement group as a whole, and takes it back as a whole too. So that single seats
@@ -254,12 +254,12 @@ def reserve_for_servers(
             f"{what}: this Ray has {len(others)} nodes without workers, and no node will join it; "
             "connect to a larger cluster first, ray.init(address=...), or leave serving_hosts out"
         )
-    room = _Asked([_ask(hosts, _SERVING, working, "STRICT_SPREAD")], hosts)
+    room = _AskedRoom([_ask(hosts, _SERVING, working, "STRICT_SPREAD")], hosts)
     return _seats_in(room, what, "1 CPU on each, where no worker is", timeout, who_else)
 
 
 def _seats_in(
-    room: _Asked, what: str, asked_for: str, timeout: float, who_else: Callable[[], str]
+    room: _AskedRoom, what: str, asked_for: str, timeout: float, who_else: Callable[[], str]
 ) -> list[Seat]:
     """Return the seats of a room when it is there; give it back when anything raises, as after `timeout`."""
     deadline = system().now() + timeout

@@ -55,7 +55,8 @@ class RowsAsTheyCome(files.RowParts):
         self,
         read: RowRead,
         hurried: Callable[[], bool] = lambda: True,  # asked at least five times a second
-        base: files.Link | None = None,  # what the checkpoint continues, if there are changes alone
+        base: files.BaseLink
+        | None = None,  # what the checkpoint continues, if there are changes alone
     ) -> None:
         self.place: Bases = ()
         self.changes = False

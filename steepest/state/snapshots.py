@@ -43,7 +43,7 @@ _HEARTBEATS = 5  # within which a copy of a state that was set is awaited
 
 
 @dataclass
-class _Request:
+class _CopyRequest:
     """A copy that was asked for."""
 
     job: Job
@@ -105,7 +105,7 @@ class Snapshots:
         # the commits that the coordinator's log had, and the client that has read them
         self._commits: list[Commit] = []
         self._reader: Client | None = None
-        self._request: _Request | None = None
+        self._request: _CopyRequest | None = None
         self._due = 0.0  # when the next one may be asked for
         self._notice = _NOTICE_SECONDS
         self._costs: deque[float] = deque(maxlen=3)  # of the last snapshots, in seconds
@@ -215,7 +215,7 @@ class Snapshots:
             workers = [runtime().call(actor, "own_state", *position, step) for actor in actors]
         servers = cluster.on_router(lambda: cluster.client.read("state", exactly or 0))
         read_log = self._read_log if cluster.run_config.keep_log else None
-        self._request = _Request(job, servers, workers, exactly, read_log)
+        self._request = _CopyRequest(job, servers, workers, exactly, read_log)
         self._seen = (self._request.asked, cluster.client.position.version)
 
     def _read_log(self) -> Future[list[Commit]]:
@@ -280,7 +280,7 @@ class Snapshots:
                 "FailureConfig(snapshot_every=0) servers keep copies instead", size / 1e9,
             )  # fmt: skip
 
-    def _answers(self, request: _Request) -> Sequence[WorkerState | None] | None:
+    def _answers(self, request: _CopyRequest) -> Sequence[WorkerState | None] | None:
         """Return each worker's own state; None if one is dead, or its model cannot tell it."""
         try:
             return runtime().get(request.workers)

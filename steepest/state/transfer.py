@@ -28,7 +28,7 @@ from steepest.embedding.row_messages import Bases
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
-from steepest.runtime.context import Membership
+from steepest.runtime.context import Lineup
 from steepest.runtime.owner import Moment, owned
 from steepest.runtime.worker_state import WorkerState
 from steepest.state.job_state import JobState
@@ -372,9 +372,9 @@ class StateTransfer:
                 self.pending = before.renumbered({was: now for now, was in keep.items()})
             raise
         self.pending = None
-        self._cluster.settle(self._change)
+        self._cluster.end_leaving(self._change)
 
-    def put_together(self, before: JobState, wanted: Membership, *, as_before: bool) -> None:
+    def put_together(self, before: JobState, wanted: Lineup, *, as_before: bool) -> None:
         """Put the job together of some processes, which continues with what there is.
 
         It is another job, unless as many workers as before are to be `as_before`: then version, plan

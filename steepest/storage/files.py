@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from steepest.storage.blocks import Blocks, Progress, write_blocks
-from steepest.storage.places import ObjectUrl, Place
+from steepest.storage.places import ObjectUrl, StoragePlace
 
 P = TypeVar("P")
 log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class LocalStorage:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def storage_of(place: Place) -> Storage[Any]:
+def storage_of(place: StoragePlace) -> Storage[Any]:
     """Return how files lie in a place."""
     if not isinstance(place, ObjectUrl):
         return LocalStorage()

@@ -279,7 +279,7 @@ class ObjectStorage:
 
         def once() -> T:
             found = _answer(call, self._patience.call)
-            if isinstance(found, _Failed):
+            if isinstance(found, _Raised):
                 raise _told(step, url, found.error)
             return found[0]
 
@@ -319,26 +319,26 @@ def filesystem(scheme: str, process: int) -> Any:
 
 
 @dataclass(frozen=True)
-class _Failed:
+class _Raised:
     """The error of a call."""
 
     error: BaseException
 
 
-def _answer(call: Callable[[], T], seconds: float) -> tuple[T] | _Failed:
+def _answer(call: Callable[[], T], seconds: float) -> tuple[T] | _Raised:
     """Return what a call returns; it runs on a thread, which is left behind if it takes too long."""
-    found: list[tuple[T] | _Failed] = []
+    found: list[tuple[T] | _Raised] = []
 
     def run() -> None:
         try:
             found.append((call(),))
         except BaseException as error:  # noqa: BLE001 - clients raise what they like; it is raised by whoever waits
-            found.append(_Failed(error))
+            found.append(_Raised(error))
 
     thread = threading.Thread(target=run, name="steepest-storage", daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else _Failed(TimeoutError(f"no answer for {seconds:g} s"))
+    return found[0] if found else _Raised(TimeoutError(f"no answer for {seconds:g} s"))
 
 
 def _told(step: str, url: ObjectUrl, error: BaseException) -> OSError:

@@ -47,14 +47,14 @@ class ObjectUrl:
         return f"{self.scheme}://{self.path}"
 
 
-Place = Path | ObjectUrl
+StoragePlace = Path | ObjectUrl
 
 
 class StorageError(OSError):
     """An object store has refused a request, or has not answered it in time."""
 
 
-def place_of(where: str | os.PathLike[str]) -> Place:
+def place_of(where: str | os.PathLike[str]) -> StoragePlace:
     """Return the place that a user names.
 
     Args:

@@ -38,7 +38,7 @@ from steepest.extensions import EXTENSIONS
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing.faults import Fault
 from steepest.testing.network import Link, Network
-from steepest.testing.script import Script
+from steepest.testing.script import FaultScript
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ class InProcessCluster:
             (Kind.PUSH, Kind.HOST_PUSH, Kind.WEIGHTS, Kind.WEIGHTS_SHARED) if lend else ()
         )
         self.lives = [0] * num_workers
-        self._script = Script(self, faults, model_creator, accumulate * chosen.updates)
+        self._script = FaultScript(self, faults, model_creator, accumulate * chosen.updates)
         self._creator = self._script.creator if faults else model_creator
         size = StepSize(num_workers * devices_per_worker * accumulate, global_batch_size)
         built = [

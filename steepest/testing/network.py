@@ -15,7 +15,7 @@ import torch
 
 from steepest.core.messages.message import Kind, Message, Peer
 from steepest.core.tensors.memory import Bytes, Memory, address_of, clone, copy_bytes
-from steepest.core.transport.channel import Event
+from steepest.core.transport.channel import TransportEvent
 from steepest.core.transport.frames import encode_meta
 from steepest.core.transport.router import Router
 from steepest.errors import DeadlineError, ProtocolError, ShutdownError
@@ -23,7 +23,7 @@ from steepest.errors import DeadlineError, ProtocolError, ShutdownError
 log = logging.getLogger(__name__)
 
 
-class _Loan:
+class _SimulatedLoan:
     """A payload that another process reads where it lies; the loan ends when the last view of it is collected."""
 
     def __init__(self, payload: Memory, lent: Counter[int]) -> None:
@@ -70,7 +70,7 @@ class Link:
     def _lent(self, payload: Memory) -> Bytes:
         assert self.other is not None
         memory: Any = (ctypes.c_uint8 * payload.nbytes).from_address(address_of(payload))
-        memory.loan = _Loan(payload, self.other._far.lent)
+        memory.loan = _SimulatedLoan(payload, self.other._far.lent)
         return np.frombuffer(memory, dtype=np.uint8)
 
     def own_pending(self, memory: Memory) -> None:
@@ -110,7 +110,7 @@ class InProcessTransport:
         router = self.router
         return bool(self.inbox or router._local or router._events or router._calls or router._later)
 
-    def poll(self, timeout: float) -> list[Event]:
+    def poll(self, timeout: float) -> list[TransportEvent]:
         """Return the next message, if there is one; never wait."""
         if not self.inbox:
             return []
@@ -124,11 +124,11 @@ class InProcessTransport:
                 self.refused += 1
                 log.warning("refused %s: %s", link.name, error)
                 link.close()
-                return [Event(link, None, f"refused: {error}")]
+                return [TransportEvent(link, None, f"refused: {error}")]
             if target is not None and address_of(target) != address_of(here):
                 copy_bytes(target, here)
             message.payload = target
-        return [Event(link, message, "" if message is not None else "closed")]
+        return [TransportEvent(link, message, "" if message is not None else "closed")]
 
     def _next(self) -> tuple[Link, Message | None]:
         if self.random is not None:

@@ -141,7 +141,7 @@ def _is_mean(name: str, value: torch.Tensor, saved: files.Checkpoint) -> bool:
 
 
 def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | None) -> _Carried:
-    run = _Run(replace(log, strategy=renewed(log.strategy)), model_creator, carried)
+    run = _PartReplay(replace(log, strategy=renewed(log.strategy)), model_creator, carried)
     for commit in log.commits:
         run.repeat(commit)
     return run.carried()
@@ -155,7 +155,7 @@ def _optimizer_state(job: Job, model: Model, carried: _Carried | None) -> Arrivi
     return found if not job.strategy.local else None
 
 
-class _Run:
+class _PartReplay:
     """The replay of one part of a log in one process; `carried`: from the part before, None for the first."""
 
     # It has every worker's replicas, one server, and the weights of the versions that are still needed.
@@ -226,7 +226,7 @@ class _Run:
         torch.set_num_threads(self._threads[0])
         for push in commit.pushes:
             self._compute(push)
-        order = gradients.Commit(
+        order = gradients.CommitOrder(
             *(
                 0,
                 commit.version,

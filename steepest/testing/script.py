@@ -31,7 +31,7 @@ class ScriptedJob(Protocol):
         """Return the process in which a role lives now."""
 
 
-class Script:
+class FaultScript:
     """The faults of an `InProcessCluster`.
 
     Args:

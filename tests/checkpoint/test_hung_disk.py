@@ -219,17 +219,17 @@ def test_a_write_that_a_signal_interrupts_where_it_begins_or_is_awaited_is_made(
         number = len(writers)
         writers.append(Writer(tmp_path, patience=60.0))
         writers[-1].start(lambda progress: None)  # which starts the thread
-        assert writers[-1].settled()
+        assert writers[-1].await_write()
 
         def call() -> None:
             writers[-1].start(lambda progress: written.append(number))
-            assert writers[-1].settled()
+            assert writers[-1].await_write()
 
         return call
 
     for _ in each_moment(prepare):
         begun = writers[-1]._work is not None
-        assert writers[-1].settled(), "nothing hangs"
+        assert writers[-1].await_write(), "nothing hangs"
         assert not begun or len(writers) - 1 in written
         writers[-1].end(lambda: None)
     writers[-1].end(lambda: None)

@@ -31,7 +31,7 @@ from steepest.observe.loggers import TensorBoard
 from steepest.storage import object_storage
 from steepest.storage.files import storage_of
 from steepest.storage.object_storage import ObjectStorage, Patience
-from steepest.storage.places import ObjectUrl, Place, place_of
+from steepest.storage.places import ObjectUrl, StoragePlace, place_of
 from tests.checkpoint.kept_checkpoints import undisturbed
 from tests.checkpoint_contents import content
 from tests.conftest import ROOT
@@ -89,7 +89,7 @@ def store(endpoint: str) -> Any:
 
 class TestS3(StorageContract):
     @pytest.fixture
-    def place(self, url: ObjectUrl) -> Place:
+    def place(self, url: ObjectUrl) -> StoragePlace:
         return url
 
 

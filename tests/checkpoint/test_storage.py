@@ -23,7 +23,7 @@ from steepest.errors import CheckpointError, ConfigurationError
 from steepest.storage import object_storage
 from steepest.storage.files import storage_of
 from steepest.storage.object_storage import ObjectStorage, Patience
-from steepest.storage.places import ObjectUrl, Place, StorageError, place_of
+from steepest.storage.places import ObjectUrl, StorageError, StoragePlace, place_of
 from tests.checkpoint.kept_checkpoints import TASK
 from tests.checkpoint_contents import content
 from tests.reference import same_bits
@@ -34,13 +34,13 @@ from tests.storage_contract import StorageContract, blocks, holds, kept, names
 
 class TestDirectories(StorageContract):
     @pytest.fixture
-    def place(self, tmp_path: Path) -> Place:
+    def place(self, tmp_path: Path) -> StoragePlace:
         return tmp_path / "run"
 
 
 class TestFileUrls(StorageContract):
     @pytest.fixture
-    def place(self, tmp_path: Path) -> Place:
+    def place(self, tmp_path: Path) -> StoragePlace:
         found = place_of(f"file://{tmp_path}/run%201")
         assert found == tmp_path / "run 1"
         return found
@@ -59,7 +59,7 @@ def url() -> Iterator[ObjectUrl]:
 
 class TestMemory(StorageContract):
     @pytest.fixture
-    def place(self, url: ObjectUrl) -> Place:
+    def place(self, url: ObjectUrl) -> StoragePlace:
         return url
 
 

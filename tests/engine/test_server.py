@@ -9,7 +9,7 @@ import torch
 
 from steepest.core.engine.server import Server, ServerMode
 from steepest.core.engine.topology import HostMap, Topology
-from steepest.core.messages.gradients import Commit, HostPush, Push, PushStaged
+from steepest.core.messages.gradients import CommitOrder, HostPush, Push, PushStaged
 from steepest.core.messages.membership import Members, WorkerEnded
 from steepest.core.messages.message import (
     COORDINATOR,
@@ -77,7 +77,7 @@ class Alone:
     def commit(self, version: int, push: PushId) -> None:
         """Commits one push as a version."""
         self.server.handle(
-            COORDINATOR, Commit(1, version, rate=1.0, pushes=(push,), readers=()).pack()
+            COORDINATOR, CommitOrder(1, version, rate=1.0, pushes=(push,), readers=()).pack()
         )
 
     def put(self, sequence: int, value: float) -> None:

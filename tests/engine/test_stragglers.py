@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from steepest.core.protocol.history import History
+from steepest.core.protocol.history import CommitHistory
 from steepest.observe.results import Straggler, stragglers
 from tests.modes import counters, make, trained
 
 
-def take(history: History, timings: dict[int, dict[str, float]], step: int) -> None:
+def take(history: CommitHistory, timings: dict[int, dict[str, float]], step: int) -> None:
     for worker, each in timings.items():
         history.add_timings(worker, each, step)
 
 
-def told(history: History) -> tuple[Straggler, ...]:
+def told(history: CommitHistory) -> tuple[Straggler, ...]:
     found = history.counters()
     return stragglers(dict(found["paces"]), dict(found["slow"]))
 
 
 def test_who_takes_over_twice_as_long_as_the_others_is_a_straggler_until_it_does_not() -> None:
-    history = History()
+    history = CommitHistory()
     for step in range(10):
         take(history, {worker: {"compute": 0.1} for worker in range(4)}, step)
     assert told(history) == ()
@@ -35,7 +35,7 @@ def test_who_takes_over_twice_as_long_as_the_others_is_a_straggler_until_it_does
 
 
 def test_a_worker_alone_is_no_straggler() -> None:
-    history = History()
+    history = CommitHistory()
     take(history, {0: {"compute": 1.0}}, 0)
     assert told(history) == ()
     assert history.paces == {0: 1.0}

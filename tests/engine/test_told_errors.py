@@ -22,7 +22,7 @@ from steepest import DistributedSGD, TorchModel
 from steepest.errors import ConfigurationError, ModelError, ModelRaisedError, describe_error
 from steepest.runtime.calls import RemoteError, unimportable, who_raised, why_unpicklable
 from steepest.runtime.job_runtime import Call, JobRuntime, using
-from steepest.runtime.process import Program
+from steepest.runtime.process import ProgramDefaults
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits, samples, sgd
 from tests.simulated_programs import quiet
@@ -291,9 +291,9 @@ def test_a_process_has_the_arguments_and_the_default_dtype_of_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["default_worker.py", "--node-ip-address=1.2.3.4"])
-    before = Program.of_this_process()
+    before = ProgramDefaults.of_this_process()
     try:
-        Program(("train.py", "0.1"), torch.float64).enter()
+        ProgramDefaults(("train.py", "0.1"), torch.float64).enter()
         assert [float(each) for each in sys.argv[1:]] == [0.1]
         assert torch.zeros(1).dtype == torch.float64
     finally:

@@ -226,13 +226,13 @@ def test_a_rate_for_each_step_costs_the_same_at_any_step() -> None:
         rates = trainer._cluster.rates
         rates._changes = Counted((step, [0.1 / (1 + step)] * 2) for step in range(4096))
         rates.want(0.5)
-        rates.settle(4096)
+        rates.put_in_force(4096)
         assert rates.at(4096) == (0.5, 0.5)
         assert rates.at(4095) == (0.1 / 4096,) * 2
         assert rates.since(4095) == [(4095, [0.1 / 4096] * 2), (4096, [0.5] * 2)]
         assert with_rates([{}, {}], rates._changes, 7) == [{"lr": 0.0125}] * 2
         assert Counted.read < 80  # bisections
         rates.want(None)
-        rates.settle(4090)  # a death has set the job back
+        rates.put_in_force(4090)  # a death has set the job back
         assert len(rates.changes) == 4091
         assert rates.since(4090) == rates.since(9999) == []

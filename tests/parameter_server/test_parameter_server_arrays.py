@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from steepest.core.tensors.memory import Bytes
 from steepest.errors import ConfigurationError
-from steepest.parameter_server.arrays import Arrays, Wanted
+from steepest.parameter_server.arrays import Arrays, WantedPart
 from steepest.parameter_server.hosting import read_optimizer
 from tests.random_examples import examples
 from tests.unusual_optimizers import Clipped
@@ -85,7 +85,7 @@ def stored(arrays: Arrays, update: Mapping[str, Bytes]) -> list[Bytes]:
     return chunks
 
 
-def receive(arrays: Arrays, chunks: Sequence[Bytes], wanted: Mapping[str, Wanted]) -> set[int]:
+def receive(arrays: Arrays, chunks: Sequence[Bytes], wanted: Mapping[str, WantedPart]) -> set[int]:
     """Takes the chunks that are needed, as a user does; returns which ones arrived where they belong at once."""
     direct = set()
     for index in arrays.chunks_for(wanted):

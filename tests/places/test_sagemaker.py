@@ -22,7 +22,7 @@ from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 from steepest.places import sagemaker, sagemaker_hosts, sagemaker_processes
 from steepest.places.sagemaker_hosts import Follower, Leader, follow, interface_address
 from steepest.places.sagemaker_job import in_natural_order, read_job
-from steepest.places.sagemaker_processes import Program, command_of, ray_lives, start_ray
+from steepest.places.sagemaker_processes import SageMakerProgram, command_of, ray_lives, start_ray
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 20.0
@@ -323,7 +323,7 @@ signal.pause()
 @pytest.mark.long
 def test_a_program_that_outlives_ray_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sagemaker, "_WITHOUT_RAY_SECONDS", 0.0)
-    program = Program([sys.executable, "-c", IMMUNE], os.environ)
+    program = SageMakerProgram([sys.executable, "-c", IMMUNE], os.environ)
     assert sagemaker._wait_for(program) == 128 + signal.SIGKILL
 
 
@@ -357,7 +357,7 @@ def test_a_programs_errors_pass_through_and_the_last_ones_are_kept(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     code = "import sys; sys.stderr.write('x' * 9000 + 'last'); sys.exit(7)"
-    program = Program([sys.executable, "-c", code], os.environ)
+    program = SageMakerProgram([sys.executable, "-c", code], os.environ)
     assert program.wait(SECONDS) == 7
     assert program.last_words() == "x" * 4092 + "last"
     assert capfd.readouterr().err == "x" * 9000 + "last"

@@ -16,8 +16,8 @@ from steepest.core.protocol.commit_rules import (
     CommitEach,
     CommitFirst,
     CommitRule,
-    Decision,
     Staged,
+    Verdict,
 )
 from steepest.core.protocol.push_tracking import (
     ClosedPushes,
@@ -42,18 +42,18 @@ def push(worker: int, sequence: int = 1, pulled: int = 0) -> Staged:
 
 def test_all_waits_for_every_member_and_takes_them_in_the_order_of_workers() -> None:
     staged = [push(2), push(0, 9), push(1, 4)]
-    assert CommitAll().decide(0, MEMBERS, staged[:2]) == Decision()
-    assert CommitAll().decide(0, MEMBERS, staged) == Decision((staged[1], staged[2], staged[0]))
+    assert CommitAll().decide(0, MEMBERS, staged[:2]) == Verdict()
+    assert CommitAll().decide(0, MEMBERS, staged) == Verdict((staged[1], staged[2], staged[0]))
 
 
 def test_the_first_are_enough_and_those_of_older_weights_are_dropped() -> None:
     rule = CommitFirst(1)
     old, first, second, third = push(1, 1, 4), push(2, 2, 5), push(0, 2, 5), push(1, 2, 5)
-    assert rule.decide(5, MEMBERS, [first]) == Decision()
-    assert rule.decide(5, MEMBERS, [old, first]) == Decision((), (old,))
-    assert rule.decide(5, MEMBERS, [first, second]) == Decision((second, first))
-    assert rule.decide(5, MEMBERS, [first, old, second, third]) == Decision((second, first), (old,))
-    assert rule.decide(6, MEMBERS, [third]) == Decision((), (third,))
+    assert rule.decide(5, MEMBERS, [first]) == Verdict()
+    assert rule.decide(5, MEMBERS, [old, first]) == Verdict((), (old,))
+    assert rule.decide(5, MEMBERS, [first, second]) == Verdict((second, first))
+    assert rule.decide(5, MEMBERS, [first, old, second, third]) == Verdict((second, first), (old,))
+    assert rule.decide(6, MEMBERS, [third]) == Verdict((), (third,))
 
 
 @pytest.mark.parametrize(
@@ -66,17 +66,17 @@ def test_at_least_one_gradient_makes_a_version(workers: int, backup: int, needed
 def test_each_is_committed_by_itself_the_oldest_first() -> None:
     staged = [push(2, 1, 7), push(0, 1, 1), push(1)]
     for version in (7, 100):
-        assert CommitEach().decide(version, MEMBERS, staged) == Decision((staged[0],))
-    assert CommitEach().decide(7, MEMBERS, []) == Decision()
+        assert CommitEach().decide(version, MEMBERS, staged) == Verdict((staged[0],))
+    assert CommitEach().decide(7, MEMBERS, []) == Verdict()
 
 
 def test_what_is_too_stale_is_dropped_and_what_is_behind_it_committed() -> None:
     rule = CommitEach(drop_above=1)
     stale, edge, fresh = push(0, 1, 3), push(1, 1, 4), push(2, 1, 5)
-    assert rule.decide(5, MEMBERS, [stale, edge, fresh]) == Decision((edge,), (stale,))
-    assert rule.decide(5, MEMBERS, [fresh, stale]) == Decision((fresh,))
-    assert rule.decide(5, MEMBERS, [stale]) == Decision((), (stale,))
-    assert CommitEach(drop_above=0).decide(5, MEMBERS, [stale, edge, fresh]) == Decision(
+    assert rule.decide(5, MEMBERS, [stale, edge, fresh]) == Verdict((edge,), (stale,))
+    assert rule.decide(5, MEMBERS, [fresh, stale]) == Verdict((fresh,))
+    assert rule.decide(5, MEMBERS, [stale]) == Verdict((), (stale,))
+    assert CommitEach(drop_above=0).decide(5, MEMBERS, [stale, edge, fresh]) == Verdict(
         (fresh,), (stale, edge)
     )
 

@@ -27,7 +27,7 @@ from steepest.core.protocol.closed_job import ClosedJob
 from steepest.core.protocol.commit_rules import CommitAll, CommitEach, CommitRule
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.coordinator import Coordinator
-from steepest.core.protocol.history import History
+from steepest.core.protocol.history import CommitHistory
 from steepest.core.transport.frames import MAX_META, encode, encode_meta
 from steepest.errors import ConfigurationError, MessageTooLargeError
 from steepest.testing import InProcessCluster, replay
@@ -53,7 +53,10 @@ def entries(workers: int, groups: int, count: int) -> list[list[Any]]:
     ("workers", "groups"), [(8, 1), (96, 1), (8, 150), (MANY, MANY), (MANY, 30_000)]
 )
 def test_every_page_of_the_log_fits_into_a_message(workers: int, groups: int) -> None:
-    kept, added = History(keep_log=True), entries(workers, groups, 20 if groups > 150 else 2000)
+    kept, added = (
+        CommitHistory(keep_log=True),
+        entries(workers, groups, 20 if groups > 150 else 2000),
+    )
     for entry in added:
         kept.add(entry, [0], skipped=False)
     found: list[list[Any]] = []

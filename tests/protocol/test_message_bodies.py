@@ -11,7 +11,7 @@ from steepest.collectives import messages as collective
 from steepest.collectives.messages import MEMBERS
 from steepest.core.messages import driver, gradients, membership, snapshots, users
 from steepest.core.messages.message import Kind, MessageKind, Peer, PushId
-from steepest.core.messages.permissions import TRAINING, Admission
+from steepest.core.messages.permissions import TRAINING, MessageCheck
 from steepest.core.messages.schema import Body, body
 from steepest.core.messages.users import OPEN
 from steepest.embedding import row_messages as rows
@@ -36,7 +36,7 @@ SAID: list[Body] = [
     gradients.PushStaged(1, 2, 3, 4, 0, 2.5, CULPRITS),
     gradients.Report(1, 2, 3, 4, 8.0, 16, 100, 200, 0.25, {"error": 1.5}, {"compute": 0.5}),
     gradients.Report(1, 2, 3, 4, 8.0, 16, 100, 200),
-    gradients.Commit(
+    gradients.CommitOrder(
         1,
         4,
         0.5,
@@ -50,7 +50,7 @@ SAID: list[Body] = [
         state=STATE,
         schedule={},
     ),
-    gradients.Commit(1, 4, 1.0, (), []),
+    gradients.CommitOrder(1, 4, 1.0, (), []),
     gradients.Discard(1, 4, PUSHES, READERS),
     gradients.Refresh(1, 4, READERS),
     gradients.Logged(1, 4),
@@ -64,8 +64,8 @@ SAID: list[Body] = [
     membership.Grant(1, 9, rates=[[4, [0.5, 0.25]], [7, None]]),
     membership.Lease(1, 4, 7, False, 3),
     membership.Failed(1, 2, 4, "ValueError: no", "Traceback", "ModelError"),
-    driver.Ask(5, 10, stats=False),
-    driver.Ask(5, 10, rates=[[4, [0.5]], [7, None]]),
+    driver.AskForSteps(5, 10, stats=False),
+    driver.AskForSteps(5, 10, rates=[[4, [0.5]], [7, None]]),
     driver.Result(1, 4, 2, 16, 100, 200, [0, 1], 0.25, {"error": 1.5}, {"compute": 0.5}, 2.5),
     driver.Failure(1, 4, 2, "lost", peer=Peer("server", 1), why="killed"),
     driver.Failure(1, 4, 2, "deadline", awaited=["worker 1"], seconds=10.0),
@@ -133,7 +133,7 @@ def test_what_is_said_is_what_is_read(said: Body) -> None:
             message.source, message.target = Peer(source, 0), Peer(target, 0)
             arrived = carried(message)
             assert arrived is not None
-            Admission(table).check(arrived)
+            MessageCheck(table).check(arrived)
             assert type(said).unpack(arrived) == said
             assert type(said).unpack(message) == said
 
@@ -153,20 +153,20 @@ def test_rows_are_spoken_of_where_a_job_has_tables(said: Body, wrong: Any) -> No
     (line,) = (line for line in TRAINING if line[0] is said.KIND)
     message = said.pack()
     message.source, message.target = Peer(line[1], 0), Peer(line[2], 0)
-    Admission({**TRAINING, **LINES}).check(carried(message))
+    MessageCheck({**TRAINING, **LINES}).check(carried(message))
     with pytest.raises(ProtocolError, match="null, as nothing is attached"):
-        Admission(TRAINING).check(message)
+        MessageCheck(TRAINING).check(message)
     assert message.meta is not None
     name = "more" if "more" in message.meta else "options"
     message.meta[name] = wrong
     with pytest.raises(ProtocolError, match=f"{name}=.*: give null, or"):
-        Admission({**TRAINING, **LINES}).check(message)
+        MessageCheck({**TRAINING, **LINES}).check(message)
 
 
 def test_what_has_its_default_does_not_travel() -> None:
     assert gradients.Push(1, 2, 3, 4, 1).pack().meta is None
     assert membership.Grant(1, 9).pack().meta is None
-    assert gradients.Commit(1, 4, 1.0, (), []).pack().meta == {"pushes": (), "readers": []}
+    assert gradients.CommitOrder(1, 4, 1.0, (), []).pack().meta == {"pushes": (), "readers": []}
 
 
 def test_a_body_stays_as_it_is() -> None:
@@ -193,4 +193,4 @@ def test_a_field_is_named_as_it_is_called_although_it_lies_in_a_header() -> None
     with pytest.raises(
         ProtocolError, match="GRANT from coordinator with limit=-1: give an integer"
     ):
-        Admission().check(message)
+        MessageCheck().check(message)

@@ -25,7 +25,7 @@ from steepest.core.messages.message import (
     server_peer,
     worker_peer,
 )
-from steepest.core.messages.permissions import TRAINING, Admission
+from steepest.core.messages.permissions import TRAINING, MessageCheck
 from steepest.core.messages.users import OPEN
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.transport.frames import ROLES, decode_meta
@@ -80,7 +80,7 @@ def test_a_parameter_servers_users_can_neither_end_steps_nor_begin_generations()
 
 @pytest.mark.parametrize("table", [TRAINING, OPEN, MEMBERS, LINES])
 def test_what_is_not_in_the_table_is_refused(table: Any) -> None:
-    admission = Admission(table)
+    admission = MessageCheck(table)
     for kind, source, target in itertools.product(Kind, ROLES, ROLES):
         message = Message(kind, source=Peer(source, 0), target=Peer(target, 0))
         if (kind, source, target) not in table:
@@ -108,7 +108,7 @@ def test_what_is_wrong_in_a_header_is_named(
     message = Message(
         kind, chunk=0, meta={"pushes": [], "readers": []}, source=source, target=target
     )
-    admission = Admission()
+    admission = MessageCheck()
     admission._limits = admission._limits._replace(chunks=4)
     admission.check(message)
     setattr(message, field, value)
@@ -122,7 +122,7 @@ def test_a_value_within_many_lists_is_refused_as_any_other(depth: int) -> None:
     share = decode_meta(b"\x81\xa5share" + b"\x91" * depth + b"\x01")
     message = Message(Kind.LEASE, meta=share, source=COORDINATOR, target=worker_peer(0))
     with pytest.raises(ProtocolError, match=r"LEASE from coordinator with share=\[.*: give an int"):
-        Admission().check(message)
+        MessageCheck().check(message)
 
 
 REPORT = {

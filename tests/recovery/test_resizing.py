@@ -21,7 +21,7 @@ from steepest import (
 from steepest.core.system import system
 from steepest.errors import ConfigurationError, ResourcesError
 from steepest.recovery.growth import Wanted
-from steepest.runtime.process import Process
+from steepest.runtime.process import ProcessActor
 from tests.living import pids
 from tests.pairs import mostly_full
 from tests.reference import Task, difference, samples, serially, sgd
@@ -182,7 +182,7 @@ def test_without_a_successor_it_goes_on_with_fewer(monkeypatch: pytest.MonkeyPat
         trainer._supervisor.observation.wanted = wanted
         trainer.fit(steps=20, progress=False)
         first = pids(trainer)
-        nowhere = ray.remote(Process).options(num_cpus=1000)
+        nowhere = ray.remote(ProcessActor).options(num_cpus=1000)
         monkeypatch.setattr(
             cluster, "start_worker", lambda index, seat: nowhere.remote("nowhere", b"", 1)
         )

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from steepest.core.messages.message import Message, Peer
 from steepest.core.tensors.memory import Memory, address_of, clone, copy_bytes
-from steepest.core.transport.channel import Address, ChannelSink, Event
+from steepest.core.transport.channel import Address, ChannelSink, TransportEvent
 from steepest.core.transport.frames import decode_meta, encode_meta
 from steepest.core.transport.handshake import names_of
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError
@@ -216,20 +216,22 @@ class SimulatedTransport:
         self._inbox.append((end, message, reason))
         self.wires.scheduler.wake(self._polling)
 
-    def poll(self, timeout: float) -> list[Event]:
+    def poll(self, timeout: float) -> list[TransportEvent]:
         """Return what has arrived; wait up to `timeout` virtual seconds for something."""
         if not self._inbox and not self._woken and timeout > 0:
             self.wires.scheduler.block(self._polling, timeout, "messages")
         self._woken = False
-        events: list[Event] = []
+        events: list[TransportEvent] = []
         while self._inbox and not self.closed:
             events += self._events(*self._inbox.popleft())
         return events
 
-    def _events(self, end: SimulatedChannel, message: Message | None, reason: str) -> list[Event]:
+    def _events(
+        self, end: SimulatedChannel, message: Message | None, reason: str
+    ) -> list[TransportEvent]:
         if reason == "hello":
             accepted = self._accept(end)
-            return [] if accepted is None else [Event(accepted, None, "opened")]
+            return [] if accepted is None else [TransportEvent(accepted, None, "opened")]
         if end.closed:
             return []
         if message is None:
@@ -243,11 +245,11 @@ class SimulatedTransport:
                 self.refused += 1
                 log.warning("refused %s: %s", end.name, error)
                 end.close()
-                return [Event(end, None, f"refused: {error}")]
+                return [TransportEvent(end, None, f"refused: {error}")]
             if target is not None and address_of(target) != address_of(here):
                 copy_bytes(target, here)
             message.payload = target
-        return [Event(end, message, reason)]
+        return [TransportEvent(end, message, reason)]
 
     def pump(self) -> None:
         """Do nothing: nothing is pending."""

@@ -17,7 +17,7 @@ from torch import nn
 from examples.own_strategy import MajorityVote, Votes
 from steepest import AllreduceStrategy, Codec, DistributedSGD, ParameterServerStrategy, Strategy
 from steepest.core.data.sampler import SamplePlan
-from steepest.core.protocol.commit_rules import CommitRule, Decision, Staged
+from steepest.core.protocol.commit_rules import CommitRule, Staged, Verdict
 from steepest.core.strategies import allreduce as dense_allreduce
 from steepest.core.strategies import parameter_server as dense_ps
 from steepest.errors import ConfigurationError, ModelRaisedError
@@ -61,8 +61,8 @@ class CommitPairs:
 
     together = False
 
-    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
-        return Decision(tuple(staged[:2])) if len(staged) >= 2 else Decision()
+    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
+        return Verdict(tuple(staged[:2])) if len(staged) >= 2 else Verdict()
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
         return True

@@ -16,7 +16,7 @@ from steepest.core.models.prefetch import AwaitedParameter
 from steepest.core.tensors import shared_memory
 from steepest.core.tensors.shared_memory import allocate, forget_writes, make_writable
 from steepest.errors import ConfigurationError, ModelRaisedError
-from steepest.runtime.process import Program
+from steepest.runtime.process import ProgramDefaults
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits
@@ -118,9 +118,9 @@ def test_workers_of_a_node_compute_on_one_copy_to_which_users_do_not_write(
 ) -> None:
     strategy = ParameterServerStrategy(num_servers=servers)
 
-    def look(view: Any) -> tuple[int, list[bool], Program]:
+    def look(view: Any) -> tuple[int, list[bool], ProgramDefaults]:
         parameters = [p for p in view.models[0].module.parameters() if p.numel() > 2]
-        program = Program.of_this_process()
+        program = ProgramDefaults.of_this_process()
         return view.pid, [is_borrowed(p.data) for p in parameters], program
 
     def write(view: Any) -> None:
@@ -133,7 +133,7 @@ def test_workers_of_a_node_compute_on_one_copy_to_which_users_do_not_write(
         looks = sgd.foreach_worker(look)
         assert len({pid for pid, _, _ in looks}) == 2
         assert all(all(borrowed) for _, borrowed, _ in looks)
-        assert {program for _, _, program in looks} == {Program.of_this_process()}
+        assert {program for _, _, program in looks} == {ProgramDefaults.of_this_process()}
         with pytest.raises(ConfigurationError, match=r"'write' has written to .*'last.weight'"):
             sgd.foreach_worker(write)
         for _ in range(3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from steepest.core.messages.message import Kind, Message, Peer
-from steepest.core.transport.channel import Event
+from steepest.core.transport.channel import TransportEvent
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
 from steepest.errors import ShutdownError
@@ -23,7 +23,7 @@ class Silent:
     def __init__(self) -> None:
         self.timeouts: list[float] = []
 
-    def poll(self, timeout: float) -> Sequence[Event]:
+    def poll(self, timeout: float) -> Sequence[TransportEvent]:
         self.timeouts.append(timeout)
         return []
 
@@ -100,14 +100,14 @@ def test_what_waits_for_the_process_to_be_idle_is_called_before_it_sleeps() -> N
 
 def test_messages_that_have_come_go_before_what_waits_for_idleness() -> None:
     class Busy(Silent):
-        def poll(self, timeout: float) -> Sequence[Event]:
+        def poll(self, timeout: float) -> Sequence[TransportEvent]:
             super().poll(timeout)
             waiting, self.waiting = self.waiting, []
             return waiting
 
         def __init__(self) -> None:
             super().__init__()
-            self.waiting: list[Event] = []
+            self.waiting: list[TransportEvent] = []
 
     router, transport = Router(), Busy()
     router.use(transport)  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ def test_messages_that_have_come_go_before_what_waits_for_idleness() -> None:
     class Channel:
         name, peers, closed, pending = "server 0", (OTHER,), False, 0
 
-    transport.waiting = [Event(Channel(), None, "opened")]  # type: ignore[arg-type]
+    transport.waiting = [TransportEvent(Channel(), None, "opened")]  # type: ignore[arg-type]
     router.when_idle(lambda: happened.append("idle"))
     router.turn(1.0)
     assert router.channel(OTHER) is not None

@@ -15,7 +15,7 @@ from steepest.collectives.members import MemberCollective
 from steepest.collectives.messages import MemberKind
 from steepest.collectives.shared_memory_reduce import shared_allreduce
 from steepest.core.messages.message import Kind, Message, Peer, member_peer
-from steepest.core.transport.channel import Event
+from steepest.core.transport.channel import TransportEvent
 from steepest.core.transport.router import Router
 from tests.members import together, wire_group
 
@@ -45,7 +45,7 @@ class Gathering:
         self.left += self.waiting
         self.waiting.clear()
 
-    def poll(self, timeout: float) -> Sequence[Event]:
+    def poll(self, timeout: float) -> Sequence[TransportEvent]:
         self.pump()
         return []
 

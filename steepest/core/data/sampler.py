@@ -18,7 +18,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class DataPosition:
     """The place of a step in the data: an epoch, and parts of that epoch's permutation."""
 
     # At least one part, and several only where samples were left over, see `SamplePlan`.
@@ -123,18 +123,18 @@ class SamplePlan:
             (e, tuple(ranges), self._steps(_length(ranges))) for e, ranges in parts.items()
         )
 
-    def position(self, step: int) -> Position:
+    def position(self, step: int) -> DataPosition:
         """Return the epoch and samples of a step (`step` >= `start_step`)."""
         since = step - self.start_step
         for epoch, ranges, steps in self._begun:
             if since < steps:
-                return Position(
+                return DataPosition(
                     epoch, cut(ranges, since * self.global_batch, (since + 1) * self.global_batch)
                 )
             since -= steps
         ahead, index = divmod(since, self.steps_per_epoch)
         begin = index * self.global_batch
-        return Position(
+        return DataPosition(
             self.start_epoch + 1 + ahead, ((begin, min(begin + self.global_batch, self.samples)),)
         )
 

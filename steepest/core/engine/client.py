@@ -14,7 +14,7 @@ from steepest.core.engine.commit_log import Commit
 from steepest.core.engine.optimizer_records import checked_state_size, state_fields, state_tensor
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.messages.driver import (
-    Ask,
+    AskForSteps,
     Counters,
     Failure,
     GiveUp,
@@ -75,7 +75,7 @@ class Position:
 
 
 @dataclass
-class _Read:
+class _Reading:
     """A read that some servers have not answered yet."""
 
     future: Future[SharedState]
@@ -93,7 +93,7 @@ class _Read:
 
 
 @dataclass
-class _Install:
+class _Installation:
     """A state that is being installed: first its parts are put on servers, then it is ordered."""
 
     future: Future[Position]
@@ -124,9 +124,9 @@ class Client:
         self._servers = num_servers
         self._send = send
         self._requests = 0
-        self._reads: dict[int, _Read] = {}
+        self._reads: dict[int, _Reading] = {}
         self._waiting = 0  # number of the last read that named its version
-        self._installs: dict[int, _Install] = {}
+        self._installs: dict[int, _Installation] = {}
         self._answers: dict[int, Future[Any]] = {}  # of requests that one message answers
         self._ended: set[tuple[int, int]] = set()  # (worker, life) of each WORKER_LOST
         self._failure: PeerLostError | None = None  # after which nothing is answered any more
@@ -149,7 +149,7 @@ class Client:
             self._tell(self._failure)
             return
         self._requests += 1
-        self._send(COORDINATOR, Ask(self._requests, steps, stats, rates).pack())
+        self._send(COORDINATOR, AskForSteps(self._requests, steps, stats, rates).pack())
 
     def revoke(self) -> Future[Position]:
         """Take back the steps that are granted but not committed; return a future of the job's position after that."""
@@ -201,7 +201,7 @@ class Client:
         whole = what in ("weights", "state")
         weights = self._layout.allocate() if whole else None
         found, servers = SharedState(-1, weights), set(range(self._servers))
-        read = _Read(Future(), found, torch.empty(0) if weights is None else weights, servers)
+        read = _Reading(Future(), found, torch.empty(0) if weights is None else weights, servers)
         read.held = [] if held else None
         self._reads[self._requests] = read
         order = Read(self._requests, what, chunks, options, at)
@@ -230,7 +230,7 @@ class Client:
                 self._go_on(sequence, read)
                 future.set_exception(error)
 
-    def _go_on(self, sequence: int, read: _Read) -> None:
+    def _go_on(self, sequence: int, read: _Reading) -> None:
         """Have the servers that wait send further pieces of a held read."""
         waiting, read.held = read.held or [], []
         for server in waiting:
@@ -260,7 +260,9 @@ class Client:
         """
         self._requests += 1
         parts = [] if weights is None else self._puts(weights, records)
-        install = _Install(Future(), version, set(range(len(parts))), records is not None, state)
+        install = _Installation(
+            Future(), version, set(range(len(parts))), records is not None, state
+        )
         self._installs[self._requests] = install
         for number, (server, part) in enumerate(parts):
             self._send(server_peer(server), part(number).pack())
@@ -387,7 +389,7 @@ class Client:
         if (waiting := self._answers.pop(sequence, None)) is not None:
             waiting.set_result(answer)
 
-    def _take(self, source: Peer, message: Message, read: _Read) -> None:
+    def _take(self, source: Peer, message: Message, read: _Reading) -> None:
         """Take a server's part of a snapshot, or its end."""
         if source.index not in read.awaited:
             return  # a copy
@@ -411,7 +413,7 @@ class Client:
         else:
             self._end_snapshot(source, SnapshotEnd.unpack(message), read)
 
-    def _end_snapshot(self, source: Peer, end: SnapshotEnd, read: _Read) -> None:
+    def _end_snapshot(self, source: Peer, end: SnapshotEnd, read: _Reading) -> None:
         """Note that a server sent its part; the last sets the read's future. ProtocolError: versions differ."""
         if read.found.version not in (-1, end.version):
             raise ProtocolError(f"versions {read.found.version} and {end.version} in one snapshot")
@@ -445,7 +447,7 @@ class Client:
         elif not install.unacknowledged:
             self._order(received.sequence, install)
 
-    def _order(self, sequence: int, install: _Install) -> None:
+    def _order(self, sequence: int, install: _Installation) -> None:
         self._send(
             COORDINATOR, Install(sequence, install.version, install.anew, install.state).pack()
         )

@@ -17,7 +17,7 @@ from steepest.core.strategies.strategy import Strategy
 Unpushed = Mapping[int, Mapping[str, torch.Tensor]]
 
 
-class _Push(NamedTuple):
+class _PushFields(NamedTuple):
     worker: int
     incarnation: int
     sequence: int
@@ -26,7 +26,7 @@ class _Push(NamedTuple):
     more: tuple[Any, ...] = ()
 
 
-class LoggedPush(_Push):
+class LoggedPush(_PushFields):
     """One worker's contribution to a commit.
 
     Attributes:

@@ -20,7 +20,7 @@ from steepest.core.engine.replicas import Memory, Replicas, WorkShare
 from steepest.core.engine.server import Server, ServerMode
 from steepest.core.engine.worker import Worker
 from steepest.core.messages.message import COORDINATOR, Peer, server_peer, worker_peer
-from steepest.core.messages.permissions import Admission
+from steepest.core.messages.permissions import MessageCheck
 from steepest.core.models.protocol import Model
 from steepest.core.optim.arriving import ArrivingState
 from steepest.core.optim.spec import Schedule
@@ -273,7 +273,7 @@ def _compressor(
 def host_role(router: Router, job: Job, peer: Peer, role: Role) -> None:
     """Have a router deliver messages to a role, and admit what the job's messages may say."""
     router.host(peer, role)
-    router.admit(Admission(job.lines, job.limits))
+    router.admit(MessageCheck(job.lines, job.limits))
     if job.description.attend is not None and peer.role in ("server", "worker"):
         job.description.attend(router, peer, role)
 

@@ -22,7 +22,7 @@ _PARTS: Mapping[MessageKind, type[Put | PutState | ReplaceState]] = {
 
 
 @dataclass(slots=True)
-class _Put:
+class _ArrivingPut:
     """A state that a client puts, as far as it has come: weights by chunk, optimizer state."""
 
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class PutStates:
         self._send = send
         self._make_way = make_way
         self._checked = checked
-        self._puts: dict[tuple[Peer, int], _Put] = {}  # by client and request
+        self._puts: dict[tuple[Peer, int], _ArrivingPut] = {}  # by client and request
         self._installed: dict[Peer, int] = {}  # the last request of each client
         self._lost: set[Peer] = set()  # clients that are lost, whose states may be installed yet
 
@@ -104,7 +104,7 @@ class PutStates:
                     raise
                 put.replaces_state = True
 
-    def _put_of(self, source: Peer, part: Put | PutState | ReplaceState) -> _Put:
+    def _put_of(self, source: Peer, part: Put | PutState | ReplaceState) -> _ArrivingPut:
         """Return the state of which a message is a part; ProtocolError: this is one state too many."""
         key = (source, part.sequence)
         if key not in self._puts and sum(other == source for other, _ in self._puts) >= _MOST_PUTS:
@@ -116,10 +116,10 @@ class PutStates:
                 other: put for other, put in self._puts.items() if other[0] not in self._lost
             }
             self._lost.clear()
-            self._puts[key] = _Put()
+            self._puts[key] = _ArrivingPut()
         return self._puts[key]
 
-    def _try(self, put: _Put) -> None:
+    def _try(self, put: _ArrivingPut) -> None:
         """Check that a step can be taken from a put, where that is tried, and from opaque chunks' state always."""
         # ProtocolError: it cannot.
         tried = [index for index, held in self._chunks.items() if self._checked or held.is_opaque]

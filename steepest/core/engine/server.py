@@ -21,7 +21,7 @@ from steepest.core.engine.server_chunk import ServerChunk
 from steepest.core.engine.staging_progress import StagingProgress
 from steepest.core.engine.topology import Topology
 from steepest.core.messages.gradients import (
-    Commit,
+    CommitOrder,
     Decision,
     Discard,
     HostPush,
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 _DECISIONS: dict[MessageKind, type[Decision]] = {
     decision.KIND: decision
-    for decision in (Commit, Discard, Refresh, WorkerEnded, WorkerJoined, Members, InstallPut)
+    for decision in (CommitOrder, Discard, Refresh, WorkerEnded, WorkerJoined, Members, InstallPut)
 }
 
 
@@ -255,7 +255,7 @@ class Server:
         """Act on a decision, and remember it where chunks have copies."""
         # ProtocolError: it cannot be, and nothing has changed.
         match decision:
-            case Commit():
+            case CommitOrder():
                 self._commit(decision)
             case Discard():
                 self._discard(decision)
@@ -486,7 +486,7 @@ class Server:
 
     # -- commit and apply ----------------------------------------------------------------------
 
-    def _commit(self, commit: Commit) -> None:
+    def _commit(self, commit: CommitOrder) -> None:
         """Apply staged pushes as the next version, and send it to its readers."""
         # ProtocolError: it cannot be, nothing has changed. Once the optimizer has raised (`torn`) none is applied; a
         # parameter server's users are sent why, workers nothing.
@@ -535,7 +535,7 @@ class Server:
         """Return whether a reader's last committed push, or those of its workers, was left out."""
         return bool(self._left_out) if self._together else reader.index in self._left_out
 
-    def _apply(self, held: ChunkStore, commit: Commit, hyper: list[dict[str, Any]]) -> None:
+    def _apply(self, held: ChunkStore, commit: CommitOrder, hyper: list[dict[str, Any]]) -> None:
         """Take the optimizer's step of a commit on one chunk."""
         if not self._together:
             aggregated = self._hosts.aggregators
@@ -549,7 +549,7 @@ class Server:
             self.torn = RaisedUpdate.of(self.version, error)
             self._send(COORDINATOR, self.torn.to_coordinator(self.generation).pack())
 
-    def _check_commit(self, commit: Commit, hyper: list[dict[str, Any]]) -> None:
+    def _check_commit(self, commit: CommitOrder, hyper: list[dict[str, Any]]) -> None:
         """Check that all of a commit can be applied, before any of it is; ProtocolError otherwise."""
         pushes = commit.pushes
         if (commit.generation, commit.version) != (self.generation, self.version + 1):

@@ -18,7 +18,7 @@ Found = tuple[float | None, list[tuple[int, str]]]
 
 
 @dataclass(slots=True)
-class _Progress:
+class _StagedChunks:
     """How much of a gradient is staged: of one push, or of all members' pushes of a version."""
 
     missing: int  # trainable chunks that are not staged yet
@@ -39,8 +39,8 @@ class StagingProgress:
         self._chunks = chunks
         self._answers_for = answers_for
         self._checked = checked
-        self._version = _Progress(chunks)
-        self._pushes: dict[PushId, _Progress] = {}
+        self._version = _StagedChunks(chunks)
+        self._pushes: dict[PushId, _StagedChunks] = {}
         self.newest: dict[int, PushId] = {}  # by worker, the last push of which a chunk has come
 
     @property
@@ -83,14 +83,14 @@ class StagingProgress:
         """Note one more staged chunk of a push; return what its gradient showed, if it was the last chunk."""
         progress = self._pushes.get(push)
         if progress is None:
-            progress = self._pushes[push] = _Progress(self._chunks)
+            progress = self._pushes[push] = _StagedChunks(self._chunks)
         found = self._note(progress, held, held.check(push), [push])
         if found is not None:
             del self._pushes[push]
         return found
 
     def _note(
-        self, progress: _Progress, held: ChunkStore, squares: float, pushes: Sequence[PushId]
+        self, progress: _StagedChunks, held: ChunkStore, squares: float, pushes: Sequence[PushId]
     ) -> Found | None:
         """Note one more staged chunk of some pushes; return what was found, if it was the last."""
         chunk = held.chunk.index
@@ -111,7 +111,7 @@ class StagingProgress:
 
     def begin_version(self) -> None:
         """Count the chunks of a new version from none on."""
-        self._version = _Progress(self._chunks)
+        self._version = _StagedChunks(self._chunks)
 
     def clear(self) -> None:
         """Forget all pushes, and begin a version."""

@@ -47,7 +47,7 @@ class _PausedError(Exception):
 
 
 @dataclass(frozen=True)
-class _Computed:
+class _PushedShare:
     """A pushed gradient of a share, computed from `version`. Its chunks lie where the replicas' next gradient will."""
 
     share: int
@@ -119,7 +119,7 @@ class Worker:
         self._floor = 0  # version at which the generation began: weights before it are out of date
         self._complete = (0, -1)
         self._pushed = (0, -1)  # generation and version of the last push
-        self._computed: _Computed | None = (
+        self._computed: _PushedShare | None = (
             None  # the last gradient, while it may be asked for again
         )
         self._granted = (0, -1)  # generation and version of the last lease
@@ -621,7 +621,7 @@ class Worker:
             self._replicas.take_back = None
             # a worker without samples in this step has waited, and computed nothing
             result.timings["compute"] = max(result.timings["compute"] - self._waiting, 0.0)
-            done = _Computed(share, version, result, pushes, self._exchange.logged())
+            done = _PushedShare(share, version, result, pushes, self._exchange.logged())
         else:
             self._arrive(None)
             for chunk in done.pushes:

@@ -26,7 +26,7 @@ from steepest.core.messages.schema import Body, Generation, Header, Sequence, Ve
 
 
 @body(Kind.ASK)
-class Ask(Body):
+class AskForSteps(Body):
     """A request for more steps; each step is answered by a RESULT, or all of them by one FAILURE.
 
     The driver's client sends it to the coordinator when a user calls `step` or `fit`.

@@ -179,7 +179,7 @@ class Decision(Body):
 
 
 @body(Kind.COMMIT)
-class Commit(Decision):
+class CommitOrder(Decision):
     """The order to apply these pushes as the next version.
 
     The coordinator sends it to every server when the pushes are staged on all servers and reported

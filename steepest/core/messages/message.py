@@ -140,7 +140,7 @@ class Message:
             that does without torch, a NumPy array. The receiver has what its role's `destination`
             returned. The sender leaves it unchanged until the receiver is known to be done with it.
         source, target: the sending and the receiving role; set by the router.
-        admitted: whether the receiving router has checked the message, see `Admission`; does not
+        admitted: whether the receiving router has checked the message, see `MessageCheck`; does not
             travel.
     """
 

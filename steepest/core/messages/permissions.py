@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from steepest.core.messages.driver import (
-    Ask,
+    AskForSteps,
     Counters,
     Failure,
     GiveUp,
@@ -23,7 +23,7 @@ from steepest.core.messages.driver import (
 )
 from steepest.core.messages.fields import HEAVIEST, MOST, Limits, Schema, unfit
 from steepest.core.messages.gradients import (
-    Commit,
+    CommitOrder,
     Discard,
     HostPush,
     Logged,
@@ -70,7 +70,7 @@ Sayings = Mapping[tuple[str, str], Sequence[type[Body]]]
 
 #: The messages that a training job and a parameter server by itself have in common.
 COMMON: Sayings = {
-    ("coordinator", "server"): (Commit, Discard, Members, Snapshot),
+    ("coordinator", "server"): (CommitOrder, Discard, Members, Snapshot),
     ("server", "worker"): (Weights,),
     ("server", "client"): (Weights, StateTensor, SnapshotEnd, PutReceived),
     ("client", "server"): (Put, PutState, ReplaceState),
@@ -87,7 +87,7 @@ _TRAINING: Sayings = {
     ("server", "coordinator"): (VersionStaged, PushStaged, Logged, Failed),
     ("coordinator", "server"): (Refresh, WorkerJoined, WorkerEnded),
     ("coordinator", "worker"): (Members, Grant, Lease),
-    ("client", "coordinator"): (Ask, Revoke, Stop, GiveUp, ReadLog),
+    ("client", "coordinator"): (AskForSteps, Revoke, Stop, GiveUp, ReadLog),
     ("coordinator", "client"): (
         Result,
         Failure,
@@ -114,7 +114,7 @@ def lines(*sayings: Sayings) -> dict[Line, Schema]:
 TRAINING: Mapping[Line, Schema] = MappingProxyType(lines(COMMON, _TRAINING))
 
 
-class Admission:
+class MessageCheck:
     """The check of messages that come from other processes."""
 
     def __init__(

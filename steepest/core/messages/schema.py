@@ -93,7 +93,7 @@ class Body:
         """Return the content of a message of this kind.
 
         Raises:
-            KeyError: a field is missing; `Admission.check` refuses such a message of another
+            KeyError: a field is missing; `MessageCheck.check` refuses such a message of another
                 process before.
         """
         raise NotImplementedError
@@ -117,7 +117,7 @@ class Body:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _BodyField:
     """One field of a body: its name, place in the header, allowed values, default if it has one."""
 
     name: str
@@ -156,19 +156,19 @@ def body(kind: MessageKind | None = None) -> Callable[[type[B]], type[B]]:
     return make
 
 
-def _part(field: dataclasses.Field[Any]) -> _Part:
+def _part(field: dataclasses.Field[Any]) -> _BodyField:
     assert get_origin(field.type) is Annotated, f"{field.name}: annotate it with what it may hold"
     about = get_args(field.type)[1]
     header = about if isinstance(about, Header) else Header("", about)
     default = (
         field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     )
-    return _Part(
+    return _BodyField(
         field.name, header.slot or None, header.limit, header.weighs, default, field.kw_only is True
     )
 
 
-def _schema(parts: list[_Part]) -> Schema:
+def _schema(parts: list[_BodyField]) -> Schema:
     inside = [part for part in parts if part.slot is None]
     return Schema(
         meta={part.name: part.field for part in inside if part.field is not None},
@@ -181,7 +181,7 @@ def _schema(parts: list[_Part]) -> Schema:
 
 
 def _functions(
-    cls: type[Any], kind: MessageKind, parts: list[_Part]
+    cls: type[Any], kind: MessageKind, parts: list[_BodyField]
 ) -> dict[str, Callable[..., Any]]:
     """Compile a body's `__init__`, `pack` and `unpack`, as dataclasses compile theirs."""
     known: dict[str, Any] = {"Message": Message, "kind": kind, "cls": cls, "nothing": {}}
@@ -193,7 +193,7 @@ def _functions(
     return {name: known[name] for name in ("__init__", "pack", "unpack")}
 
 
-def _init(parts: list[_Part]) -> list[str]:
+def _init(parts: list[_BodyField]) -> list[str]:
     arguments = ["self"]
     for part in sorted(parts, key=lambda part: part.keyword_only):
         if part.keyword_only and "*" not in arguments:
@@ -206,7 +206,7 @@ def _init(parts: list[_Part]) -> list[str]:
     ]
 
 
-def _pack(parts: list[_Part]) -> list[str]:
+def _pack(parts: list[_BodyField]) -> list[str]:
     slots = {part.slot: part.name for part in parts if part.slot}
     head = [
         f"values[{slots[slot]!r}]" if slot in slots else repr(empty)
@@ -235,7 +235,7 @@ def _pack(parts: list[_Part]) -> list[str]:
     return [*lines, f"    return Message(kind, {', '.join(head)}, {meta}, {payload})"]
 
 
-def _unpack(parts: list[_Part]) -> list[str]:
+def _unpack(parts: list[_BodyField]) -> list[str]:
     found = []
     for part in sorted(parts, key=lambda part: part.keyword_only):
         name = f"{part.name}=" if part.keyword_only else ""

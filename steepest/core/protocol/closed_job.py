@@ -82,7 +82,7 @@ class ClosedJob:
             case Kind.GIVE_UP:
                 return self._give_up(driver.GiveUp.unpack(message))
             case Kind.ASK:
-                return self._ask(source, driver.Ask.unpack(message))
+                return self._ask(source, driver.AskForSteps.unpack(message))
             case Kind.REVOKE:
                 return self._revoke(source, driver.Revoke.unpack(message))
             case Kind.STOP:
@@ -260,7 +260,7 @@ class ClosedJob:
 
     # -- clients -------------------------------------------------------------------------------
 
-    def _ask(self, client: Peer, request: driver.Ask) -> Outgoing:
+    def _ask(self, client: Peer, request: driver.AskForSteps) -> Outgoing:
         """Grant more steps."""
         self._client = client
         if self.losses:

@@ -23,7 +23,7 @@ class Staged(NamedTuple):
         return PushId(self.worker, self.incarnation, self.sequence)
 
 
-class Decision(NamedTuple):
+class Verdict(NamedTuple):
     """What a rule decides on staged pushes."""
 
     # make the next version, in the order in which they are added up; empty to wait
@@ -43,7 +43,7 @@ class CommitRule(Protocol):
 
     together: bool
 
-    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
+    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
         """Return which staged pushes (oldest first) of a version and all workers to commit, and which to drop."""
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
@@ -65,12 +65,12 @@ class CommitAll:
 
     together = True
 
-    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
+    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
         """Commit all staged pushes, ordered by worker, once each member has one."""
         return (
-            Decision(tuple(sorted(staged)))
+            Verdict(tuple(sorted(staged)))
             if {push.worker for push in staged} >= members
-            else Decision()
+            else Verdict()
         )
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
@@ -103,12 +103,12 @@ class CommitFirst:
     backup: int
     together = False
 
-    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
+    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
         """Commit the first pushes of this version once they are enough; drop older ones."""
         drop = tuple(push for push in staged if push.pulled < version)
         fresh = [push for push in staged if push.pulled == version]
         enough = self.pushes_per_step(len(members))
-        return Decision(tuple(sorted(fresh[:enough])) if len(fresh) >= enough else (), drop)
+        return Verdict(tuple(sorted(fresh[:enough])) if len(fresh) >= enough else (), drop)
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
         """Return True: a worker waits for new weights alone."""
@@ -145,14 +145,14 @@ class CommitEach:
     drop_above: int | None = None
     together = False
 
-    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
+    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
         """Commit the oldest push that is not too stale; drop the older ones."""
         if self.drop_above is None:
-            return Decision(tuple(staged[:1]))
+            return Verdict(tuple(staged[:1]))
         for index, push in enumerate(staged):
             if version - push.pulled <= self.drop_above:
-                return Decision((push,), tuple(staged[:index]))
-        return Decision((), tuple(staged))
+                return Verdict((push,), tuple(staged[:index]))
+        return Verdict((), tuple(staged))
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
         """Return whether the worker is at most `lead` pushes ahead of the slowest."""

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from steepest.core.messages.fields import RateChanges
-from steepest.core.messages.gradients import Commit, Decision
+from steepest.core.messages.gradients import CommitOrder, Decision
 from steepest.core.messages.membership import Members
 from steepest.core.messages.message import Message, Peer, server_peer
 from steepest.core.messages.snapshots import Install
 from steepest.core.optim.spec import Schedule, ScheduleState
 from steepest.core.protocol.commit_rules import CommitRule
-from steepest.core.protocol.history import History
+from steepest.core.protocol.history import CommitHistory
 from steepest.core.protocol.push_tracking import StagedEach, StagedTogether, Staging
 from steepest.core.protocol.sample_leases import Leases
 from steepest.errors import ProtocolError
@@ -62,7 +62,7 @@ class CommitState:
         # the pushes that are reported or staged, and not decided on
         self.staging: Staging = StagedTogether(holding) if rule.together else StagedEach(holding)
         self.leases = Leases(rule, members)  # which worker computes which share of the samples
-        self.history = History(keep_log)  # counters, and the log if it is kept
+        self.history = CommitHistory(keep_log)  # counters, and the log if it is kept
         self.versions_per_step = rule.versions_per_step(max(len(members), 1))
         self.pushes_per_step = rule.pushes_per_step(max(len(members), 1))
         self.rates: RateChanges = ()  # learning rates that hold instead of the schedule's
@@ -135,7 +135,7 @@ class CommitState:
         # Where servers remember decisions it gets its number and what another coordinator would need to go on from it.
         if self._witnessed:
             self._decisions += 1
-            due = isinstance(decision, Commit) and self.version % SCHEDULE_EVERY == 0
+            due = isinstance(decision, CommitOrder) and self.version % SCHEDULE_EVERY == 0
             schedule = self.schedule_state() if due or isinstance(decision, Members) else {}
             remembered: dict[str, Any] = {
                 "number": self._decisions,

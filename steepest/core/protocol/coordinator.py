@@ -8,7 +8,7 @@ from typing import Any
 
 from steepest.core.messages import driver
 from steepest.core.messages.gradients import (
-    Commit,
+    CommitOrder,
     Discard,
     Logged,
     PushStaged,
@@ -282,7 +282,7 @@ class Coordinator:
         state.history.add(entry, staleness.values(), skipped=skip)
         state.advance()
         readers, answers = self.membership.committed(Made(pushes, reports, staleness, norm, skip))
-        commit = Commit(
+        commit = CommitOrder(
             *(state.generation, state.version, rate, tuple(push.id for push in pushes), readers),
             hyper=hyper if any(hyper) else None,
             skip=skip,

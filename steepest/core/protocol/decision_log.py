@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from steepest.core.messages.gradients import Commit, Decision
+from steepest.core.messages.gradients import CommitOrder, Decision
 
 #: The decisions that are remembered: a server that lags by more cannot be brought up to date.
 REMEMBERED = 4096
@@ -24,7 +24,7 @@ class DecisionLog:
     def hear(self, decision: Decision) -> None:
         """Add a decision, with the entry of the log and the schedule's state that it has."""
         self._recent.append(decision)
-        if isinstance(decision, Commit) and decision.entry is not None:
+        if isinstance(decision, CommitOrder) and decision.entry is not None:
             self.log.append(decision.entry)
         if decision.schedule is not None:
             self.schedule = decision.schedule

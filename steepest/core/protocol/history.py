@@ -15,7 +15,7 @@ LOG_PAGE = 1 << 20
 SLOW = 2.0
 
 
-class History:
+class CommitHistory:
     """The commits of one job.
 
     Args:

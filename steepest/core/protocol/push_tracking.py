@@ -200,7 +200,7 @@ class ClosedPushes:
 
 
 @dataclass
-class _Progress:
+class _TrackedPush:
     """A push with its report, and the messages of the servers that have staged it."""
 
     report: Reported | None = None
@@ -212,7 +212,7 @@ class StagedEach(Staging):
 
     def __init__(self, holding: frozenset[int]) -> None:
         super().__init__(holding)
-        self._tracked: dict[PushId, _Progress] = {}
+        self._tracked: dict[PushId, _TrackedPush] = {}
         self._complete: dict[PushId, Staged] = {}
         self._closed = ClosedPushes()
         # by worker, the ends of its closed channels: servers, and None for the coordinator
@@ -249,7 +249,7 @@ class StagedEach(Staging):
             self._track(push).servers[server] = staged
             self._check_complete(push)
 
-    def _track(self, push: PushId) -> _Progress:
+    def _track(self, push: PushId) -> _TrackedPush:
         """Return what is known of a push, from its first message on."""
         progress = self._tracked.get(push)
         if progress is None:
@@ -260,7 +260,7 @@ class StagedEach(Staging):
                 raise ProtocolError(
                     f"{MOST_PUSHES} pushes of worker {push.worker} are not complete"
                 )
-            progress = self._tracked[push] = _Progress()
+            progress = self._tracked[push] = _TrackedPush()
         return progress
 
     def _check_complete(self, push: PushId) -> None:

@@ -271,7 +271,7 @@ class Lending:
     def __init__(self) -> None:
         self._lent: Counter[int] = Counter()  # number of readers, by address of the payload
         self._lenders: set[Lender] = set()
-        self._outbox: list[_Region] = []
+        self._outbox: list[_MappedRegion] = []
         self._doubting: set[Lender] = set()  # lenders with payloads that may not have been mapped
 
     def lender(self) -> Lender:
@@ -308,7 +308,7 @@ class Lending:
             memory = _in_segment(max(size, REGION_BYTES)) if taken + size <= OUTBOX_BYTES else None
             if memory is None:
                 return None
-            self._outbox.append(_Region(memory))
+            self._outbox.append(_MappedRegion(memory))
             place = self._outbox[-1].take(size, self._lent)
             assert place is not None
         place = place[: payload.nbytes]
@@ -339,7 +339,7 @@ class Lending:
             del self._lent[address]
 
 
-class _Region:
+class _MappedRegion:
     """Memory for copies, handed out in order; its beginning follows when all has come back."""
 
     def __init__(self, memory: Bytes) -> None:

@@ -77,7 +77,7 @@ class Channel(Protocol):
 ChannelSink = Callable[[Channel, Message, int], Memory | None]
 
 
-class Event(NamedTuple):
+class TransportEvent(NamedTuple):
     """An event of a transport: a message, a new channel, or a closed channel.
 
     Attributes:
@@ -94,7 +94,7 @@ class Event(NamedTuple):
 class Transport(Protocol):
     """All channels of one process, served by one thread."""
 
-    def poll(self, timeout: float) -> list[Event]:
+    def poll(self, timeout: float) -> list[TransportEvent]:
         """Move bytes both ways."""
         # Return the events since the last call, oldest first, or wait `timeout` seconds for one.
 

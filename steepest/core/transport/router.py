@@ -15,10 +15,10 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from steepest.core.messages.message import Message, Peer, Send
-from steepest.core.messages.permissions import Admission
+from steepest.core.messages.permissions import MessageCheck
 from steepest.core.system import Thread, system
 from steepest.core.tensors.memory import Memory, clone
-from steepest.core.transport.channel import Channel, Event, Transport, overlap
+from steepest.core.transport.channel import Channel, Transport, TransportEvent, overlap
 from steepest.errors import ProtocolError, ShutdownError, describe_stack
 
 log = logging.getLogger(__name__)
@@ -100,13 +100,13 @@ class Router:
         self.refused = 0  # number of messages and channels that were refused
         # the last peers whose channels have closed; may be read on any thread
         self.lost_peers: deque[Peer] = deque(maxlen=_LOST_PEERS)
-        self.admission = Admission()  # the check of messages and channels of other processes
+        self.admission = MessageCheck()  # the check of messages and channels of other processes
         self._tick_seconds = tick_seconds
         self._roles: dict[Peer, Role] = {}
         self._channels: dict[Peer, Channel] = {}
         self._local: deque[Message] = deque()
         self._calls: deque[Callable[[], None]] = deque()
-        self._events: deque[Event] = deque()  # of the transport, not delivered yet
+        self._events: deque[TransportEvent] = deque()  # of the transport, not delivered yet
         self._later: deque[Callable[[], None]] = deque()  # to be called when nothing is to be done
         self._ticked = 0.0
         self._now = system().now
@@ -124,7 +124,7 @@ class Router:
         """Receive and send over a transport, whose sink is `destination`."""
         self.transport = transport
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: MessageCheck) -> None:
         """Accept from other processes what this admission allows, and nothing else."""
         self.admission = admission
 

@@ -39,7 +39,7 @@ from collections.abc import Callable
 from steepest.core.messages.message import Message, Peer
 from steepest.core.tensors.memory import Memory
 from steepest.core.tensors.shared_memory import AVAILABLE, SHARED_FROM, Lending
-from steepest.core.transport.channel import Address, ChannelSink, Event
+from steepest.core.transport.channel import Address, ChannelSink, TransportEvent
 from steepest.core.transport.encryption import EncryptedSocket, Encryption
 from steepest.core.transport.handshake import BusyError, Openings, names_of, prove, secure
 from steepest.core.transport.stream import WireChannel
@@ -138,7 +138,7 @@ class WireTransport:
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
         self._channels: set[WireChannel] = set()
-        self._events: list[Event] = []
+        self._events: list[TransportEvent] = []
         self._gathering: list[WireChannel] = []
         self.lending = Lending()  # the memory that is lent to other processes
         self._openings = Openings(token, peers, self._selector, self._welcome, clock, self._tls)
@@ -267,11 +267,13 @@ class WireTransport:
         return channel
 
     def _welcome(self, sock: socket.socket, peers: tuple[Peer, ...]) -> None:
-        self._events.append(Event(self._adopt(sock, names_of(peers), peers), None, "opened"))
+        self._events.append(
+            TransportEvent(self._adopt(sock, names_of(peers), peers), None, "opened")
+        )
 
     # -- serving -------------------------------------------------------------------------------
 
-    def poll(self, timeout: float) -> list[Event]:
+    def poll(self, timeout: float) -> list[TransportEvent]:
         """Move bytes both ways, and return the events since the last call, oldest first.
 
         Args:
@@ -323,7 +325,7 @@ class WireTransport:
         """Read the messages of a channel that has bytes; close it if the stream has failed."""
         try:
             messages = channel._reader.read()
-            self._events += [Event(channel, message) for message in messages]
+            self._events += [TransportEvent(channel, message) for message in messages]
             channel.await_bytes(channel._reader.missing)
             if channel._reader.missing or any(
                 m.payload is not None and m.payload.nbytes >= SHARED_FROM for m in messages
@@ -388,7 +390,7 @@ class WireTransport:
         """Close a channel, and report that as an event with this reason."""
         if not channel.closed:
             self.forget(channel)
-            self._events.append(Event(channel, None, reason))
+            self._events.append(TransportEvent(channel, None, reason))
 
     def forget(self, channel: WireChannel) -> None:
         """Close a channel without an event."""
