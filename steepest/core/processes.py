@@ -12,14 +12,12 @@ import pickle
 import queue
 import signal
 import threading
-import time
-from collections.abc import Callable, Collection
-from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from multiprocessing.connection import Connection
 from typing import Any
 
-from steepest.core.runtime import Process
+from steepest.core.runtime import OnSystem, Process
 from steepest.errors import (
     ConfigurationError,
     ModelRaisedError,
@@ -34,7 +32,7 @@ _CLOSE_SECONDS = 5.0
 _METHODS = ("spawn", "forkserver")
 
 
-class ProcessRuntime:
+class ProcessRuntime(OnSystem):
     """Processes of this machine, children of this one; see `Runtime`.
 
     Calls and answers are pickled and travel through two pipes, which only the parent and that child
@@ -60,7 +58,7 @@ class ProcessRuntime:
 
     def start(self, name: str, body: type, *arguments: Any) -> Process:
         """Start a child, see `Runtime.start`."""
-        made = _pickled(f"what {name} needs", (body, arguments))
+        made = pickled(f"what {name} needs", (body, arguments))
         child = _Child(name, self._context)
         self._children.append(child)
         self.start_thread(child.write, f"to {name}")
@@ -70,7 +68,7 @@ class ProcessRuntime:
 
     def call(self, process: Process, method: str, *arguments: Any) -> Future[Any]:
         """Call a method in a child, see `Runtime.call`."""
-        return _own(process).call(_pickled(f"what {process.name} needs", (method, arguments)))
+        return _own(process).call(pickled(f"what {process.name} needs", (method, arguments)))
 
     def watch(self, process: Process) -> Future[str]:
         """Return the future of a child's end, see `Runtime.watch`."""
@@ -79,20 +77,6 @@ class ProcessRuntime:
     def end(self, process: Process) -> None:
         """Kill a child."""
         _own(process).kill()
-
-    def wait(self, futures: Collection[Future[Any]], seconds: float) -> None:
-        """Return when a future is done, or after some seconds."""
-        wait_for(futures, max(seconds, 0.0), FIRST_COMPLETED)
-
-    def now(self) -> float:
-        """Return the monotonic clock."""
-        return time.monotonic()
-
-    def start_thread(self, body: Callable[[], None], name: str) -> threading.Thread:
-        """Start a daemon thread."""
-        thread = threading.Thread(target=body, name=name, daemon=True)
-        thread.start()
-        return thread
 
     def close(self) -> None:
         """Kill all children, and wait until they are gone."""
@@ -175,14 +159,7 @@ class _Child:
         """Give a call its result, or the error that its method raised."""
         with self._lock:
             call = self._calls.pop(number)
-        try:
-            result = _unpickled(answer)
-        except Exception as error:  # noqa: BLE001 - the user's objects are unpickled by methods of their own
-            well, result = False, describe_error(error)
-        if well:
-            call.set_result(result)
-        else:
-            call.set_exception(_error(self.name, result))
+        settle(call, self.name, well, answer)
 
     def _end(self) -> None:
         """Note how the process ended; fail the calls that it has not answered."""
@@ -217,7 +194,7 @@ def _unpickled(content: bytes) -> Any:
     return pickle.loads(content)  # noqa: S301 - of a pipe of this program's own
 
 
-def _pickled(what: str, value: Any) -> bytes:
+def pickled(what: str, value: Any) -> bytes:
     """Return a value pickled; ConfigurationError if it cannot be."""
     try:
         return pickle.dumps(value)
@@ -237,7 +214,34 @@ def _error(name: str, told: dict[str, str]) -> Exception:
     return error
 
 
+def settle(call: Future[Any], name: str, well: bool, answer: bytes) -> None:
+    """Give a call of a process its result, or the error that its method raised, as `perform` has returned it."""
+    try:
+        result = _unpickled(answer)
+    except Exception as error:  # noqa: BLE001 - the user's objects are unpickled by methods of their own
+        well, result = False, describe_error(error)
+    if well:
+        call.set_result(result)
+    else:
+        call.set_exception(_error(name, result))
+
+
 # -- in the child ------------------------------------------------------------------------------
+
+
+def make(made: bytes) -> Any:
+    """Return a body, made of its pickled class and arguments."""
+    body_type, arguments = _unpickled(made)
+    return body_type(*arguments)
+
+
+def perform(body: Any, request: bytes) -> tuple[bool, bytes]:
+    """Run a method of a body, with pickled arguments; return whether it went well, and what came of it."""
+    try:
+        method, arguments = _unpickled(request)
+        return True, pickled("the result", getattr(body, method)(*arguments))
+    except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
+        return False, pickle.dumps(describe_error(error))
 
 
 def _serve(requests: Connection, answers: Connection) -> None:
@@ -246,16 +250,10 @@ def _serve(requests: Connection, answers: Connection) -> None:
     coming: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, coming), daemon=True).start()
     _, made = _unpickled(coming.get())
-    body_type, arguments = _unpickled(made)
-    body = body_type(*arguments)
+    body = make(made)
     while True:
         number, request = _unpickled(coming.get())
-        try:
-            method, arguments = _unpickled(request)
-            well, result = True, _pickled("the result", getattr(body, method)(*arguments))
-        except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
-            well, result = False, pickle.dumps(describe_error(error))
-        answers.send_bytes(pickle.dumps((number, well, result)))
+        answers.send_bytes(pickle.dumps((number, *perform(body, request))))
 
 
 def _receive(requests: Connection, coming: queue.SimpleQueue[bytes]) -> None:

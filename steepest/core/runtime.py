@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any, Protocol
+
+from steepest.core.system import Thread, system
 
 
 class Process(Protocol):
@@ -29,11 +30,9 @@ class Runtime(Protocol):
     small messages, and may be slow.
 
     An implementation decides where a process runs and how a call travels. `ProcessRuntime` runs
-    processes of this machine and sends calls through pipes. One on Ray starts an actor for each
-    process, with one call at a time, and returns ``ref.future()``; its `watch` is a call that lasts
-    as long as the actor, or Ray's error when the actor is dead. One in a simulation runs all
-    processes in turn on one thread; its `now` is virtual time, and `wait` is where other processes
-    run.
+    processes of this machine and sends calls through pipes. `steepest.runtime.actor_runtime` starts
+    an actor for each process, of Ray or, in a simulation, of threads that run in turn on virtual
+    time; its `watch` is a call that lasts as long as the actor.
 
     **Processes.** `start` returns at once, before the process is up. The process makes one object,
     its body, with the arguments given to `start`; an exception there ends the process. `call` runs
@@ -91,8 +90,24 @@ class Runtime(Protocol):
     def now(self) -> float:
         """Return the time in seconds, on a clock that does not go back."""
 
-    def start_thread(self, body: Callable[[], None], name: str) -> threading.Thread:
+    def start_thread(self, body: Callable[[], None], name: str) -> Thread:
         """Start a daemon thread that runs a function, and return it."""
 
     def close(self) -> None:
         """End all processes."""
+
+
+class OnSystem:
+    """What runtimes take of the system of their process: waits, a clock, threads."""
+
+    def wait(self, futures: Collection[Future[Any]], seconds: float) -> None:
+        """Return when a future is done, or after some seconds."""
+        system().wait(futures, max(seconds, 0.0))
+
+    def now(self) -> float:
+        """Return the clock."""
+        return system().now()
+
+    def start_thread(self, body: Callable[[], None], name: str) -> Thread:
+        """Start a daemon thread."""
+        return system().start(body, name)

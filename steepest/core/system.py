@@ -12,8 +12,8 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -113,6 +113,9 @@ class System(Protocol):
     def queue(self) -> Queue[Any]:
         """Return a new queue without bounds."""
 
+    def wait(self, futures: Collection[Future[Any]], seconds: float) -> None:
+        """Return when one of some futures is done, or after some seconds."""
+
     def result(self, future: Future[T], timeout: float | None = None) -> T:
         """Wait for a future; return its result, or raise as `Future.result` does."""
 
@@ -141,6 +144,10 @@ class PythonSystem:
     def begin(self, body: Callable[[], object]) -> None:
         """Start a thread as the C code does."""
         _thread.start_new_thread(body, ())
+
+    def wait(self, futures: Collection[Future[Any]], seconds: float) -> None:
+        """Wait for a future of several."""
+        wait(futures, seconds, FIRST_COMPLETED)
 
     def result(self, future: Future[T], timeout: float | None = None) -> T:
         """Wait for a future."""

@@ -81,7 +81,7 @@ def _words_of(error: ray.exceptions.RayError | None) -> str:
 def drop_calls(calls: Iterable[Any]) -> None:
     """Let nobody wait for calls any more: Ray logs an error that nobody has asked for."""
     for call in calls:
-        call.drop()
+        call.future()
 
 
 def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoReturn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from steepest.core.messages.message import Peer
@@ -31,8 +32,8 @@ class Call(ABC):
         """Return the result when it is there; raise Ray's error of how the call has ended, or that it is late."""
 
     @abstractmethod
-    def drop(self) -> None:
-        """Let nobody ask for the result any more."""
+    def future(self) -> Future[Any]:
+        """Return the future of the result, for which the driver asks thereby."""
 
 
 class Group(Protocol):

@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -52,9 +53,10 @@ class RayCall(Call):
         """Return what Ray has."""
         return ray.get(self.ref, timeout=timeout)
 
-    def drop(self) -> None:
-        """Ask for the result: Ray logs an error that nobody has asked for."""
-        self.ref.future()
+    def future(self) -> Future[Any]:
+        """Return the future of the result, whose callbacks a thread of Ray's calls."""
+        future: Future[Any] = self.ref.future()
+        return future
 
 
 def _sent(arguments: Sequence[Any]) -> list[Any]:

@@ -99,7 +99,7 @@ class Raised(Call):
     def get(self, timeout: float | None = None) -> Any:
         raise raised(self.words)
 
-    def drop(self) -> None: ...
+    def future(self) -> Any: ...
 
 
 def test_only_some_of_many_workers_are_named() -> None:

@@ -7,6 +7,7 @@ import pickle
 import traceback
 import types
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import ray as real
@@ -84,8 +85,21 @@ class Ref(Call, ByReference):
         """Return a copy of the value when it is there."""
         return runtime().get([self], timeout)[0]
 
-    def drop(self) -> None:
-        """Do nothing."""
+    def future(self) -> Future[Any]:
+        """Return the future of a copy of the value."""
+        future: Future[Any] = Future()
+
+        def finish() -> None:
+            try:
+                future.set_result(self.value())
+            except Exception as error:  # noqa: BLE001 - the future's
+                future.set_exception(error)
+
+        if self.ended:
+            finish()
+        else:
+            self.then.append(finish)
+        return future
 
     def set(self, value: Any) -> None:
         """Give the reference its value, pickled unless it is plain."""

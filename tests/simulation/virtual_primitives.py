@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from typing import Any, Generic, TypeVar
 
@@ -259,9 +259,13 @@ class VirtualSystem:
 
     def result(self, future: futures.Future[T], timeout: float | None = None) -> T:
         """Wait for a future."""
-        if not future.done():
-            waiters: Waiters = []
-            future.add_done_callback(lambda _: self._scheduler.wake(waiters))
-            if not self._scheduler.block(waiters, timeout, "a future"):
-                raise TimeoutError
+        self.wait([future], timeout)
         return future.result(0)
+
+    def wait(self, several: Collection[futures.Future[Any]], seconds: float | None) -> None:
+        """Wait for a future of several."""
+        waiters: Waiters = []
+        for future in several:
+            future.add_done_callback(lambda _: self._scheduler.wake(waiters))
+        if not any(future.done() for future in several):
+            self._scheduler.block(waiters, seconds, "a future")
