@@ -2,12 +2,26 @@
 
     python -m benchmarks.goodput
     python -m benchmarks.goodput --rounds 4 --strategy allreduce
+    python -m benchmarks.goodput --rivals                           # about seven minutes a rival and round
+    python -m benchmarks.goodput --rivals steepest torchft --rounds 1
 
 Three workers train a perceptron with ``replication=2`` and otherwise default settings, in steps of 50 ms. Spells
 without a death and spells in which a random process (worker or server) gets SIGKILL every 15 seconds take turns in one
 job. In each spell the samples of committed steps are counted, as the driver hears of them. Samples that are computed
 again are counted once. Goodput is the samples per second of a spell with deaths over those of the spell before it.
 Before the first spell the job trains for half a minute: by then there is the spare process that a job has by default.
+
+With ``--rivals`` one training loop of the user's own runs with two workers under each of these, of which one gets
+SIGKILL every 15 seconds, and no copies of anything; all are measured from what their workers write down
+(`benchmarks.goodput_rivals`):
+
+``steepest``          `steepest.run` and `steepest.prepare`: a step waits for the successor, as by default
+``steepest-goes-on``  the same with ``FailureConfig(patience=0)``: the other worker goes on in smaller steps until then
+``ray-train``         Ray Train's ``TorchTrainer`` on Gloo, ``max_failures=-1``, a checkpoint every 20 steps
+``torchft``           torchft's ``Manager`` and ``DistributedDataParallel`` on Gloo, a replica each
+
+Samples are counted once however often their steps are taken. Lost are those that lack in the updates if each is to be
+in one of each pass, doubled those that are in more; "in vain" are those computed that are in no update.
 """
 
 from __future__ import annotations
@@ -19,16 +33,24 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import argparse
+import contextlib
+import itertools
 import logging
 import random
+import signal
 import statistics
 import sys
+import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from benchmarks import goodput_rivals
 from benchmarks.elasticity import constant
+from benchmarks.goodput_rivals import END, RIVALS, Found, alive, missing, read
 from benchmarks.job_processes import kill, processes
 from benchmarks.overhead import machine, positive
 from benchmarks.parameter_server_rivals import ray_started
@@ -50,6 +72,8 @@ STRATEGIES = {
 WORKERS = 3
 WANTED = 0.95
 WARM_SECONDS = 30.0
+LOOK_SECONDS = 0.05
+END_STEPS = 40  # of a job after its last spell: all workers are to hear of its end before
 
 
 @dataclass
@@ -142,6 +166,90 @@ def measure(strategy: str, spells: Spells, seconds: float = STEP_SECONDS) -> lis
     raise AssertionError("the steps were too few")
 
 
+def strike(
+    folder: str, spells: list[Spell], options: argparse.Namespace, over: threading.Event
+) -> None:
+    """Go through the spells of a rival's job, then tell its workers after which step to end; return early if `over`."""
+    chance = random.Random(options.seed)
+    while not read(folder).done and not over.wait(LOOK_SECONDS):
+        pass
+    over.wait(options.warm)
+    for number in range(2 * options.rounds):
+        spell = Spell(number % 2 == 1, time.monotonic())
+        for death in range(1, options.deaths + 1):
+            while spell.deadly and len(spell.killed) < death and not over.wait(LOOK_SECONDS):
+                if pids := alive(folder):
+                    pid = chance.choice(pids)
+                    spell.killed.append(str(pid))
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            over.wait(max(spell.began + death * options.every - time.monotonic(), 0))
+        if over.is_set():
+            return
+        spell.seconds = time.monotonic() - spell.began
+        spells.append(spell)
+    Path(folder, END).write_text(str(max(read(folder).done) + END_STEPS))
+
+
+def measure_rival(rival: str, options: argparse.Namespace) -> tuple[list[Spell], Found]:
+    """The spells of a rival's job, and what its workers have written."""
+    spells: list[Spell] = []
+    over = threading.Event()
+    with tempfile.TemporaryDirectory() as folder:
+        thread = threading.Thread(target=strike, args=(folder, spells, options, over))
+        thread.start()
+        try:
+            with ray_started(goodput_rivals.WORKERS + 2):
+                RIVALS[rival](folder)
+        finally:
+            over.set()
+            thread.join()
+        found = read(folder)
+    for spell in spells:
+        end = spell.began + spell.seconds
+        new = found.steps(spell.began, end)
+        spell.samples = sum(found.samples(step) for step in new)
+        moments = sorted([spell.began, end, *(found.done[step] for step in new)])
+        spell.gap = max(after - before for before, after in itertools.pairwise(moments))
+    return spells, found
+
+
+def row(rival: str, spells: list[Spell], found: Found) -> str:
+    """A line of the rivals' table."""
+    ratios = goodputs(spells)
+    quiet, deadly = (statistics.median(each.rate for each in spells[i::2]) for i in (0, 1))
+    gap = max(each.gap for each in spells[1::2])
+    deaths = sum(len(each.killed) for each in spells)
+    lost, doubled = found.uneven()
+    return (
+        f"{rival:18}{quiet:9.0f}{deadly:10.0f}{statistics.median(ratios):9.1%}{gap:9.2f}{deaths:8}"
+        f"{lost:7}{doubled:9}{found.in_vain:9}{found.counts.total():10}"
+    )
+
+
+HEADING = (
+    f"{'':18}{'quiet/s':>9}{'deaths/s':>10}{'goodput':>9}{'gap, s':>9}{'deaths':>8}{'lost':>7}{'doubled':>9}"
+    f"{'in vain':>9}{'samples':>10}"
+)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Measure rivals one after the other; return 1 if none can be."""
+    rivals = []
+    for rival in options.rivals or RIVALS:
+        if text := missing(rival):
+            print(text, flush=True)
+        else:
+            rivals.append(rival)
+    rows = []
+    for rival in rivals:
+        spells, found = measure_rival(rival, options)
+        rows.append(row(rival, spells, found))
+        print(HEADING, rows[-1], sep="\n", flush=True)
+    print("", HEADING, *rows, sep="\n", flush=True)
+    return 0 if rows else 1
+
+
 def goodputs(spells: list[Spell]) -> list[float]:
     """Of each spell with deaths, over the spell before it."""
     pairs = zip(spells[::2], spells[1::2], strict=True)
@@ -172,15 +280,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--deaths", type=positive, default=4, help="in each spell that has some")
     parser.add_argument("--strategy", nargs="+", choices=list(STRATEGIES), default=["ps"])
     parser.add_argument("--seed", type=int, default=0, help="of who dies")
+    parser.add_argument(
+        "--warm", type=float, default=WARM_SECONDS, help="seconds before all spells"
+    )
+    parser.add_argument("--rivals", nargs="*", choices=list(RIVALS), help="by default all")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.getLogger("steepest").setLevel(logging.ERROR)  # each death is a warning
     print(machine(), flush=True)
+    if options.rivals is not None:
+        return compare(options)
     good = True
     with ray_started(WORKERS + 1):
         for strategy in options.strategy:
             chance = random.Random(options.seed)
-            each = Spells(options.rounds, options.every, options.deaths, chance, WARM_SECONDS)
+            each = Spells(options.rounds, options.every, options.deaths, chance, options.warm)
             spells = measure(strategy, each)
             print(text(strategy, spells), flush=True)
             good &= statistics.median(goodputs(spells)) >= WANTED

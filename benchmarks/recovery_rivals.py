@@ -63,7 +63,7 @@ def _train_loop(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     network = ray.train.torch.prepare_model(config["network"]())
     optimizer = torch.optim.SGD(network.parameters(), lr=config["rate"])
-    begin = _load(network, optimizer)
+    begin = load_checkpoint(network, optimizer)
     killed, steps = (Path(config["folder"], name) for name in (f"killed {rank}", "steps"))
     dies = rank >= world - config.get("victims", 1)
     with steps.open("a", buffering=1) as file:
@@ -79,7 +79,7 @@ def _train_loop(config: dict[str, Any]) -> None:
             if rank == 0:
                 file.write(f"{step} {time.monotonic()}\n")
             if step % CHECKPOINT_STEPS == 0:
-                _save(network, optimizer, step, rank)
+                save_checkpoint(network, optimizer, step, rank)
 
 
 def batch_of(data: Arrays, size: int, number: int) -> Arrays:
@@ -88,7 +88,9 @@ def batch_of(data: Arrays, size: int, number: int) -> Arrays:
     return x[chosen], y[chosen]
 
 
-def _save(network: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
+def save_checkpoint(
+    network: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int
+) -> None:
     import ray.train
 
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +106,7 @@ def _save(network: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int,
         ray.train.report({"step": step}, checkpoint=checkpoint)
 
 
-def _load(network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def load_checkpoint(network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     import ray.train
 
     checkpoint = ray.train.get_checkpoint()

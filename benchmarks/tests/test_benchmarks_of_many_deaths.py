@@ -11,6 +11,7 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from benchmarks import (
     false_alarm_bodies,
     false_alarms,
     goodput,
+    goodput_rivals,
     node_deaths,
     soak,
     soak_samples,
@@ -95,6 +97,54 @@ def test_goodput_is_of_neighbouring_spells(monkeypatch: pytest.MonkeyPatch) -> N
     assert "goodput 100.0%" in goodput.text("ps", [quiet, deadly])
     half = Spell(True, 0.0, samples=12, seconds=8.0)
     assert goodput.goodputs([quiet, half, deadly, deadly]) == [0.5, 1.0]
+
+
+def test_notes_of_a_job_count_each_step_as_it_was_taken_last(tmp_path: Path) -> None:
+    first = [
+        "b 1.0 0 0 2 1 0 1",
+        "d 1.5 1",
+        "b 2.0 1 0 2 1 4 5",  # nobody knows whether this was committed
+        "d 2.5 2",
+        "b 2.6 2 0 2 1 0",
+        "b 9.0 1 0 2 1 4 5",  # set back
+        "d 9.5 2",
+        "b 10.0 2 0 1 1 0 1",  # alone, in place of two
+        "d 10.5 3",
+    ]
+    other = ["b 1.1 0 1 2 1 2 3", "d 1.4 1", "b 2.1 1 1 2 1 2 2", "b 2.7 2 1 2 1 3"]
+    successor = ["b 9.1 1 1 2 1 2 2", "b 9.8 2 1 2 0 5", "b 9.9 3 1 2 1 5", "b 10.1 2 1"]
+    for pid, lines in enumerate((first, other, successor)):
+        (tmp_path / f"worker {pid}").write_text("\n".join(lines) + "\n" * (pid < 2))
+    found = goodput_rivals.read(str(tmp_path))
+    assert found.done == {0: 1.4, 1: 2.5, 2: 10.5}
+    assert [found.samples(step) for step in range(3)] == [4, 4, 2]
+    assert found.counts == {0: 2, 1: 2, 2: 3, 3: 1, 4: 1, 5: 1}
+    assert found.uneven(samples=6) == (0, 1)
+    assert found.uneven(samples=5) == (2, 1)
+    assert found.in_vain == 7
+    assert found.steps(1.0, 2.5) == [0]
+    quiet, deadly = Spell(False, 0.0, 24, seconds=8.0), Spell(True, 0.0, 12, ["1"], 2.0, 8.0)
+    words = goodput.row("torchft", [quiet, deadly], found).split()
+    assert words[:6] == ["torchft", "3", "2", "50.0%", "2.00", "1"]
+
+
+def test_a_loop_of_the_rivals_runs_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(goodput_rivals, "SECONDS", 0.0)
+    (tmp_path / goodput_rivals.END).write_text("50")
+    goodput_rivals.own_loop(str(tmp_path))
+    found = goodput_rivals.read(str(tmp_path))
+    assert (found.counts.total(), found.uneven(), found.in_vain) == (50 * 32, (0, 0), 0)
+    assert goodput_rivals.alive(str(tmp_path)) == [os.getpid()]
+
+
+def test_a_rival_that_is_not_installed_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(goodput_rivals.MODULES, "torchft", ["a_module_of_no_package"])
+    assert goodput.main(["--rivals", "torchft"]) == 1
+    assert (
+        "torchft is left out: No module named 'a_module_of_no_package'" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("lock", list(false_alarm_bodies.HOLDS))
