@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.checkpoint.exported_table import ExportedTable as ExportedTable
     from steepest.checkpoint.files import Checkpoints as Checkpoints
     from steepest.collectives.ring import ring_allreduce as ring_allreduce
+    from steepest.config.compression import Int2 as Int2
+    from steepest.config.compression import Int4 as Int4
     from steepest.config.compression import Int8 as Int8
     from steepest.config.compression import PowerSGD as PowerSGD
     from steepest.config.compression import TopK as TopK
@@ -101,6 +103,8 @@ _MODULES = {
     "History": "observe.history",
     "HuggingFaceModel": "adapters.hugging_face",
     "IndexedStream": "core.data.sources",
+    "Int2": "config.compression",
+    "Int4": "config.compression",
     "Int8": "config.compression",
     "JaxModel": "adapters.jax",
     "LightningModel": "adapters.lightning",

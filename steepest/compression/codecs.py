@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steepest.config.compression import Compression, Int8, TopK
+from steepest.config.compression import Compression, Int2, Int4, Int8, PowerSGD, TopK
 from steepest.core.tensors.codec import Codec, Factors, Packed
 from steepest.core.tensors.half_precision import WIRE_DTYPES, narrow, narrow_size
 from steepest.core.tensors.layout import Chunk, ParameterLayout, Slice
@@ -100,6 +100,97 @@ class BlockInt8(Codec):
             scales, rounded = self._views(payload, out.numel())
             for where, shape, scale in self._parts(out, scales):
                 out[where].view(shape).add_(rounded[where].view(shape) * (scale * factor))
+
+
+class BlockInt4(BlockInt8):
+    """Blocks of elements as integers from -7 to 7, two in a byte, each block with one float32; scales come first."""
+
+    _bits = 4
+
+    def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
+        """Return `_bits` bits for each element, and four bytes for each block."""
+        count = chunk.nbytes // 4
+        return _if_less(chunk, -(-count * self._bits // 8) + 4 * -(-count // self._block))
+
+    def _parts_of(self, packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the scales, and the bytes of all elements."""
+        border = 4 * -(-count // self._block)
+        return packed[:border].view(torch.float32), packed[border:]
+
+    def _round(self, block: Tensor, scale: Tensor) -> Tensor:
+        """Return what is nearest to some blocks' elements, in units of their scales, which are written."""
+        low, high = torch.aminmax(block, dim=1, keepdim=True)
+        scale.copy_(torch.maximum(high, low.neg_())).div_(7)
+        return block.div(scale.clamp(min=torch.finfo(torch.float32).tiny)).round_()
+
+    def _codes(self, levels: Tensor) -> Tensor:
+        """Return numbers of `_bits` bits that stand for levels."""
+        return levels + 7
+
+    def _levels(self, codes: Tensor) -> Tensor:
+        """Return the levels (float32) that numbers stand for."""
+        return codes.to(torch.float32).sub_(7)
+
+    def pack(
+        self, layout: ParameterLayout, chunk: Chunk, values: Tensor, out: Tensor, factors: Factors
+    ) -> bool:
+        """Round each element to the nearest level of its block."""
+        count, each = values.numel(), 8 // self._bits
+        scales, packed = self._parts_of(out, count)
+        codes = torch.zeros(packed.numel() * each, dtype=torch.uint8)
+        for where, shape, scale in self._parts(values, scales):
+            block = values[where].view(shape)
+            levels = self._round(block, scale)
+            codes[:count][where].view(shape).copy_(self._codes(levels))
+            block.addcmul_(levels, scale.expand(shape), value=-1)
+        columns = codes.view(-1, each)
+        packed.zero_()
+        for place in range(each):
+            packed.bitwise_or_(columns[:, place].bitwise_left_shift(place * self._bits))
+        return True
+
+    def add(self, layout: ParameterLayout, chunk: Chunk, packed: Packed, out: Tensor) -> None:
+        """Multiply by the scales and add."""
+        count, each = out.numel(), 8 // self._bits
+        for payload, factor in packed:
+            scales, found = self._parts_of(payload, count)
+            columns = [
+                found.bitwise_right_shift(place * self._bits).bitwise_and_((1 << self._bits) - 1)
+                for place in range(each)
+            ]
+            levels = self._levels(torch.stack(columns, dim=1).view(-1)[:count])
+            for where, shape, scale in self._parts(out, scales):
+                out[where].view(shape).add_(levels[where].view(shape) * (scale * factor))
+
+
+class BlockInt2(BlockInt4):
+    """Blocks of elements as -3, -1, 1 or 3, four in a byte, each block with one float32; scales come first.
+
+    An element is one of the outer two where it is larger than the root of the block's mean square,
+    and the scale is that of least squares for these choices, so that less is left of any block
+    than there was.
+    """
+
+    _bits = 2
+
+    def _round(self, block: Tensor, scale: Tensor) -> Tensor:
+        """Return -3, -1, 1 or 3 for each element, and write the scale that leaves least."""
+        size = block.abs()
+        greatest = size.amax(dim=1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+        relative = block / greatest  # squares of what is very small or large are none
+        border = relative.square().mean(dim=1, keepdim=True).sqrt_()
+        levels = torch.where(relative.abs() > border, 3.0, 1.0).copysign_(block)
+        best = (relative * levels).sum(dim=1, keepdim=True)
+        scale.copy_(best.div_(levels.square().sum(dim=1, keepdim=True)).mul_(greatest))
+        return levels
+
+    def _codes(self, levels: Tensor) -> Tensor:
+        """Return 0 to 3 for -3 to 3."""
+        return (levels + 3).div_(2)
+
+    def _levels(self, codes: Tensor) -> Tensor:
+        """Return -3, -1, 1 or 3 for 0 to 3."""
+        return codes.to(torch.float32).mul_(2).sub_(3)
 
 
 class Largest(Codec):
@@ -293,4 +384,7 @@ def make_codec(choice: str | Compression | None) -> Codec | None:
         return None if choice is None else Half(WIRE_DTYPES[choice])
     if isinstance(choice, TopK):
         return Largest(choice.ratio)
-    return BlockInt8(choice.block) if isinstance(choice, Int8) else LowRank(choice.rank)
+    if isinstance(choice, PowerSGD):
+        return LowRank(choice.rank)
+    kinds = {Int8: BlockInt8, Int4: BlockInt4, Int2: BlockInt2}
+    return kinds[type(choice)](choice.block)

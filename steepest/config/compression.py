@@ -46,6 +46,42 @@ class Int8:
 
 
 @dataclass(frozen=True)
+class Int4:
+    """Send each element as one of 15 multiples of the scale of its block, two elements in a byte.
+
+    Attributes:
+        block: number of consecutive elements that share a scale.
+
+    Raises:
+        ConfigurationError: the block is no positive integer.
+    """
+
+    whole: ClassVar[bool] = False
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        require_count("Int4 block", self.block)
+
+
+@dataclass(frozen=True)
+class Int2:
+    """Send each element as -3, -1, 1 or 3 times the scale of its block, four elements in a byte.
+
+    Attributes:
+        block: number of consecutive elements that share a scale.
+
+    Raises:
+        ConfigurationError: the block is no positive integer.
+    """
+
+    whole: ClassVar[bool] = False
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        require_count("Int2 block", self.block)
+
+
+@dataclass(frozen=True)
 class PowerSGD:
     """Send the gradient of each parameter as a product of two thin matrices.
 
@@ -69,12 +105,14 @@ class PowerSGD:
         require_count("PowerSGD rank", self.rank)
 
 
-Compression = TopK | Int8 | PowerSGD
+Compression = TopK | Int8 | Int4 | Int2 | PowerSGD
 
 
 #: Each compression with its default settings, by its name.
 COMPRESSION_BY_NAME: dict[str, Compression] = {
     "topk": TopK(),
     "int8": Int8(),
+    "int4": Int4(),
+    "int2": Int2(),
     "powersgd": PowerSGD(),
 }

@@ -33,6 +33,7 @@ Call = Callable[..., list[Any]]
 #: State by worker, each by name.
 Own = Mapping[int, Mapping[str, torch.Tensor]]
 Apart = Mapping[str, torch.Tensor]  # a checkpoint's tensors by replica, and others
+_CHANGE = "change/"  # before the names of what was left out under local SGD, which is of weights
 _OWN, _OUTER, _LEFT_OUT, _ROWS = "local:", "outer:", "compression:", "rows:"
 
 
@@ -70,15 +71,19 @@ class OptimizerState:
     def of(cls, job: Job, held: SharedState, workers: Mapping[int, WorkerState]) -> OptimizerState:
         """Return the optimizer's state of a job of which all parts are known, those of workers by index."""
         on_servers, plain = assemble(job.description.layout, held.records)
-        rows = _exchanged(workers, UNPUSHED)
+        rows, left_out = _exchanged(workers, UNPUSHED), _exchanged(workers, COMPRESSION)
+        if job.config.local:
+            left_out = {
+                worker: Tensors((_CHANGE + name, value) for name, value in state.items())
+                for worker, state in left_out.items()
+            }
         if not job.config.local:
-            left_out = _exchanged(workers, COMPRESSION)
             schedule = held.state.get("schedule")
             return cls(on_servers, plain, schedule, left_out=left_out, rows=rows)
         inner = {worker: each.inner for worker, each in workers.items() if each.inner is not None}
         mean, plain, schedule = mean_inner(list(inner.values()))
         own = {worker: state for worker, (state, _, _) in inner.items() if state}
-        return cls(mean, plain, schedule, own, on_servers, rows=rows)
+        return cls(mean, plain, schedule, own, on_servers, left_out, rows)
 
     @classmethod
     def saved(
@@ -143,26 +148,37 @@ class OptimizerState:
         if cluster.job.stores is not None:
             rows = self.rows_for(cluster.job)
             cluster.workers.call(remote_functions.load_exchanged, UNPUSHED, rows, Tensors())
+        records = disassemble(layout, self.state, self.plain)
+        if cluster.job.config.local:
+            records = disassemble(layout, dict(self.outer), [])
+        if cluster.job.compresses:
+            left_out, mean = self._left_out_of(cluster.job), dict[str, torch.Tensor]()
+            check_residuals(layout, left_out.values())
+            if same and left_out:
+                left_out = {worker: left_out.get(worker, {}) for worker in workers}
+            elif left_out and len(left_out) != len(workers):
+                left_out, mean = {}, _mean_left_out(left_out)
+            cluster.workers.call(remote_functions.load_exchanged, COMPRESSION, dict(left_out), mean)
         if not cluster.job.config.local:
-            records = disassemble(layout, self.state, self.plain)
-            if cluster.job.compresses:
-                left_out, mean = self.left_out, dict[str, torch.Tensor]()
-                check_residuals(layout, left_out.values())
-                if same and left_out:
-                    left_out = {worker: left_out.get(worker, {}) for worker in workers}
-                elif left_out and len(left_out) != len(workers):
-                    left_out, mean = {}, _mean_left_out(left_out)
-                cluster.workers.call(
-                    remote_functions.load_exchanged, COMPRESSION, dict(left_out), mean
-                )
             return records
-        disassemble(layout, self.state, self.plain)  # raises before anything is changed
         own = dict(self.own) if same or len(self.own) == len(workers) else {}
         others = self.state | _mean_own_weights(self.own)
         cluster.workers.call(
             remote_functions.load_inner_state, own, others, self.plain, self.schedule
         )
-        return disassemble(layout, dict(self.outer), [])
+        return records
+
+    def _left_out_of(self, job: Job) -> Own:
+        """Return what compression has left out of what workers of a job push: gradients, or changes of weights."""
+        found = {
+            worker: {
+                name.removeprefix(_CHANGE): value
+                for name, value in state.items()
+                if name.startswith(_CHANGE) == job.config.local
+            }
+            for worker, state in self.left_out.items()
+        }
+        return {worker: state for worker, state in found.items() if state}
 
     def rows_for(self, job: Job) -> dict[int, Tensors]:
         """Return by worker of a job the gradients of rows that it is to push.

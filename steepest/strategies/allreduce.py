@@ -22,7 +22,8 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
         sharded: as there; None for True, or False where gradients are compressed.
         wire_dtype: "fp16" or "bf16" to send float32 gradients and new weights between hosts in half
             the bytes; a pair sets it for gradients and for weights. None sends them as they are.
-        compression: `Int8`, `TopK` or `PowerSGD`, or "int8", "topk" or "powersgd" for their
+        compression: `Int8`, `Int4`, `Int2`, `TopK` or `PowerSGD`, or "int8", "int4", "int2",
+            "topk" or "powersgd" for their
             defaults. Where there is more than one host, every worker sends its gradient compressed
             to every other worker; what that leaves out is added to the worker's next gradient. Not
             together with `wire_dtype`.

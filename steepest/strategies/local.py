@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from steepest.config.compression import Compression
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.strategies.strategy import ServerStrategy
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import ConfigurationError
 from steepest.strategies.formats import WithFormats
 from steepest.validation import require_choice, require_count, require_number, require_positive
+
+_ALL = 1 << 30  # more servers than there are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,11 @@ class LocalStrategy(WithFormats, ServerStrategy):
             included, as for `ParameterServerStrategy`.
         nonfinite: as for `AllreduceStrategy`; a round that is skipped leaves workers' own
             optimizers as they were before it.
+        compression: `Int8`, `Int4`, `Int2`, `TopK` or `PowerSGD`, or "int8", "int4", "int2", "topk"
+            or "powersgd" for their defaults: of workers' changes between hosts. What that leaves out is
+            added to the worker's next change of the fragment. With servers weights are sent as they are,
+            or as `wire_dtype` says; without, every worker sends its changes to every other worker and
+            averages all of them, so that no weights travel.
         hierarchical, chunk_bytes, transport, wire_dtype: as for `AllreduceStrategy`.
 
     Raises:
@@ -71,6 +79,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
     outer_momentum: float = 0.0
     nesterov: bool = False
     hierarchical: bool = True
+    compression: Compression | str | None = None
 
     def __post_init__(self) -> None:
         require_count("sync_every", self.sync_every)
@@ -97,6 +106,16 @@ class LocalStrategy(WithFormats, ServerStrategy):
                 "nesterov=True with outer_momentum=0: give the momentum too, 0.9 say"
             )
         self._check_wire()
+        if self.in_workers and None not in (self.compression, self.wire_dtype):
+            raise ConfigurationError(
+                f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r} and no servers: "
+                "changes are compressed, and no weights are sent; leave wire_dtype out, or give num_servers"
+            )
+
+    @property
+    def copies(self) -> int:
+        """How many servers hold each chunk: without server processes all workers, where changes are compressed."""
+        return _ALL if self.in_workers and self.compression is not None else super().copies
 
     @property
     def updates(self) -> int:

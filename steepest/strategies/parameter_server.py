@@ -22,7 +22,8 @@ class ParameterServerStrategy(WithFormats, dense.ParameterServerStrategy):
         wire_dtype: "fp16" or "bf16" to send float32 gradients and weights between hosts in half the
             bytes; servers add up, apply and keep them in float32. A pair sets it for pushes and for
             pulls: ``("fp16", None)``. A chunk that does not fit into fp16 is sent as float32.
-        compression: `Int8`, `TopK` or `PowerSGD`, or "int8", "topk" or "powersgd" for their
+        compression: `Int8`, `Int4`, `Int2`, `TopK` or `PowerSGD`, or "int8", "int4", "int2",
+            "topk" or "powersgd" for their
             defaults. Each worker sends its own gradient compressed to servers of other hosts; what
             that leaves out is added to the worker's next gradient. `wire_dtype` is then that of the
             weights. Not together with backup workers or ``correction="drop"``.

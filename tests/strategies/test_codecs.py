@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.compression.codecs import BlockInt8, Half, Largest, LowRank, largest
+from steepest.compression.codecs import (
+    BlockInt2,
+    BlockInt4,
+    BlockInt8,
+    Half,
+    Largest,
+    LowRank,
+    largest,
+)
 from steepest.compression.gradient_compressor import GradientCompressor, check_residuals
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ParameterLayout
@@ -19,6 +27,9 @@ FORMATS = {
     "top-k of all": Largest(0.97),
     "int8": BlockInt8(16),
     "int8 in large blocks": BlockInt8(1000),
+    "int4": BlockInt4(16),
+    "int4 in odd blocks": BlockInt4(33),
+    "int2": BlockInt2(18),
     "PowerSGD": LowRank(2),
 }
 ALL = frozenset[int]()
@@ -69,6 +80,38 @@ def test_what_arrives_and_what_is_left_make_the_gradient(
     arrived, left = sent(codec, layout, values)
     assert torch.allclose(arrived + left, values, atol=1e-5)
     assert float(left.norm()) < float(values.norm()), "nothing was sent"
+
+
+@pytest.mark.parametrize(("codec", "bits"), [(BlockInt4(16), 4), (BlockInt2(16), 2)])
+def test_few_bits_are_these_values(codec: Codec, bits: int) -> None:
+    """Multiples of the greatest magnitude's seventh; or the four values that leave the least of a block."""
+    layout = layout_of((5, 7))
+    values = random(35) * 1e-3
+    values[16:32] = 0.0
+    values[20] = -8.0  # a block of one large element
+    size = codec.size(layout, layout.chunks[0])
+    assert size == -(-35 * bits // 8) + 3 * 4
+    arrived, _ = sent(codec, layout, values)
+    for where in (slice(0, 16), slice(16, 32), slice(32, 35)):
+        block = values[where].double()
+        if bits == 4:
+            unit = block.abs().max() / 7
+            expected = (block / unit).round() * unit
+        else:
+            border = block.square().mean().sqrt()
+            outer = torch.where(block.abs() > border, 3.0, 1.0).double().copysign(block)
+            expected = outer * ((block * outer).sum() / outer.square().sum())
+        assert torch.allclose(arrived[where].double(), expected, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("codec", [BlockInt8(16), BlockInt4(16), BlockInt2(16)])
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
+def test_values_of_any_size_are_sent_finite(codec: Codec, scale: float) -> None:
+    layout = layout_of((5, 7))
+    values = random(35) * scale
+    arrived, left = sent(codec, layout, values)
+    assert torch.isfinite(arrived).all()
+    assert float(left.abs().max()) <= float(values.abs().max())
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from steepest import DistributedSGD, Embedding, FailureConfig, Table
+from steepest import AllreduceStrategy, DistributedSGD, Embedding, FailureConfig, Table
+from steepest.compression.codecs import make_codec
+from steepest.compression.gradient_compressor import GradientCompressor
+from steepest.config.compression import Int2, Int4, Int8, TopK
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import Failure, Result
@@ -515,3 +519,92 @@ def test_a_worker_may_be_ahead_of_a_server_that_has_none_of_a_fragment(seed: int
     strategy = LocalStrategy(sync_every=4, fragments=4, num_servers=2)
     found = run(task, 3, 8, strategy, shuffle=seed).weights()
     assert same_bits(found, run(task, 3, 8, strategy).weights())
+
+
+# -- compressed changes ---------------------------------------------------------------------------
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 20), nn.Tanh(), nn.Linear(20, 2)
+    )
+
+
+WIDE = Task(wide, sgd(momentum=0.9), samples(60, dtype=torch.float32))
+CHOICES = {"int8": Int8(16), "int4": Int4(16), "int2": Int2(16), "topk": TopK(0.1)}
+
+
+@pytest.mark.few(4)
+@grid(choice=CHOICES, servers=[None, 2], workers=[2, 3], how=[(1, 0), (2, 1)])
+def test_a_compressed_run_is_replayed_to_the_bit(
+    choice: str, servers: int | None, workers: int, how: tuple[int, int]
+) -> None:
+    fragments, delay = how
+    strategy = LocalStrategy(
+        sync_every=4,
+        fragments=fragments,
+        delay=delay,
+        num_servers=servers,
+        compression=CHOICES[choice],
+    )
+    cluster = run(WIDE, workers, 9, strategy, keep_log=True, shuffle=1)
+    found = cluster.weights()
+    assert same_bits(replay(cluster.log(), WIDE.creator()), found)
+    plain = run(WIDE, workers, 9, replace(strategy, compression=None)).weights()
+    assert difference(found, plain) > 1e-6
+
+
+def test_what_is_left_out_arrives_with_the_next_change_of_the_fragment() -> None:
+    """With plain SGD that does not move, what all pushes together bring is what was to be pushed."""
+    layout, codec = ParameterLayout.plan([("w", (8, 8), torch.float32, True)]), make_codec(Int2(16))
+    assert codec is not None
+    sender = GradientCompressor(layout, codec, [True])
+    change = torch.randn(64, generator=torch.Generator().manual_seed(2))
+    total = torch.zeros(64)
+    for _ in range(200):
+        sender.begin()
+        packed = sender.pack(0, change.view(torch.uint8), 1.0, 1.0, frozenset())
+        codec.add(layout, layout.chunks[0], [(packed, 1.0)], total)
+        sender.commit()
+    assert difference({"": total / 200}, {"": change}) < 0.05
+
+
+@pytest.mark.parametrize("choice", ["int8", "int4", "int2"])
+def test_as_many_bytes_travel_as_the_bits_say(choice: str) -> None:
+    """Without servers no weights travel: a worker gets every other one's changes."""
+    count = {"int8": 8, "int4": 4, "int2": 2}[choice]
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+
+    task = Task(net, sgd(), samples(64, 512, 512, dtype=torch.float32), batch_size=1)
+    strategy = LocalStrategy(sync_every=4, fragments=2, compression=choice)
+    results = run(task, 3, 3, strategy).step(2)
+    block = 512 * 512 * count // 8 + 4 * 512 * 512 // 256
+    assert [result.bytes_pushed for result in results] == [3 * 2 * block] * 2
+    assert [result.bytes_pulled for result in results] == [0, 0]
+
+
+def test_a_checkpoint_has_what_compression_has_left_out(tmp_path: Path) -> None:
+    strategy = LocalStrategy(sync_every=8, fragments=2, delay=1, compression=Int2(16))
+    whole = simulated_run(WIDE, strategy, 9)
+    with quiet(), Simulation(1).running():
+        config = run_config()
+        with DistributedSGD(WIDE.creator(), 2, strategy=strategy, run_config=config) as trainer:
+            trainer.fit(steps=6, progress=False)
+            trainer.save(tmp_path / "saved")
+        with DistributedSGD(WIDE.creator(), 2, strategy=strategy, run_config=config) as trainer:
+            trainer.restore(tmp_path / "saved")
+            trainer.fit(steps=3, progress=False)
+            assert same_bits(trainer.weights(), whole)
+            trainer.set_strategy(AllreduceStrategy(compression=Int2(16)))
+            trainer.fit(steps=2, progress=False)
+            trainer.set_strategy(strategy)
+            trainer.fit(steps=2, progress=False)
+
+
+def test_a_form_of_weights_that_do_not_travel_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no weights are sent; leave wire_dtype out"):
+        LocalStrategy(compression="int4", wire_dtype=(None, "bf16"))
+    assert LocalStrategy(compression="int4", wire_dtype=(None, "bf16"), num_servers=1)
