@@ -5,6 +5,7 @@ SteepestError
 ├── ResourcesError                       the cluster cannot place what was asked
 ├── StepError                            the job's processes did not do what they were asked
 │   ├── ModelError (ConfigurationError)  a model breaks the protocol, or replicas disagree
+│   │   └── UnfrozenError                a loop's step trains what was frozen; never leaves a trainer
 │   ├── ModelRaisedError                 the user's code or data raised; its traceback is the cause
 │   ├── NonFiniteError                   a gradient holds NaN or infinity
 │   ├── DeadlineError (TimeoutError)     something did not happen in time; names the peers awaited
@@ -55,6 +56,13 @@ class ModelError(StepError, ConfigurationError):
     """A model breaks the `Model` protocol, or two replicas of it disagree.
 
     It is raised when the model is built, and by steps.
+    """
+
+
+class UnfrozenError(ModelError):
+    """A step of a loop of the user's own has a gradient of a parameter that was frozen so far.
+
+    A trainer has it trained from then on, and the step taken again.
     """
 
 

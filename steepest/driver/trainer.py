@@ -29,7 +29,7 @@ from steepest.driver.dropped_trainers import drop
 from steepest.driver.fit_loop import Fit, FitArguments
 from steepest.driver.job_stats import job_stats
 from steepest.driver.training import Training
-from steepest.errors import ConfigurationError, ShutdownError
+from steepest.errors import ConfigurationError, ShutdownError, UnfrozenError
 from steepest.observe.history import History
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, ProcessInfo, Stats, StepResult
@@ -325,8 +325,14 @@ class DistributedSGD:
         self, end: Callable[[], int], stats: bool, on_step: Callable[[StepResult], None]
     ) -> None:
         self._live()
-        with self._keeping.watched():
-            self._training.take(end, stats, on_step)
+        while True:
+            try:
+                with self._keeping.watched():
+                    self._training.take(end, stats, on_step)
+            except UnfrozenError:
+                self._on_workers(_look)  # after which what is unfrozen is trained
+            else:
+                return
 
     def stop(self) -> None:
         """End the present `fit` after the last committed step, with workers idle.
@@ -756,3 +762,7 @@ class DistributedSGD:
         if self._cluster is None:
             raise ShutdownError("this trainer is shut down: make another one")
         return self._cluster
+
+
+def _look(replicas: Replicas) -> None:
+    """Do nothing on a worker; what is unfrozen is looked at after each call."""

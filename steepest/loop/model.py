@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,8 +18,9 @@ from steepest.core.models.protocol import Arrive, Computed, Ready, Where, all_he
 from steepest.core.models.step_size import step_size
 from steepest.core.optim.several import as_one
 from steepest.core.tensors.dtypes import LOOP_STATE
+from steepest.core.tensors.layout import ChunkSpec
 from steepest.embedding.torch_model import TorchModel
-from steepest.errors import ConfigurationError, ModelError
+from steepest.errors import ConfigurationError, ModelError, UnfrozenError
 from steepest.loop.kept import pack, unpack
 from steepest.loop.loaders import keep_order
 from steepest.loop.lockstep import Steps
@@ -110,9 +111,42 @@ class LoopModel(TorchModel):
         self._share_of = share_of
         self.session.gatherings.meet(member, wait)
 
-    def is_trained(self, name: str) -> bool:
-        """Return whether a parameter is trained."""
-        return name in self._trainable
+    def unfrozen(self) -> frozenset[str]:
+        """Return the names of the optimizer's parameters that are not trained yet, and require a gradient by now."""
+        frozen = self.optimizer_spec.trainable() - self._trainable
+        return frozenset(name for name in frozen if self._parameters[name].requires_grad)
+
+    def _unfreeze(self, names: Iterable[str]) -> None:
+        """Leave it to the loop which parameters require a gradient: on another worker it may be at another place."""
+        if unknown := set(names) - self.optimizer_spec.trainable():
+            raise ModelError(
+                f"parameter {min(unknown)!r} was unfrozen before, and the optimizer that the function makes now leaves "
+                "it out: give the optimizer all parameters, frozen ones too"
+            )
+
+    def relayout(self, cut: ChunkSpec) -> None:
+        """Cut `layout` into other chunks; see `steepest.core.models.protocol.Model.relayout`."""
+        if cut.unfrozen - self._trainable:
+            self._overlap = Overlap(self._leave)  # entries have other numbers
+        super().relayout(cut)
+
+    @property
+    def frozen(self) -> list[str]:
+        """The names of the optimizer's parameters that require no gradient for now."""
+        own = self.optimizer_spec.trainable()
+        return sorted(name for name in own if not self._parameters[name].requires_grad)
+
+    def freeze(self, names: Iterable[str]) -> None:
+        """Have these of the optimizer's parameters require no gradient, and all others one."""
+        names = set(names)
+        for name in self.optimizer_spec.trainable():
+            self._parameters[name].requires_grad_(name not in names)
+
+    def _check_trained(self) -> None:
+        """Raise UnfrozenError if a gradient of the step is one of a parameter that is not trained yet."""
+        for name in self.optimizer_spec.trainable() - self._trainable:
+            if self._parameters[name].grad is not None:
+                raise UnfrozenError(f"parameter {name!r} was frozen so far, and has a gradient now")
 
     @property
     def hyper(self) -> list[dict[str, Any]] | None:
@@ -142,6 +176,13 @@ class LoopModel(TorchModel):
         with self._writes.refused():
             session.compute(Batch(self.any_batch(), where, 0, 0))
         super().load_state(buffers)
+
+    def _follow(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Have gradients of a parameter collected, which may be frozen for now."""
+        requires = parameter.requires_grad
+        parameter.requires_grad_(True)
+        super()._follow(index, parameter)
+        parameter.requires_grad_(requires)
 
     def _hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         return self._overlap.hook(index)
@@ -179,6 +220,8 @@ class LoopModel(TorchModel):
                 stepped = session.compute(Batch(data, self._where, samples, whole))
         finally:
             self._ready = None
+        if stepped:
+            self._check_trained()
         self._weight = session.weight if stepped else 0.0
         left = self._overlap.left(self._weight if stepped else None, self._view_of)
         if left is None:
@@ -248,6 +291,7 @@ class LoopModel(TorchModel):
         before, now = (
             [(e.name, e.shape, e.dtype) for e in m.layout.entries] for m in (self, other)
         )
+        other._trainable |= self._trainable & other.optimizer_spec.trainable()  # unfrozen since
         if sorted(before) != sorted(now) or self._trainable != other._trainable:
             raise ModelError(
                 "the function has made another model when it began anew: let it make the same one each time"

@@ -126,13 +126,6 @@ class Prepared:
                 "the optimizer has got other parameters since steepest.prepare(): give it all of them before, frozen "
                 "ones too"
             )
-        for (names, _), group in zip(spec.groups, groups, strict=True):
-            for name, parameter in zip(names, group["params"], strict=True):
-                if parameter.grad is not None and not self.model.is_trained(name):
-                    raise ConfigurationError(
-                        f"parameter {name!r} was frozen in steepest.prepare() and has a gradient now: unfreezing in a "
-                        "loop of your own is not supported yet"
-                    )
 
 
 class Session:
@@ -377,6 +370,7 @@ class Session:
             "lockstep": None
             if self.prepared is None or self.prepared.lockstep is None
             else self.prepared.lockstep.state(),
+            "frozen": None if self.prepared is None else self.prepared.model.frozen,
             **self._scheduled(),
         }
 
@@ -560,6 +554,8 @@ class Session:
             for scheduler, own in zip(prepared.schedulers, state["schedulers"], strict=True):
                 scheduler.load_state_dict(own)
             prepared.set_groups(state["groups"])
+        if state.get("frozen") is not None:  # not in checkpoints of before
+            prepared.model.freeze(state["frozen"])
         self._ticked, self._unticked = state["ticked"], state.get("unticked", [])
         if self._kept is not None:
             self._kept.load(state["kept"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import steepest
-from steepest import DeadlineConfig
+from steepest import DeadlineConfig, FailureConfig
 from steepest.cli.main import main
 from steepest.core.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, DeadlineError, ModelError, ModelRaisedError
@@ -73,6 +74,38 @@ def run(script: Any, workers: int, strategy: Any = "ps", **settings: Any) -> Fou
             progress=False,
             **{"run_config": run_config(), **settings},
         )
+        return Found(dict(found.state_dict), found.reports, list(found.history.steps))
+
+
+class Kills(steepest.Callback):
+    """Kills a worker when a step is committed."""
+
+    def __init__(self, simulation: Simulation, worker: int, step: int) -> None:
+        self._simulation, self._worker, self._step = simulation, f"worker {worker}", step
+        self.has_killed = False
+
+    def on_step(self, sgd: Any, result: steepest.StepResult) -> None:
+        if result.step == self._step and not self.has_killed:
+            self.has_killed = True
+            (victim,) = (each for each in self._simulation.living() if self._worker in str(each))
+            self._simulation.world.kill(victim, "it was killed. connection error code 2.")
+
+
+def without(script: Any, workers: int, victim: int, step: int, strategy: Any = "ps") -> Found:
+    """Run a script, one of whose workers is killed when a step is committed, and replaced."""
+    simulation = Simulation(seed=1)
+    kills = Kills(simulation, victim, step)
+    with simulation.running():
+        found = steepest.run(
+            script,
+            num_workers=workers,
+            strategy=strategy,
+            run_config=run_config(failure=FailureConfig(patience=math.inf, snapshot_every=3)),
+            callbacks=[kills],
+            progress=False,
+        )
+        assert kills.has_killed
+        assert {"replaced", "recovered"} & {event["event"] for event in found.history.events}
         return Found(dict(found.state_dict), found.reports, list(found.history.steps))
 
 
