@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
-from steepest.core.data.sampler import SamplePlan
+from steepest.core.data.sampler import SamplePlan, step_seed
 from tests.reference import Weights, perceptron, samples, sgd, snapshot
 from tests.simulation.run import pause
 
@@ -52,6 +52,33 @@ class Whole:
         return -(-len(self.data[0]) // self.batch)
 
 
+@dataclass
+class WholeDraws:
+    """A loader that yields the whole batches of all workers, of what a sampler draws in each epoch."""
+
+    data: tuple[torch.Tensor, ...]
+    sampler: Callable[[int], Any]
+    workers: int
+    seed: int = 0
+    epoch: int = field(default=0, init=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        sampler, before = self.sampler(len(self.data[0])), torch.get_rng_state()
+        torch.manual_seed(step_seed(self.seed, self.epoch, (1 << 32) - 1))
+        if getattr(sampler, "generator", None) is not None:
+            sampler.generator.manual_seed(torch.initial_seed())
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.epoch)
+        drawn = list(sampler)
+        torch.set_rng_state(before)
+        whole = self.workers * (1 if hasattr(sampler, "batch_size") else BATCH)
+        for begin in range(0, len(drawn), whole):
+            some = drawn[begin : begin + whole]
+            index = [i for each in some for i in each] if isinstance(some[0], list) else some
+            yield [column[index] for column in self.data]
+        self.epoch += 1
+
+
 def alone(script: Callable[[], None], workers: int) -> Weights:
     """The weights that a script finds that runs without workers, on the data of so many together."""
     ALONE["workers"] = workers
@@ -69,6 +96,7 @@ class Script:
 
     Attributes:
         loop: called with the parts and the number of epochs.
+        sampler: of samples, or, where it has an attribute `batch_size`, of batches.
     """
 
     loop: Callable[..., None]
@@ -80,6 +108,7 @@ class Script:
     shuffles: bool = True
     any_steps: bool = False
     reduction: str = "mean"
+    sampler: Callable[[int], Any] | None = None  # called with the number of samples
 
     def _parts(self, loader: Any) -> Parts:
         model = self.model()
@@ -90,7 +119,13 @@ class Script:
     def __call__(self) -> None:
         """The script as steepest runs it."""
         data = TensorDataset(*self.data)
-        parts = self._parts(DataLoader(data, batch_size=BATCH, shuffle=self.shuffles))
+        loader: Any = DataLoader(data, batch_size=BATCH, shuffle=self.shuffles)
+        if self.sampler is not None:
+            sampler = self.sampler(len(data))
+            of_batches = hasattr(sampler, "batch_size")
+            chosen = {"batch_sampler": sampler} if of_batches else {"sampler": sampler}
+            loader = DataLoader(data, **chosen, **({} if of_batches else {"batch_size": BATCH}))
+        parts = self._parts(loader)
         model, optimizer, loader, *schedulers = steepest.prepare(
             parts.model,
             parts.optimizer,
@@ -105,7 +140,9 @@ class Script:
         """The weights of the same loop without steepest's workers, on the batches of so many, or a loader's."""
         torch.manual_seed(seed)
         whole: Any = loader or Whole(self.data, workers * BATCH, seed)
-        if not self.shuffles:
+        if self.sampler is not None:
+            whole = WholeDraws(self.data, self.sampler, workers, seed)
+        elif not self.shuffles:
             whole = DataLoader(TensorDataset(*self.data), batch_size=workers * BATCH)
         parts = self._parts(whole)
         self.loop(parts, self.epochs)

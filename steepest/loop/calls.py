@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from steepest.core.data.sources import as_source
 from steepest.core.models.step_size import step_size
 from steepest.errors import ConfigurationError
+from steepest.loop.drawn import DrawnSource, has_own_sampler
 from steepest.loop.gathering import alone
 from steepest.loop.kept import Kept
 from steepest.loop.loaders import EvaluationLoader, TrainingLoader, keep_order
@@ -57,8 +58,8 @@ def prepare(
         The same in the same order, a single one by itself: loaders are others, whatever else is what it was.
 
     Raises:
-        ConfigurationError: no module, or no optimizer; an optimizer over other parameters, a loader with a sampler of
-            its own, or something else that cannot be shared.
+        ConfigurationError: no module, or no optimizer; an optimizer over other parameters, a loader with a sampler that
+            has no length or divides samples itself, or something else that cannot be shared.
     """
     session = current()
     if session is None:
@@ -95,8 +96,14 @@ def prepare(
     further = loaders[1:] if session.together else []
     made: dict[int, Any] = {id(each): EvaluationLoader(each, session) for each in further}
     if loaders:
-        size = loaders[0].batch_size or 1
-        samples = len(cast(Any, loaders[0].dataset))
+        own = has_own_sampler(loaders[0])
+        drawn = loaders[0].batch_sampler if loaders[0].batch_size is None else loaders[0].sampler
+        size, samples = loaders[0].batch_size or 1, len(cast(Any, drawn))
+        if own and loaders[0].batch_size is None and step_size().samples is not None:
+            raise ConfigurationError(
+                "global_batch_size= with a loader that has a batch_sampler, which says itself how many samples a batch "
+                "has: leave global_batch_size out; a step has one batch of each worker"
+            )
         whole = size * session.size if lockstep else step_size().of(size)
         made[id(loaders[0])] = TrainingLoader(loaders[0], session, samples, whole)
     session.prepare(Prepared(model, optimizers, schedulers, lockstep, sums=reduction == "sum"))
@@ -123,6 +130,9 @@ def _lockstep(
         )
     if not loaders:
         return Lockstep(None, 1, session.seed)
+    if has_own_sampler(loaders[0]):
+        drawn = DrawnSource(loaders[0], session.seed)
+        return Lockstep(drawn, loaders[0].batch_size or 1, session.seed)
     source, batch_size = as_source(loaders[0], None)
     keep_order(source, loaders[0])
     return Lockstep(source, batch_size, session.seed)

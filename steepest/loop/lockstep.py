@@ -8,6 +8,7 @@ from typing import Any
 from steepest.core.data.protocol import Indices, Source
 from steepest.core.data.sampler import Remaining, SamplePlan
 from steepest.errors import ConfigurationError
+from steepest.loop.drawn import Drawn
 
 
 class Steps:
@@ -141,4 +142,7 @@ class Lockstep:
         self._step += 1
         self.inside, self.taken = True, 0
         assert self._source is not None
-        return next(iter(self._source.open([share], prefetch=False)))
+        batch = next(iter(self._source.open([share], prefetch=False)))
+        if isinstance(batch, Drawn):
+            self.samples = batch.samples if self.samples else 0
+        return batch

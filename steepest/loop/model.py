@@ -21,6 +21,7 @@ from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError, ModelError, UnfrozenError
+from steepest.loop.drawn import Drawn, DrawnSource, has_own_sampler
 from steepest.loop.kept import pack, unpack
 from steepest.loop.loaders import keep_order
 from steepest.loop.lockstep import Steps
@@ -58,12 +59,11 @@ class LoopModel(TorchModel):
             names = {id(p): plain(name) for name, p in own.named_parameters()}
             return one if project is None else Projected.of(as_one(one), names, project)
 
-        super().__init__(
-            module,
-            data=Steps() if loader is None else loader,
-            batch_size=1 if loader is None else None,
-            optimizer=chosen,
-        )
+        data: Any = Steps() if loader is None else loader
+        size = 1 if loader is None else None
+        if loader is not None and has_own_sampler(loader):
+            data, size = DrawnSource(loader, session.seed), loader.batch_size or 1
+        super().__init__(module, data=data, batch_size=size, optimizer=chosen)
         if loader is not None:
             keep_order(self.data, loader)
         self.session = session
@@ -84,12 +84,14 @@ class LoopModel(TorchModel):
 
     def on_device(self, batch: Any) -> Any:
         """Return a batch on the device of the model."""
-        return self._to_device(batch)
+        return self._to_device(batch.batch if isinstance(batch, Drawn) else batch)
 
     def any_batch(self) -> Any:
         """Return a batch of the first samples of the training data."""
-        first = np.arange(min(self.batch_size, self.data.size or 1))
-        return self._to_device(next(iter(self.data.open([first], prefetch=False))))
+        return self._batch_of(np.arange(min(self.batch_size, self.data.size or 1)))
+
+    def _batch_of(self, share: Indices) -> Any:
+        return self.on_device(next(iter(self.data.open([share], prefetch=False))))
 
     def batch_before(self, step: int) -> Any:
         """Return the worker's last batch before a step of the job; another one if it had none, or is not known."""
@@ -99,7 +101,7 @@ class LoopModel(TorchModel):
         share = None if self._share_of is None else self._share_of(step - 1)
         if share is None or not len(share):
             return self.any_batch()
-        return self._to_device(next(iter(self.data.open([share], prefetch=False))))
+        return self._batch_of(share)
 
     def meet(
         self,
@@ -208,6 +210,8 @@ class LoopModel(TorchModel):
         arrive(None)
         session = self.session
         samples, whole = (1, 1) if self._share is None else self._share
+        if isinstance(batch, Drawn):
+            samples = batch.samples
         if session.is_undone(self._where):
             buffers = super().state()
             session.begin_anew(session.state())
@@ -216,7 +220,7 @@ class LoopModel(TorchModel):
         may_leave = self.take_back is not None and not session.in_lockstep and not session.sums
         try:
             with self._writes.refused(), self._overlap.watched(session, may_leave=may_leave):
-                data = self._to_device(batch)
+                data = self.on_device(batch)
                 stepped = session.compute(Batch(data, self._where, samples, whole))
         finally:
             self._ready = None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import steepest
 from steepest import DeadlineConfig, FailureConfig
@@ -427,7 +427,7 @@ def foreign_optimizer() -> None:
 
 def own_sampler() -> None:
     data, model = TensorDataset(*samples(4)), torch.nn.Linear(3, 2)
-    loader = DataLoader(data, batch_size=2, sampler=WeightedRandomSampler([1.0] * 4, 4))
+    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 0))
     steepest.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
 
 
@@ -454,7 +454,7 @@ WRONG = {
     "the end of epochs=5: give an integer of at least 6": Script(backwards),
     "written to the trained parameter '0.weight'": Script(writing),
     "that is not a parameter of the module": foreign_optimizer,
-    r"a sampler of its own \(WeightedRandomSampler\)": own_sampler,
+    r"has a DistributedSampler, which divides samples by itself": own_sampler,
 }
 
 

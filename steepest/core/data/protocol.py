@@ -11,8 +11,11 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 
 #: Samples that are read together: the size of blocks that come in order, or the sizes of blocks
-#: that are shuffled.
+#: that are shuffled; or `DRAWN`.
 Blocks = int | tuple[int, ...]
+
+#: Of samples that the source itself draws for each epoch: they are numbered on from one epoch to the next.
+DRAWN = 0
 
 
 @runtime_checkable

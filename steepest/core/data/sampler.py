@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from steepest.core.data.protocol import Blocks, Indices
+from steepest.core.data.protocol import DRAWN, Blocks, Indices
 
 _MASK = (1 << 64) - 1
 
@@ -75,7 +75,8 @@ class SamplePlan:
             data; other than zero after a restore.
         blocks: of samples that are read together, so that a step needs few blocks: a number of
             samples for blocks that come in order, or the sizes of blocks that are shuffled too;
-            samples are shuffled within their block.
+            samples are shuffled within their block. With `DRAWN` an epoch's are numbered from
+            ``epoch * samples`` on, in order.
         left: parts (epoch, begin, end) of the permutations of `start_epoch`, up to `start_offset`,
             and of epochs before it, that are still to come; disjoint, in order.
         begun: (epoch, blocks) for epochs that keep the order in which they were begun, where
@@ -149,6 +150,8 @@ class SamplePlan:
 
     def permutation(self, epoch: int) -> Indices:
         """Return the (samples,) indices of the samples in the order of an epoch."""
+        if self._blocks(epoch) == DRAWN:
+            return np.arange(epoch * self.samples, (epoch + 1) * self.samples, dtype=np.int64)
         if epoch not in self._cache:
             if len(self._cache) > 1:  # two are kept: loaders read ahead into the next epoch
                 del self._cache[next(iter(self._cache))]
