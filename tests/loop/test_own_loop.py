@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import steepest
-from steepest import DeadlineConfig, FailureConfig
+from steepest import DeadlineConfig
 from steepest.cli.main import main
 from steepest.core.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, DeadlineError, ModelError, ModelRaisedError
 from steepest.loop.session import current
 from steepest.testing.replay import replay
+from tests.own_loop_runs import InterruptedRunError, Interrupts, run
 from tests.own_loops import (
     BATCH,
     Parts,
@@ -44,9 +44,9 @@ from tests.own_loops import (
     with_token_weights,
     without_loader,
 )
-from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd
+from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
 from tests.simulated_programs import quiet
-from tests.simulation.run import Simulation, pause, run_config
+from tests.simulation.run import pause, run_config
 
 
 @pytest.fixture(autouse=True)
@@ -54,59 +54,6 @@ def _simulated() -> Iterator[None]:
     with quiet():
         yield
     gc.collect()
-
-
-@dataclass
-class Found:
-    """What a run has come to, read while the simulation runs."""
-
-    weights: Weights
-    reports: list[dict[str, float]]
-    steps: list[Any]
-
-
-def run(script: Any, workers: int, strategy: Any = "ps", **settings: Any) -> Found:
-    with Simulation(seed=1).running():
-        found = steepest.run(
-            script,
-            num_workers=workers,
-            strategy=strategy,
-            progress=False,
-            **{"run_config": run_config(), **settings},
-        )
-        return Found(dict(found.state_dict), found.reports, list(found.history.steps))
-
-
-class Kills(steepest.Callback):
-    """Kills a worker when a step is committed."""
-
-    def __init__(self, simulation: Simulation, worker: int, step: int) -> None:
-        self._simulation, self._worker, self._step = simulation, f"worker {worker}", step
-        self.has_killed = False
-
-    def on_step(self, sgd: Any, result: steepest.StepResult) -> None:
-        if result.step == self._step and not self.has_killed:
-            self.has_killed = True
-            (victim,) = (each for each in self._simulation.living() if self._worker in str(each))
-            self._simulation.world.kill(victim, "it was killed. connection error code 2.")
-
-
-def without(script: Any, workers: int, victim: int, step: int, strategy: Any = "ps") -> Found:
-    """Run a script, one of whose workers is killed when a step is committed, and replaced."""
-    simulation = Simulation(seed=1)
-    kills = Kills(simulation, victim, step)
-    with simulation.running():
-        found = steepest.run(
-            script,
-            num_workers=workers,
-            strategy=strategy,
-            run_config=run_config(failure=FailureConfig(patience=math.inf, snapshot_every=3)),
-            callbacks=[kills],
-            progress=False,
-        )
-        assert kills.has_killed
-        assert {"replaced", "recovered"} & {event["event"] for event in found.history.events}
-        return Found(dict(found.state_dict), found.reports, list(found.history.steps))
 
 
 SCHEDULED = Script(
@@ -205,21 +152,6 @@ def test_losses_are_in_the_history() -> None:
     found = run(SCHEDULED, 1)
     assert all(row["loss"] > 0 for row in found.steps)
     assert found.steps[-1]["loss"] == found.reports[-1]["loss"]
-
-
-class InterruptedRunError(Exception):
-    """The program is interrupted."""
-
-
-class Interrupts(steepest.Callback):
-    """Interrupts a run after a step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def after_step(self, sgd: Any, result: steepest.StepResult) -> None:
-        if result.step == self._step:
-            raise InterruptedRunError
 
 
 @pytest.mark.parametrize("step", [2, 4, 8])

@@ -15,11 +15,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
-from steepest import AllreduceStrategy, FailureConfig, ParameterServerStrategy
+from steepest import FailureConfig
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.sample_places import SamplePlaces
 from steepest.testing.replay import replay
+from tests.own_loop_runs import STRATEGIES
 from tests.own_loops import BATCH, Parts, Script, adversarial, alone, without_loader
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd
 from tests.simulated_programs import quiet
@@ -93,12 +94,6 @@ class Two(Script):
 SCRIPT = Two(averaging, optimizer=sgd(momentum=0.9), data=samples(15), epochs=4)
 TASK = Task(optimizer=sgd(momentum=0.9), data=SCRIPT.data, batch_size=BATCH)
 WORKERS = 3
-STRATEGIES: dict[str, Any] = {
-    "ps": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
-    "ps, two copies": ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=64),
-    "allreduce": AllreduceStrategy(chunk_bytes=64),
-    "allreduce, two copies": AllreduceStrategy(replication=2, chunk_bytes=64),
-}
 
 
 def counting_at_once(parts: Parts, epochs: int) -> None:

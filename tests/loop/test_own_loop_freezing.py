@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,11 +11,18 @@ import torch
 from torch import nn
 
 import steepest
-from tests.loop.test_own_loop import InterruptedRunError, Interrupts, run, without
-from tests.loop.test_own_loop_deaths import STRATEGIES
+from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
 from tests.own_loops import Parts, Script
 from tests.reference import difference, perceptron, samples
+from tests.simulated_programs import quiet
 from tests.simulation.run import pause
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with quiet():
+        yield
+    gc.collect()
 
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:

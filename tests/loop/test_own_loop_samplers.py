@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +24,18 @@ from torch.utils.data import (
 import steepest
 from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.loop.drawn import DrawnSource
-from tests.loop.test_own_loop import InterruptedRunError, Interrupts, run, without
-from tests.loop.test_own_loop_deaths import STRATEGIES
+from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
 from tests.own_loops import Parts, Script, plain, several_passes
 from tests.reference import difference, samples, sgd
+from tests.simulated_programs import quiet
 from tests.simulation.run import pause
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with quiet():
+        yield
+    gc.collect()
 
 
 def weighted(count: int) -> WeightedRandomSampler:

@@ -1,0 +1,87 @@
+"""Runs of users' own loops in the simulation: undisturbed, interrupted, and with a worker that dies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import steepest
+from steepest import AllreduceStrategy, FailureConfig, ParameterServerStrategy
+from tests.reference import Weights
+from tests.simulation.run import Simulation, run_config
+
+STRATEGIES: dict[str, Any] = {
+    "ps": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
+    "ps, two copies": ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=64),
+    "allreduce": AllreduceStrategy(chunk_bytes=64),
+    "allreduce, two copies": AllreduceStrategy(replication=2, chunk_bytes=64),
+}
+
+
+@dataclass
+class Found:
+    """What a run has come to, read while the simulation runs."""
+
+    weights: Weights
+    reports: list[dict[str, float]]
+    steps: list[Any]
+
+
+def run(script: Any, workers: int, strategy: Any = "ps", **settings: Any) -> Found:
+    with Simulation(seed=1).running():
+        found = steepest.run(
+            script,
+            num_workers=workers,
+            strategy=strategy,
+            progress=False,
+            **{"run_config": run_config(), **settings},
+        )
+        return Found(dict(found.state_dict), found.reports, list(found.history.steps))
+
+
+class Kills(steepest.Callback):
+    """Kills a worker when a step is committed."""
+
+    def __init__(self, simulation: Simulation, worker: int, step: int) -> None:
+        self._simulation, self._worker, self._step = simulation, f"worker {worker}", step
+        self.has_killed = False
+
+    def on_step(self, sgd: Any, result: steepest.StepResult) -> None:
+        if result.step == self._step and not self.has_killed:
+            self.has_killed = True
+            (victim,) = (each for each in self._simulation.living() if self._worker in str(each))
+            self._simulation.world.kill(victim, "it was killed. connection error code 2.")
+
+
+def without(script: Any, workers: int, victim: int, step: int, strategy: Any = "ps") -> Found:
+    """Run a script, one of whose workers is killed when a step is committed, and replaced."""
+    simulation = Simulation(seed=1)
+    kills = Kills(simulation, victim, step)
+    with simulation.running():
+        found = steepest.run(
+            script,
+            num_workers=workers,
+            strategy=strategy,
+            run_config=run_config(failure=FailureConfig(patience=math.inf, snapshot_every=3)),
+            callbacks=[kills],
+            progress=False,
+        )
+        assert kills.has_killed
+        assert {"replaced", "recovered"} & {event["event"] for event in found.history.events}
+        return Found(dict(found.state_dict), found.reports, list(found.history.steps))
+
+
+class InterruptedRunError(Exception):
+    """The program is interrupted."""
+
+
+class Interrupts(steepest.Callback):
+    """Interrupts a run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def after_step(self, sgd: Any, result: steepest.StepResult) -> None:
+        if result.step == self._step:
+            raise InterruptedRunError
