@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from steepest.core.data.sources import as_source
 from steepest.core.models.step_size import step_size
 from steepest.errors import ConfigurationError
-from steepest.loop.drawn import DrawnSource, has_own_sampler
 from steepest.loop.gathering import alone
 from steepest.loop.kept import Kept
-from steepest.loop.loaders import EvaluationLoader, TrainingLoader, keep_order
+from steepest.loop.loaders import EvaluationLoader, TrainingLoader
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.model import LoopModel
 from steepest.loop.session import Prepared, Session, current
+from steepest.loop.streamed import StreamLockstep
+from steepest.loop.training_data import TrainingData, training_data
 from steepest.validation import require_count
 
 _ORDER = (
@@ -90,22 +90,20 @@ def prepare(
     module = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
     if reduction not in ("mean", "sum"):
         raise ConfigurationError(f"reduction={reduction!r:.80}: give 'mean' or 'sum'")
-    lockstep = _lockstep(session, optimizers, loaders, any_steps=any_steps)
-    model = LoopModel(session, module, optimizers, None if lockstep else loaders[0], project)
+    if reduction == "sum" and loaders and loaders[0].batch_size is None:
+        raise ConfigurationError(
+            "reduction='sum' with a loader that has a batch_sampler, or batch_size=None: nobody knows how many samples a "
+            "whole step has; divide the loss by the samples of the batch, and leave reduction out"
+        )
+    data = None if not loaders else training_data(loaders[0], session)
+    lockstep = _lockstep(session, optimizers, data, any_steps=any_steps)
+    model = LoopModel(session, module, optimizers, None if lockstep else data, project)
     # where workers do not wait for each other, each reads all of a further loader
     further = loaders[1:] if session.together else []
     made: dict[int, Any] = {id(each): EvaluationLoader(each, session) for each in further}
-    if loaders:
-        own = has_own_sampler(loaders[0])
-        drawn = loaders[0].batch_sampler if loaders[0].batch_size is None else loaders[0].sampler
-        size, samples = loaders[0].batch_size or 1, len(cast(Any, drawn))
-        if own and loaders[0].batch_size is None and step_size().samples is not None:
-            raise ConfigurationError(
-                "global_batch_size= with a loader that has a batch_sampler, which says itself how many samples a batch "
-                "has: leave global_batch_size out; a step has one batch of each worker"
-            )
-        whole = size * session.size if lockstep else step_size().of(size)
-        made[id(loaders[0])] = TrainingLoader(loaders[0], session, samples, whole)
+    if data is not None:
+        whole = data.batch_size * session.size if lockstep else step_size().of(data.batch_size)
+        made[id(loaders[0])] = TrainingLoader(loaders[0], session, data.size, whole)
     session.prepare(Prepared(model, optimizers, schedulers, lockstep, sums=reduction == "sum"))
     found = tuple(made.get(id(each), each) for each in objects)
     return found[0] if len(found) == 1 else found
@@ -114,28 +112,32 @@ def prepare(
 def _lockstep(
     session: Session,
     optimizers: Sequence[torch.optim.Optimizer],
-    loaders: Sequence[DataLoader[Any]],
+    data: TrainingData | None,
     *,
     any_steps: bool,
 ) -> Lockstep | None:
-    """Return the place of a loop whose steps are not one for each batch; None for any other."""
-    if len(optimizers) == 1 and loaders and not any_steps:
+    """Return the place of a loop whose steps are not one for each batch, or which finds the end of its data by itself.
+
+    None for any other.
+    """
+    endless = data is not None and data.stream is not None
+    if len(optimizers) == 1 and data is not None and not any_steps and not endless:
         return None
-    several = "any_steps=True" if any_steps else "several optimizers"
-    what = several if loaders else "a loop without a loader"
+    what = "any_steps=True" if any_steps else "several optimizers"
+    if len(optimizers) == 1 and endless and not any_steps:
+        what = "an iterable data set without __len__"
+    if data is None:
+        what = "a loop without a loader"
     if not session.together:
         raise ConfigurationError(
             f"{what} where workers do not wait for each other: all of them are to take the same steps; give "
             'strategy="ps" or "allreduce"'
         )
-    if not loaders:
+    if data is None:
         return Lockstep(None, 1, session.seed)
-    if has_own_sampler(loaders[0]):
-        drawn = DrawnSource(loaders[0], session.seed)
-        return Lockstep(drawn, loaders[0].batch_size or 1, session.seed)
-    source, batch_size = as_source(loaders[0], None)
-    keep_order(source, loaders[0])
-    return Lockstep(source, batch_size, session.seed)
+    if data.stream is not None:
+        return StreamLockstep(data.stream, session.seed)
+    return Lockstep(data.source, data.batch_size, session.seed)
 
 
 def register(**objects: Any) -> Any:

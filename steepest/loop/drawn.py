@@ -25,7 +25,8 @@ from steepest.core.data.sources import DatasetSource
 from steepest.core.engine.generators import restore, seed_everything, states
 from steepest.errors import ConfigurationError
 
-_DRAWS = (1 << 32) - 1  # a replica's number in seeds, which no replica has
+#: A replica's number in seeds, which no replica has.
+DRAWS = (1 << 32) - 1
 _KEPT = 2  # epochs of which draws are kept: loaders read ahead into the next one
 
 
@@ -110,7 +111,7 @@ class DrawnSource:
     def _draw(self, epoch: int) -> list[Any]:
         """Return all draws of an epoch; generators stay as they are."""
         sampler, before = self._sampler, states()
-        seed = step_seed(self._seed, epoch, _DRAWS)
+        seed = step_seed(self._seed, epoch, DRAWS)
         try:
             seed_everything(seed)
             _seed_own(sampler, seed, set())

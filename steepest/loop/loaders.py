@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from steepest.core.data.protocol import Source
 from steepest.core.data.sampler import even_share
 from steepest.core.data.sources import DatasetSource
 from steepest.errors import ConfigurationError
@@ -26,7 +25,9 @@ class TrainingLoader:
         steps: returns the number of steps of an epoch.
     """
 
-    def __init__(self, loader: DataLoader[Any], session: Session, samples: int, whole: int) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], session: Session, samples: int | None, whole: int
+    ) -> None:
         self.loader = loader
         self._session = session
         self._samples, self._whole = samples, whole
@@ -43,6 +44,10 @@ class TrainingLoader:
     def __len__(self) -> int:
         """Return the number of the job's steps in an epoch."""
         whole = self._whole
+        if self._samples is None:
+            raise TypeError(
+                "the loader has an iterable data set without __len__, of which nobody knows the number of batches"
+            )
         return self._samples // whole if self.loader.drop_last else -(-self._samples // whole)
 
     def __getattr__(self, name: str) -> Any:
@@ -111,12 +116,6 @@ class EvaluationLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
-
-
-def keep_order(source: Source, loader: DataLoader[Any]) -> None:
-    """Have the samples of a loader that does not shuffle come in the order of the data set, in each epoch."""
-    if type(loader.sampler) is SequentialSampler and not hasattr(source, "blocks"):
-        vars(source)["blocks"] = 1
 
 
 def _indices_of(loader: DataLoader[Any]) -> Any:

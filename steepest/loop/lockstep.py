@@ -97,7 +97,8 @@ class Lockstep:
         whole = self._batch_size * self._size
         about = self._source.size, whole, self._seed, step, rest.epoch, rest.offset
         blocks = getattr(self._source, "blocks", None)
-        return SamplePlan(*about, blocks=blocks, left=rest.left)
+        drop_last = bool(getattr(self._source, "drop_last", False))
+        return SamplePlan(*about, blocks=blocks, left=rest.left, drop_last=drop_last)
 
     def _plan_for(self, size: int) -> SamplePlan:
         """Return the plan of the samples of so many workers."""

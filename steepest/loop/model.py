@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 from steepest.collectives.members import MemberCollective
 from steepest.core.data.protocol import Indices
@@ -21,13 +20,13 @@ from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError, ModelError, UnfrozenError
-from steepest.loop.drawn import Drawn, DrawnSource, has_own_sampler
+from steepest.loop.drawn import Drawn
 from steepest.loop.kept import pack, unpack
-from steepest.loop.loaders import keep_order
 from steepest.loop.lockstep import Steps
 from steepest.loop.overlap import Overlap
 from steepest.loop.projected import Projected, Projection
 from steepest.loop.session import Batch, Progress, Session
+from steepest.loop.training_data import TrainingData
 from steepest.loop.writes import LoopWrites
 
 
@@ -38,7 +37,7 @@ class LoopModel(TorchModel):
         session: in which the user's function runs, in `prepare`.
         module, optimizers: that it has given there.
         project: what is done to parameters after each update, see `prepare`.
-        loader: whose batches are one for each step; None where they are not.
+        data: whose batches are one for each step; None where they are not.
 
     Attributes:
         hyper, take_back: see `steepest.core.models.protocol.Model`.
@@ -51,7 +50,7 @@ class LoopModel(TorchModel):
         session: Session,
         module: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        loader: DataLoader[Any] | None,
+        data: TrainingData | None,
         project: Projection | None = None,
     ) -> None:
         def chosen(own: torch.nn.Module) -> Any:
@@ -59,13 +58,12 @@ class LoopModel(TorchModel):
             names = {id(p): plain(name) for name, p in own.named_parameters()}
             return one if project is None else Projected.of(as_one(one), names, project)
 
-        data: Any = Steps() if loader is None else loader
-        size = 1 if loader is None else None
-        if loader is not None and has_own_sampler(loader):
-            data, size = DrawnSource(loader, session.seed), loader.batch_size or 1
-        super().__init__(module, data=data, batch_size=size, optimizer=chosen)
-        if loader is not None:
-            keep_order(self.data, loader)
+        super().__init__(
+            module,
+            data=Steps() if data is None else data.source,
+            batch_size=1 if data is None else data.batch_size,
+            optimizer=chosen,
+        )
         self.session = session
         self._writes = LoopWrites()
         self._overlap = Overlap(self._leave)
@@ -75,11 +73,6 @@ class LoopModel(TorchModel):
             raise ConfigurationError(
                 "embedding tables (steepest.Embedding) in a loop of your own are not supported yet: train them with "
                 "DistributedSGD and TorchModel"
-            )
-        if self.data.size is None and loader is not None:
-            raise ConfigurationError(
-                "steepest.prepare() was given a loader over data without a length, whose epochs cannot be counted: "
-                "give one over a map-style dataset"
             )
 
     def on_device(self, batch: Any) -> Any:

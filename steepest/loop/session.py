@@ -957,6 +957,16 @@ def current() -> Session | None:
 
 
 @contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Have the calling thread be in no session's function, in this context."""
+    session, _local.session = current(), None
+    try:
+        yield
+    finally:
+        _local.session = session
+
+
+@contextlib.contextmanager
 def _watched_losses() -> Iterator[None]:
     """Have sessions see the losses whose backward pass runs, for the job's history, while any function runs."""
     _watching.append(None)

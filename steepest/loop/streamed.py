@@ -1,0 +1,226 @@
+"""Iterable data sets of users' own loops: each worker reads all of one, and takes its own samples by their numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from steepest.core.data.protocol import DRAWN, Blocks, Indices
+from steepest.core.data.sampler import even_share, step_seed
+from steepest.core.engine.generators import States, restore, seed_everything, states
+from steepest.core.models.losses import samples_of
+from steepest.errors import ConfigurationError
+from steepest.loop.drawn import DRAWS, Drawn
+from steepest.loop.lockstep import Lockstep
+
+_KEPT_STEPS = 2  # of which samples are kept: a step may be dealt out once more
+
+
+class Stream:
+    """The samples of a loader's iterable data set, by their numbers in each pass.
+
+    A pass begins with all generators seeded by the job's seed and its number, and goes on with them as it left them:
+    what is shuffled in a buffer, say, is the same on all workers. Nobody else sees that they were used.
+
+    Args:
+        loader: whose data set yields samples; or batches, each of which counts as one, where it has no batch size.
+        seed: of the job.
+        outside: has the data set see no worker of a run.
+
+    Attributes:
+        size: the number of samples in each pass; None where the data set does not say it.
+        keeps: how many samples are kept, for those that want them again.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        seed: int,
+        outside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self.batch_size, self.drop_last = loader.batch_size or 1, loader.drop_last
+        self._dataset: Any = loader.dataset
+        self._batches = loader.batch_size is None
+        self._collate = loader.collate_fn
+        self._seed, self._outside = seed, outside
+        self.size: int | None = None
+        if hasattr(self._dataset, "__len__"):
+            with contextlib.suppress(TypeError, NotImplementedError):
+                self.size = len(self._dataset)
+        self._pass = -1  # the number of that which is open
+        self._samples: Iterator[Any] = iter(())
+        self._states: States | None = None  # of the generators, as the pass left them
+        self._next = 0  # the number of the next sample
+        self._ended = False
+        self._kept: deque[Any] = deque()  # the samples before that one
+        self.keeps = 0
+
+    def take(self, number: int, begin: int, end: int) -> list[Any]:
+        """Return the samples from `begin` up to `end` of a pass; fewer at its end."""
+        if number != self._pass or begin < self._next - len(self._kept):
+            self._pass, self._next, self._ended, self._states = number, 0, False, None
+            self._kept.clear()
+            self._samples = iter(())
+        if self._next < end and not self._ended:
+            with self._going_on(), self._outside():
+                if self._states is None:
+                    self._begin()
+                while self._next < end and not self._ended:
+                    self._pull(begin)
+        first = self._next - len(self._kept)
+        return list(islice(self._kept, begin - first, end - first))
+
+    def _begin(self) -> None:
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(self._pass)
+        self._samples = iter(self._dataset)
+
+    def _pull(self, begin: int) -> None:
+        """Take the next sample, or find out that there is none."""
+        for sample in self._samples:
+            self._kept.append(sample)
+            self._next += 1
+            break
+        else:
+            self._ended = True
+        long = self._next > self.size if self.size is not None else False
+        if long or (self._ended and self.size not in (None, self._next)):
+            raise ConfigurationError(
+                f"the iterable data set ({type(self._dataset).__name__}) says that it has {self.size} samples, and "
+                f"yields {'more' if long else f'only {self._next}'} in pass {self._pass}: let __len__ return what "
+                "__iter__ yields to a reader that is alone, or leave __len__ out"
+            )
+        while len(self._kept) > self.keeps and self._next - len(self._kept) < begin:
+            self._kept.popleft()
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Use generators as the pass left them, in this context."""
+        before = states()
+        try:
+            if self._states is None:
+                seed_everything(step_seed(self._seed, self._pass, DRAWS))
+            else:
+                restore(self._states)
+            yield
+            self._states = states()
+        finally:
+            restore(before)
+
+    def batch_of(self, samples: list[Any]) -> Drawn:
+        """Return samples as the loader's batch."""
+        if not self._batches:
+            return Drawn(self._collate(samples), len(samples))
+        batch = cast(Any, self._collate)(samples[0])
+        if isinstance(batch, torch.Tensor):
+            return Drawn(batch, len(batch) if batch.dim() else 1)
+        return Drawn(batch, samples_of(batch, None, weighed=True))
+
+
+class StreamedSource:
+    """An iterable data set that says its length as a source of numbered samples; see `steepest.loop.drawn`.
+
+    Args:
+        stream: the data set.
+        whole: samples of a step.
+    """
+
+    blocks: Blocks = DRAWN
+
+    def __init__(self, stream: Stream, whole: int) -> None:
+        self.size, self.drop_last, self._stream = stream.size, stream.drop_last, stream
+        stream.keeps = _KEPT_STEPS * whole
+
+    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Drawn]:
+        """Yield a batch for each share."""
+        size = self.size or 1
+        for share in shares:
+            samples: list[Any] = []
+            for run in np.split(share, np.flatnonzero(np.diff(share) != 1) + 1):
+                number, begin = divmod(int(run[0]), size)
+                samples += self._stream.take(number, begin, begin + len(run))
+            if int(share[-1]) % size == size - 1:
+                self._stream.take(
+                    int(share[-1]) // size, size, size + 1
+                )  # raises if there are more
+            yield self._stream.batch_of(samples)
+
+
+class StreamLockstep(Lockstep):
+    """The place of a loop over an iterable data set whose length nobody knows: all workers see where it ends."""
+
+    def __init__(self, stream: Stream, seed: int) -> None:
+        super().__init__(None, stream.batch_size, seed)
+        self._stream = stream
+        self._offset = self._before = (
+            0  # samples of the pass before the next batch, and before the present one
+        )
+
+    @property
+    def number(self) -> int:
+        """The number of the present batch."""
+        return self._step
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether batches come of a loader."""
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Return the place, as plain values."""
+        return {**super().state(), "offset": self._offset, "before": self._before}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go to a place, see `Lockstep.load`."""
+        super().load(state)
+        self._offset, self._before = state["offset"], state["before"]
+        if state["inside"]:
+            self._step -= 1
+            self._offset = self._before
+
+    def first_epoch(self, size: int) -> int:
+        """Return the pass in which the place is."""
+        if self._offset and not self._rest(size):
+            return self._epoch + 1
+        return self._epoch
+
+    def begin(self, epoch: int, size: int) -> None:
+        """Begin a pass; what is left of earlier ones is left out."""
+        if epoch != self._epoch:
+            self._epoch, self._offset = epoch, 0
+
+    def _rest(self, size: int) -> list[Any]:
+        """Return the samples of the next batch of all workers."""
+        whole = self._batch_size * size
+        self._stream.keeps = _KEPT_STEPS * whole
+        found = self._stream.take(self._epoch, self._offset, self._offset + whole)
+        return [] if self._stream.drop_last and len(found) < whole else found
+
+    def has_more(self, size: int) -> bool:
+        """Return whether the pass has a further batch."""
+        self.inside = False
+        return bool(self._rest(size))
+
+    def batch_before(self, rank: int, size: int) -> Any:
+        """Return a worker's batch before the next one; again, it takes no place."""
+        self._step, self._offset = self._step - 1, self._before
+        return self.next_batch(rank, size)
+
+    def next_batch(self, rank: int, size: int) -> Any:
+        """Return a worker's next batch, see `Lockstep.next_batch`."""
+        found = self._rest(size)
+        begin, end = even_share(len(found), rank, size)
+        batch, samples = self._stream.batch_of(found[begin:end] or found[:1])
+        self.samples = samples if end > begin else 0
+        self._before, self._offset = self._offset, self._offset + len(found)
+        self._step += 1
+        self.inside, self.taken = True, 0
+        return batch

@@ -1,0 +1,62 @@
+"""The training data of a user's own loop, as the loader that `prepare` was given has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from steepest.core.data.protocol import Source
+from steepest.core.data.sources import as_source
+from steepest.core.models.step_size import step_size
+from steepest.errors import ConfigurationError
+from steepest.loop.drawn import DrawnSource, has_own_sampler
+from steepest.loop.session import Session, outside
+from steepest.loop.streamed import Stream, StreamedSource
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Training data.
+
+    Attributes:
+        batch_size: samples in a worker's batch; batches, where these are what the data have.
+        source: of them.
+        stream: instead, where nobody knows how many samples an epoch has.
+    """
+
+    batch_size: int
+    source: Source | None
+    stream: Stream | None = None
+
+    @property
+    def size(self) -> int | None:
+        """The number of samples in an epoch; None where nobody knows it."""
+        return None if self.source is None else self.source.size
+
+
+def training_data(loader: DataLoader[Any], session: Session) -> TrainingData:
+    """Return the training data of a loader.
+
+    Raises:
+        ConfigurationError: its sampler has no length, or divides samples itself.
+    """
+    batch_size, whole = loader.batch_size or 1, step_size()
+    has_batches = loader.batch_size is None
+    if has_batches and whole.samples is not None:
+        raise ConfigurationError(
+            "global_batch_size= with a loader that has a batch_sampler, or batch_size=None, whose batches have "
+            "as many samples as they have: leave global_batch_size out; a step has one batch of each worker"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        stream = Stream(loader, session.seed, outside)
+        if stream.size is None:
+            return TrainingData(batch_size, None, stream)
+        return TrainingData(batch_size, StreamedSource(stream, whole.of(batch_size)))
+    if has_own_sampler(loader):
+        return TrainingData(batch_size, DrawnSource(loader, session.seed))
+    source, batch_size = as_source(loader, None)
+    if type(loader.sampler) is SequentialSampler and not hasattr(source, "blocks"):
+        vars(source)["blocks"] = 1  # samples come in the order of the data set, in each epoch
+    return TrainingData(batch_size, source)
