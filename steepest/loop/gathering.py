@@ -66,6 +66,11 @@ class Gatherings:
         self._here: set[int] = (
             set()
         )  # workers that have asked, since these were known or have changed
+        self.among_batches = (
+            False  # whether others have gathered in a step that the loop has not seen
+        )
+        self._missed = -1  # the last step that the loop has not seen
+        self._ended = False  # whether the loop has ended
 
     def meet(self, member: MemberCollective, wait: Callable[[Callable[[], bool]], None]) -> None:
         """Send to other workers from now on over a collective, and tell them what is known here."""
@@ -77,6 +82,29 @@ class Gatherings:
         for other in range(member.size):
             if other != member.rank:
                 self._ask(other)
+
+    def miss(self, step: int) -> None:
+        """Note that the loop does not see a step of the job: in what others gather there it has no rows."""
+        self._missed = step
+        self._answer_missed()
+
+    def end(self, ended: bool = True) -> None:
+        """Note that the loop has ended, and gathers no more; or that it has begun anew."""
+        self._ended = ended
+        self._answer_missed()
+
+    def _answer_missed(self) -> None:
+        """Take part, without rows, in what others gather where the loop does not come by."""
+        if self._member is None:
+            return
+        rank = self._member.rank
+        for place, parts in list(self._parts.items()):
+            step = place.number - (place.region is Region.AFTER)
+            missed = step == self._missed and place.region is not Region.END
+            if (self._ended or missed) and rank not in parts:
+                self.among_batches |= missed
+                parts[rank] = without_rows(next(iter(parts.values())))
+                self._tell(place, rank, parts[rank])
 
     @property
     def who(self) -> tuple[int, int] | None:
@@ -117,6 +145,7 @@ class Gatherings:
             self._answer(part.owner)
         else:
             self._parts.setdefault(place, {}).setdefault(part.owner, as_tensor(part.payload))
+            self._answer_missed()
 
     def _ask(self, other: int) -> None:
         """Ask another worker for all parts that it knows; it asks in return, and is sent parts from then on."""
@@ -197,6 +226,12 @@ def packed(value: Any, counts: bool = True) -> torch.Tensor:
     return pack({"leaves": rows if counts else [leaf[:0] for leaf in rows]})
 
 
+def without_rows(part: torch.Tensor) -> torch.Tensor:
+    """Return what a worker gives that has no rows, where another one gives `part`."""
+    found = unpack(part)
+    return pack({name: [leaf[:0] for leaf in leaves] for name, leaves in found.items()})
+
+
 def as_rows(leaf: Any) -> Any:
     """Return what is joined of a leaf: a tensor with a row for each of its values, or a column."""
     if is_column(leaf):
@@ -207,13 +242,25 @@ def as_rows(leaf: Any) -> Any:
     return tensor.reshape(1) if tensor.dim() == 0 else tensor
 
 
-def joined(value: Any, parts: Sequence[torch.Tensor], order: Sequence[Sequence[int]]) -> Any:
+#: Has a tensor that is joined follow a worker's own: called with that, the joined one, and the places of its rows.
+Follow = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def joined(
+    value: Any,
+    parts: Sequence[torch.Tensor],
+    order: Sequence[Sequence[int]],
+    rank: int = 0,
+    follow: Follow | None = None,
+) -> Any:
     """Return all workers' values as one: their rows one behind the other, in the form of a worker's own.
 
     Args:
         value: the worker's own.
         parts: as `packed`, by rank.
         order: by rank, the places of the samples of which it may be that there is a row each.
+        rank: the worker's.
+        follow: what is called for tensors that require a gradient, if anything.
 
     Raises:
         ConfigurationError: the workers have given values of other forms.
@@ -223,26 +270,76 @@ def joined(value: Any, parts: Sequence[torch.Tensor], order: Sequence[Sequence[i
         raise ConfigurationError(
             "steepest.gather() was given another number of tensors on each worker: give the same structure"
         )
-    return rebuilt(
-        value,
-        [_join(leaf, [leaves[at] for leaves in everything], order) for at, leaf in enumerate(own)],
-    )
+    found = []
+    for at, leaf in enumerate(own):
+        of_leaf = [leaves[at] for leaves in everything]
+        places = _places([len(part) for part in of_leaf], order)
+        whole = _like(leaf, _join(of_leaf, places))
+        if follow is not None and requires_gradient(leaf):
+            mine = sum(len(part) for part in of_leaf[:rank])
+            rows = torch.arange(mine, mine + len(of_leaf[rank]))
+            if places is not None:
+                rows = torch.tensor(places).argsort()[rows]
+            whole = follow(leaf, whole, rows)
+        found.append(whole)
+    return rebuilt(value, found)
+
+
+def requires_gradient(leaf: Any) -> bool:
+    """Return whether a gradient is to go through what is gathered of a leaf."""
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
 
 def alone(value: Any) -> Any:
     """Return what `joined` returns of a single worker's value: the same, with numbers as tensors of one row."""
-    return rebuilt(value, [_like(leaf, as_rows(leaf)) for leaf in leaves_of(value)])
+    return rebuilt(value, [_alone(leaf) for leaf in leaves_of(value)])
 
 
-def _join(own: Any, parts: list[Any], order: Sequence[Sequence[int]]) -> Any:
+def _alone(leaf: Any) -> Any:
+    if requires_gradient(leaf):
+        return leaf.reshape(1) if leaf.dim() == 0 else leaf
+    return _like(leaf, as_rows(leaf))
+
+
+class Gathered(torch.autograd.Function):
+    """What was gathered of a tensor, as a function of a worker's own rows of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: torch.Tensor,
+        whole: torch.Tensor,
+        rows: torch.Tensor,
+        summed: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the rows of all workers; `summed`: returns the sum of all workers' gradients of them."""
+        ctx.shape, ctx.rows, ctx.summed = own.shape, rows, summed
+        return whole.view_as(whole)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Return the gradient of the worker's own rows; none where they do not count."""
+        found = ctx.summed(gradient)[ctx.rows.to(gradient.device)]
+        if found.numel() == 0:
+            found = gradient.new_zeros(ctx.shape)
+        return found.reshape(ctx.shape), None, None, None
+
+
+def _places(lengths: list[int], order: Sequence[Sequence[int]]) -> list[int] | None:
+    """Return which of the rows of all workers comes first, second and so on; None for the order in which they are."""
+    if lengths != [len(each) for each in order]:
+        return None
+    places = [place for each in order for place in each]
+    return sorted(range(len(places)), key=places.__getitem__)
+
+
+def _join(parts: list[Any], places: list[int] | None) -> Any:
     column = isinstance(parts[0], list)
     found: Any = [each for part in parts for each in part] if column else _concatenated(parts)
-    lengths: list[int] = [len(part) for part in parts]
-    if lengths == [len(each) for each in order]:
-        places = [place for each in order for place in each]
-        by_place = sorted(range(len(places)), key=places.__getitem__)
-        found = [found[i] for i in by_place] if isinstance(found, list) else found[by_place]
-    return _like(own, found)
+    if places is None:
+        return found
+    return [found[i] for i in places] if isinstance(found, list) else found[places]
 
 
 def _concatenated(parts: list[torch.Tensor]) -> torch.Tensor:

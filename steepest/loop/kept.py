@@ -75,7 +75,10 @@ def pack(state: Mapping[str, Any], batches: int = 0) -> torch.Tensor:
             value = torch.from_numpy(np.ascontiguousarray(value))
         if not isinstance(value, torch.Tensor):
             return None
-        tensors.append(value.detach().cpu().contiguous())
+        flat = value.detach().cpu().contiguous()
+        if flat.numel() == 1:  # its strides may be any, of an expanded one
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        tensors.append(flat)
         return len(tensors) - 1
 
     values = {}

@@ -22,6 +22,7 @@ from steepest.core.models.sums import summed_by
 from steepest.core.optim.several import WHICH
 from steepest.errors import ConfigurationError
 from steepest.loop.gathering import (
+    Gathered,
     GatheringParts,
     GatheringPlace,
     Gatherings,
@@ -168,6 +169,7 @@ class Session:
     def _reset(self) -> None:
         """Begin with a function that has not run yet."""
         self._turns = Turns(self._run, f"steepest loop {self.rank}")
+        self.gatherings.end(False)
         # of the last step, by parameter group: what differs from the optimizer as it was given to `prepare`
         self.hyper: list[dict[str, Any]] | None = None
         self.weight = 0.0  # of the batches of the last step, or of the step in progress
@@ -189,6 +191,7 @@ class Session:
         self.stepping: set[int] = set()  # ids of the parameters of the optimizer that steps
         self._own_weight: float | None = None  # of the present batch, as the user says it
         self._looked_for_sums = False
+        self._batch_weight = 0.0  # of the present batch, where each step has its own
         self._since_report = 0  # samples
         self._kept: Kept | None = None
         self._before: dict[str, Any] = {"kept": {}}  # see `_begin_step`
@@ -223,7 +226,8 @@ class Session:
     def sees_all_steps(self) -> bool:
         """Whether the loop goes through a step in which the worker has no samples, with others that do not count."""
         # one that has not begun has to come to the end of that epoch
-        return self.together and (self.gathers_among_batches or self._asked is Ask.BEGIN)
+        known = self.gathers_among_batches or self.gatherings.among_batches
+        return self.together and (known or self._asked is Ask.BEGIN)
 
     def begin(self) -> Any:
         """Run the function up to `prepare`; return the model that was made there.
@@ -275,6 +279,8 @@ class Session:
         self._passed = max(self._passed, where.step + 1)
         self._committed = max(self._committed, where.step)
         self._see(where)
+        if self.together:
+            self.gatherings.miss(where.step)
 
     def committed(self, steps: int) -> None:
         """Let the loop go on where it awaits the commit of a step that is one of so many, or the end of an epoch.
@@ -439,6 +445,7 @@ class Session:
                 self.gatherings.put(asked)
                 continue
             if isinstance(asked, Ended):
+                self.gatherings.end()
                 self._asked = self._pending = None
                 self._error = self._error or asked.error
             else:
@@ -449,6 +456,7 @@ class Session:
         """Return the parts of all workers that gather; None where some are missing."""
         if waits and self.gatherings.found(wanted) is None:
             try:
+                self._turns.show()  # also where the wait is given up, until the function goes on
                 self.gatherings.wait(wanted)
             except BaseException:
                 self._held = self._held or HeldGenerators()
@@ -631,7 +639,26 @@ class Session:
             none = before and locked.samples == 0
         own = packed(value, counts=not none)
         parts = self._turns.ask(GatheringParts(place, own, (self.rank, self.size)))
-        return joined(value, parts, self.order)
+
+        def follow(leaf: torch.Tensor, whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            back = place._replace(nth=self._gathered)
+            self._gathered += 1
+            found: torch.Tensor = Gathered.apply(leaf, whole, rows, partial(self._summed, back))  # type: ignore[no-untyped-call]
+            return found
+
+        return joined(value, parts, self.order, self.rank, follow)
+
+    def _summed(self, place: GatheringPlace, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all workers' gradients of what was gathered, by what their losses weigh in the mean."""
+        locked = None if self.prepared is None else self.prepared.lockstep
+        weight = self._batch_weight if locked is None else self._weight_of(locked)
+        if self.sums:
+            weight = 1.0
+        own = gradient * weight if weight else torch.zeros_like(gradient)
+        parts = self._turns.ask(GatheringParts(place, pack({"leaves": [own]}), (self.rank, self.size)))
+        found = [unpack(part)["leaves"][0] for part in parts]
+        total = torch.stack([each for each in found if each.shape == gradient.shape]).sum(dim=0)
+        return (total / weight if weight else total).to(gradient)
 
     def register(self, objects: Mapping[str, Any]) -> Kept:
         """Take what is kept with the job's state."""
@@ -692,9 +719,11 @@ class Session:
         self._pending, self._taken, self._stepped = None, pending, False
         self._see(pending.where)
         self._enter(Region.BEFORE, pending.where.step)
+        self.order = []
         self.batches += 1
         self.samples += pending.samples
         self.weight += pending.samples
+        self._batch_weight = float(pending.samples)
         self._since_report += pending.samples
         return pending.data
 
@@ -718,6 +747,7 @@ class Session:
         batch = lockstep.next_batch(self.rank, self.size)
         self._boundary = None
         self._enter(Region.BEFORE, lockstep.number)
+        self.order = []
         self.batches += 1
         self._own_weight = None
         self._since_report += lockstep.samples or 0
@@ -736,7 +766,8 @@ class Session:
             raise ConfigurationError(
                 "steepest.weight() before the first batch: call it in the loop over the loader"
             )
-        self.weight += checked_weight(weight) - self._taken.samples
+        self._batch_weight = checked_weight(weight)
+        self.weight += self._batch_weight - self._taken.samples
 
     def _step_function(self, index: int) -> Callable[..., Any]:
         def step(closure: Callable[[], Any] | None = None) -> Any:

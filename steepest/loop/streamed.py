@@ -219,7 +219,7 @@ class StreamLockstep(Lockstep):
         found = self._rest(size)
         begin, end = even_share(len(found), rank, size)
         batch, samples = self._stream.batch_of(found[begin:end] or found[:1])
-        self.samples = samples if end > begin else 0
+        self.samples, self.whole = samples if end > begin else 0, len(found)
         self._before, self._offset = self._offset, self._offset + len(found)
         self._step += 1
         self.inside, self.taken = True, 0

@@ -63,16 +63,19 @@ class Turns:
         if not self._begun:
             self._begun = True
             (start_thread if keeps_here() else system().start)(self._body, self._name)
-        me = _thread.get_ident()
-        runs_in_turn[me] = lambda: self._ident
+        self.show()
         try:
             self._given.put(given)
             asked = self._asked.get()
         finally:
-            del runs_in_turn[me]
+            del runs_in_turn[_thread.get_ident()]
         if isinstance(asked, Ended):
             self.ended = asked
         return asked
+
+    def show(self) -> None:
+        """Have the function's frames shown, until it has had its next turn, where one asks what the calling thread does."""
+        runs_in_turn[_thread.get_ident()] = lambda: self._ident
 
     def end(self, error: BaseException) -> None:
         """Raise an exception in the function, in its `ask`, as often as it asks for more, until it has ended."""
