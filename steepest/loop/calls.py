@@ -92,8 +92,8 @@ def prepare(
         raise ConfigurationError(f"reduction={reduction!r:.80}: give 'mean' or 'sum'")
     if reduction == "sum" and loaders and loaders[0].batch_size is None:
         raise ConfigurationError(
-            "reduction='sum' with a loader that has a batch_sampler, or batch_size=None: nobody knows how many samples a "
-            "whole step has; divide the loss by the samples of the batch, and leave reduction out"
+            "reduction='sum' with a loader that has a batch_sampler, or batch_size=None: nobody knows how many samples "
+            "a whole step has; divide the loss by the samples of the batch, and leave reduction out"
         )
     data = None if not loaders else training_data(loaders[0], session)
     lockstep = _lockstep(session, optimizers, data, any_steps=any_steps)
@@ -237,8 +237,8 @@ def gather(value: Any) -> Any:
     Tensors are joined along their first dimension, in the order of the samples where each worker gives a row for each
     sample that it has had in this batch, or in this pass, of a loader for evaluations; otherwise by the workers' ranks.
     Workers may give any number of rows, none too. All call it equally often in the same order; it waits for the last
-    one. No gradient goes through it. With one worker, and outside of `steepest.run`, it returns what it is given, with
-    numbers as tensors of one row.
+    one. The gradient of the mean of all workers' losses goes through it. With one worker, and outside
+    of `steepest.run`, it returns what it is given, with numbers as tensors of one row.
 
     Args:
         value: tensors, arrays, numbers, lists of numbers or texts; dicts, lists and tuples of these.

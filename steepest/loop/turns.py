@@ -74,7 +74,7 @@ class Turns:
         return asked
 
     def show(self) -> None:
-        """Have the function's frames shown, until it has had its next turn, where one asks what the calling thread does."""
+        """Have the function's frames shown, until its next turn is over, as what the calling thread does."""
         runs_in_turn[_thread.get_ident()] = lambda: self._ident
 
     def end(self, error: BaseException) -> None:
