@@ -1,0 +1,151 @@
+"""What torch offers works in loops of users' own: autocast, checkpointing, compiled modules, SAM's optimizer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import steepest
+from tests.own_loop_runs import run, without
+from tests.own_loops import Parts, Script, plain
+from tests.reference import difference, perceptron, samples, sgd
+from tests.simulated_programs import quiet
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with quiet():
+        yield
+    gc.collect()
+
+
+def in_half(parts: Parts, epochs: int) -> None:
+    """Forward passes under autocast, parameters in single precision."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = nn.functional.mse_loss(parts.model(x.float()).float(), y.float())
+            loss.backward()
+            parts.optimizer.step()
+
+
+def single() -> nn.Module:
+    return perceptron(torch.float32)
+
+
+def checkpointed(reentrant: bool) -> Callable[[Parts, int], None]:
+    def loop(parts: Parts, epochs: int) -> None:
+        first, *rest = parts.model
+        for _ in steepest.epochs(epochs):
+            for x, y in parts.loader:
+                parts.optimizer.zero_grad()
+                hidden = checkpoint(first, x.requires_grad_(), use_reentrant=reentrant)
+                for layer in rest:
+                    hidden = checkpoint(layer, hidden, use_reentrant=reentrant)
+                nn.functional.mse_loss(hidden, y).backward()
+                parts.optimizer.step()
+
+    return loop
+
+
+def twice_differentiated(parts: Parts, epochs: int) -> None:
+    """The gradient's norm is a part of the loss: a backward pass with create_graph=True, and one through it."""
+    parameters = list(parts.model.parameters())
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            errors = (parts.model(x) - y).square().mean(dim=1)
+            loss = torch.zeros((), dtype=torch.float64)
+            for error in errors:
+                slopes = torch.autograd.grad(error, parameters, create_graph=True)
+                loss = loss + error + 0.1 * sum(each.square().sum() for each in slopes)
+            (loss / len(x)).backward()
+            parts.optimizer.step()
+
+
+LOOPS = {
+    "checkpoint": Script(checkpointed(False), optimizer=sgd(momentum=0.9)),
+    "reentrant checkpoint": Script(checkpointed(True), optimizer=sgd(momentum=0.9)),
+    "double backward": Script(twice_differentiated, optimizer=sgd(momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_torch_does_equals_one_process(name: str, workers: int) -> None:
+    assert difference(run(LOOPS[name], workers).weights, LOOPS[name].alone(workers)) < 1e-12
+
+
+def test_autocast_equals_one_process_as_far_as_half_precision_goes() -> None:
+    script = Script(in_half, single, sgd(momentum=0.9), data=samples(24))
+    assert difference(run(script, 1).weights, script.alone(1)) < 1e-6
+    full = Script(plain, optimizer=sgd(momentum=0.9), data=samples(24))
+    assert difference(full.alone(1), script.alone(1)) > 1e-4  # so it is another one
+    assert difference(run(script, 2).weights, script.alone(2)) < 0.01
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_modules(backend: str) -> None:
+    torch.compiler.reset()
+    script = Script(plain, lambda: torch.compile(perceptron(), backend=backend), sgd(momentum=0.9))
+    found = run(script, 2).weights
+    expected = Script(plain, optimizer=sgd(momentum=0.9)).alone(2)
+    assert difference(found, expected) < 1e-12
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimisation as it is often written: an optimizer around another one, with two steps."""
+
+    def __init__(self, parameters: Any, base: Any, **settings: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05, **settings})
+        self.base_optimizer = base(self.param_groups, **settings)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["before"] = p.data.clone()
+                p.add_(p.grad.sign() * group["rho"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["before"]
+        self.base_optimizer.step()
+
+
+def with_sam() -> None:
+    """Only the optimizer that updates is given to `prepare`."""
+    data, model = samples(16), perceptron()
+    sam = Sam(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data), batch_size=2)
+    model, sam.base_optimizer, loader = steepest.prepare(model, sam.base_optimizer, loader)
+    for _ in steepest.epochs(2):
+        for x, y in loader:
+            sam.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            sam.first_step()
+            nn.functional.mse_loss(model(x), y).backward()
+            sam.second_step()
+    FOUND["with_sam"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+FOUND: dict[str, Any] = {}
+
+
+def test_an_optimizer_around_another_one() -> None:
+    """With one worker it is that of one process; with two each has the worst place of its own samples."""
+    torch.manual_seed(0)
+    with_sam()
+    assert difference(run(with_sam, 1).weights, FOUND["with_sam"]) < 1e-12
+    assert difference(without(with_sam, 2, 1, 4).weights, run(with_sam, 2).weights) < 1e-12
