@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from steepest.core.models.step_size import step_size
 from steepest.errors import ConfigurationError
+from steepest.loop.closures import ByClosure, needs_closure
 from steepest.loop.gathering import alone
 from steepest.loop.kept import Kept
 from steepest.loop.loaders import EvaluationLoader, TrainingLoader
@@ -87,6 +88,14 @@ def prepare(
         raise ConfigurationError(
             "steepest.prepare() was called twice: give it everything in one call, before the loop"
         )
+    closures = {at: ByClosure(each) for at, each in enumerate(optimizers) if needs_closure(each)}
+    if closures and not (session.together and reduction == "mean"):
+        raise ConfigurationError(
+            f"{type(optimizers[min(closures)]).__name__}, whose step() needs a closure, where workers do not wait for "
+            "each other, or with reduction='sum': each evaluation is the mean over all workers; give "
+            'strategy="ps" or "allreduce", and a loss that is a mean'
+        )
+    optimizers = [closures[at].updates if at in closures else o for at, o in enumerate(optimizers)]
     module = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
     if reduction not in ("mean", "sum"):
         raise ConfigurationError(f"reduction={reduction!r:.80}: give 'mean' or 'sum'")
@@ -104,7 +113,11 @@ def prepare(
     if data is not None:
         whole = data.batch_size * session.size if lockstep else step_size().of(data.batch_size)
         made[id(loaders[0])] = TrainingLoader(loaders[0], session, data.size, whole)
-    session.prepare(Prepared(model, optimizers, schedulers, lockstep, sums=reduction == "sum"))
+    session.prepare(
+        Prepared(
+            model, optimizers, schedulers, lockstep, sums=reduction == "sum", closures=closures
+        )
+    )
     found = tuple(made.get(id(each), each) for each in objects)
     return found[0] if len(found) == 1 else found
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -153,6 +154,27 @@ class LoopModel(TorchModel):
         """The greatest norm of the gradient of the last step's update; None for any."""
         return self.session.clip
 
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Let the loop have a turn in this context, on the values that an optimizer tries, if one does."""
+        with self._writes.refused():
+            trying = self.session.trying
+            if trying is not None:
+                trying.lay_out()
+            try:
+                yield
+            finally:
+                if self.session.trying is not None:
+                    self.session.trying.lay_aside()
+                    self.put_back()
+
+    def put_back(self) -> None:
+        """Make trained parameters views of the job's weights again."""
+        assert self._vector is not None
+        for index, entry in enumerate(self.layout.entries):
+            if entry.trainable:
+                self._parameters[entry.name].data = self.layout.entry_view(self._vector, index)
+
     def take_place(self, where: Where, replica: int, replicas: int) -> None:
         """Note the place of the next batch, and which of the workers this is."""
         self.session.rank, self.session.size = replica, replicas
@@ -168,7 +190,7 @@ class LoopModel(TorchModel):
         if session.is_undone(where):
             session.begin_anew(session.state())
             super().load_state(buffers)
-        with self._writes.refused():
+        with self._turn():
             session.compute(Batch(self.any_batch(), where, 0, 0))
         super().load_state(buffers)
 
@@ -210,9 +232,9 @@ class LoopModel(TorchModel):
             session.begin_anew(session.state())
             super().load_state(buffers)
         self._ready = ready
-        may_leave = self.take_back is not None and not session.in_lockstep and not session.sums
+        may_leave = self.take_back is not None and session.leaves_early
         try:
-            with self._writes.refused(), self._overlap.watched(session, may_leave=may_leave):
+            with self._turn(), self._overlap.watched(session, may_leave=may_leave):
                 data = self.on_device(batch)
                 stepped = session.compute(Batch(data, self._where, samples, whole))
         finally:
@@ -256,7 +278,7 @@ class LoopModel(TorchModel):
     def go_on(self, version: int) -> None:
         """Let the loop go on behind `optimizer.step()` when its update is committed and all weights are here."""
         try:
-            with self._writes.refused():
+            with self._turn():
                 self.session.committed(version)
         except ModelError as error:
             self.session.fail(error)
@@ -311,7 +333,7 @@ class LoopModel(TorchModel):
 
     def advance(self, epoch: int, number: int = 0) -> Progress:
         """Let the user's function go on between two steps, see `Session.advance`."""
-        with self._writes.refused():
+        with self._turn():
             return self.session.advance(epoch, number)
 
     def look_ahead(self, batch: Any) -> None:

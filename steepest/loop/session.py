@@ -21,6 +21,7 @@ from steepest.core.models.scalars import as_number
 from steepest.core.models.sums import summed_by
 from steepest.core.optim.several import WHICH
 from steepest.errors import ConfigurationError
+from steepest.loop.closures import ByClosure
 from steepest.loop.gathering import (
     Gathered,
     GatheringParts,
@@ -95,6 +96,7 @@ class Prepared:
         optimizers: that the function steps.
         schedulers: that it steps too.
         lockstep: where the loop is, if its steps are not one for each batch.
+        closures: by number, those of the optimizers of which `optimizers` has what servers have in their place.
         sums: whether losses add up samples; their gradients over workers are to be added up too.
     """
 
@@ -102,6 +104,7 @@ class Prepared:
     optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[LRScheduler | ReduceLROnPlateau]
     lockstep: Lockstep | None = None
+    closures: Mapping[int, ByClosure] = field(default_factory=dict)
     sums: bool = False
 
     @property
@@ -159,6 +162,7 @@ class Session:
         self._report_count = 0
         self._reports: list[Reported] = []
         self._ticks: list[_Ticks] = []
+        self.trying: ByClosure | None = None  # whose step is under way
         self.gatherings = Gatherings()
         self.gathers_among_batches = (
             False  # whether the loop has gathered elsewhere than at an epoch's end
@@ -266,6 +270,12 @@ class Session:
     def in_lockstep(self) -> bool:
         """Whether the loop's steps are not one for each batch."""
         return self.prepared is not None and self.prepared.lockstep is not None
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether gradients may leave during the backward pass."""
+        closures = self.prepared is not None and bool(self.prepared.closures)
+        return not (self.in_lockstep or self.sums or closures)
 
     def is_undone(self, where: Where) -> bool:
         """Return whether the loop has to begin anew: the step that it awaits was dealt out in another way."""
@@ -377,8 +387,14 @@ class Session:
             if self.prepared is None or self.prepared.lockstep is None
             else self.prepared.lockstep.state(),
             "frozen": None if self.prepared is None else self.prepared.model.frozen,
+            "closures": self._of_closures() if objects else [],
             **self._scheduled(),
         }
+
+    def _of_closures(self) -> list[Any]:
+        """Return the states of the optimizers that step in the workers."""
+        closures = {} if self.prepared is None else self.prepared.closures
+        return [each.state() for each in closures.values()]
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state: a function that stands elsewhere in the job is begun anew.
@@ -489,10 +505,16 @@ class Session:
         self.prepared = prepared
         for index, each in enumerate(prepared.optimizers):
             optimizer: Any = each
+            if index in prepared.closures:
+                user: Any = prepared.closures[index].optimizer
+                user.step = self._step_by_closure(index)
+                continue
             optimizer.step = self._step_function(index)
             optimizer.state_dict = optimizer.load_state_dict = partial(
                 _refuse_state, type(optimizer).__name__
             )
+        # all workers take part in each evaluation
+        self.gathers_among_batches |= bool(prepared.closures)
         self._ticks = [_Ticks(self, scheduler) for scheduler in prepared.schedulers]
         self._turns.ask(Ask.BEGIN)
 
@@ -564,6 +586,8 @@ class Session:
             prepared.set_groups(state["groups"])
         if state.get("frozen") is not None:  # not in checkpoints of before
             prepared.model.freeze(state["frozen"])
+        for each, own in zip(prepared.closures.values(), state.get("closures", ()), strict=False):
+            each.optimizer.load_state_dict(own)
         self._ticked, self._unticked = state["ticked"], state.get("unticked", [])
         if self._kept is not None:
             self._kept.load(state["kept"])
@@ -650,10 +674,7 @@ class Session:
 
     def _summed(self, place: GatheringPlace, gradient: torch.Tensor) -> torch.Tensor:
         """Return the sum of all workers' gradients of what was gathered, by what their losses weigh in the mean."""
-        locked = None if self.prepared is None else self.prepared.lockstep
-        weight = self._batch_weight if locked is None else self._weight_of(locked)
-        if self.sums:
-            weight = 1.0
+        weight = 1.0 if self.sums else self._present_weight
         own = gradient * weight if weight else torch.zeros_like(gradient)
         parts = self._turns.ask(GatheringParts(place, pack({"leaves": [own]}), (self.rank, self.size)))
         found = [unpack(part)["leaves"][0] for part in parts]
@@ -781,6 +802,74 @@ class Session:
         step.__dict__["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
         return step
 
+    def _step_by_closure(self, index: int) -> Callable[..., Any]:
+        def step(closure: Callable[[], Any]) -> Any:
+            assert self.prepared is not None
+            by, lockstep = self.prepared.closures[index], self.prepared.lockstep
+            vars(by.optimizer)["_opt_called"] = True  # else a scheduler would warn
+            if self._standing_in or (lockstep is not None and lockstep.skip):
+                with torch.enable_grad():
+                    loss = closure()
+                self.step(index)
+                return loss
+            self._check_may_step(lockstep)
+            self.trying = by
+            loss = by.step(partial(self._evaluated, by, closure), self._end_trial)
+            self.losses = self.losses[:1]
+            self.step(index)
+            by.end_step()
+            return loss
+
+        step.__dict__["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
+        return step
+
+    def _end_trial(self) -> None:
+        self.trying = None
+        assert self.prepared is not None
+        self.prepared.model.put_back()
+
+    def _evaluated(self, by: ByClosure, closure: Callable[[], Any]) -> torch.Tensor:
+        """Evaluate the loss; return its mean over the workers by weight, and leave the gradients' means."""
+        with torch.enable_grad():
+            loss = torch.as_tensor(closure()).detach()
+        place, weight = Place(self._number, self._region, self._gathered), self._present_weight
+        self._gathered += 1
+        if self.size == 1:
+            return loss
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in by.parameters]
+        own = [torch.stack([loss.double().cpu(), torch.tensor(weight).double()]), *gradients]
+        parts = self._turns.ask(Wanted(place, pack({"leaves": own}), (self.rank, self.size)))
+        found = [unpack(part)["leaves"] for part in parts]
+        found = [leaves for leaves in found if len(leaves[0]) and leaves[0][1]]
+        total = sum(float(leaves[0][1]) for leaves in found)
+        for at, parameter in enumerate(by.parameters, 1):
+            mean = sum(leaves[at] * (float(leaves[0][1]) / total) for leaves in found)
+            if isinstance(mean, torch.Tensor):
+                parameter.grad = mean.to(parameter)
+        losses = [leaves[0][0] * (leaves[0][1] / total) for leaves in found]
+        return torch.stack(losses).sum().to(loss) if losses else loss
+
+    @property
+    def _present_weight(self) -> float:
+        """What the present batch weighs."""
+        locked = None if self.prepared is None else self.prepared.lockstep
+        return self._batch_weight if locked is None else self._weight_of(locked)
+
+    def _check_may_step(self, lockstep: Lockstep | None) -> None:
+        """Check that the loop is where it may take a step; else ConfigurationError."""
+        if lockstep is None and (self._taken is None or self._stepped):
+            raise ConfigurationError(
+                "optimizer.step() was called "
+                + ("before the first batch" if self._taken is None else "twice for one batch")
+                + ": with one optimizer and a loader each step takes the next batch of that loader, unless "
+                "steepest.prepare(..., any_steps=True) says that a batch may have any number of steps"
+            )
+        if self._epochs is None:
+            raise ConfigurationError(
+                "optimizer.step() outside of steepest.epochs(): write `for epoch in steepest.epochs(n)` around the "
+                "loop, so that a worker that joins later knows where the job is"
+            )
+
     def step(self, index: int = 0) -> None:
         """Push the gradients of an optimizer's parameters; return when the update is committed."""
         assert self.prepared is not None
@@ -795,18 +884,7 @@ class Session:
         if lockstep is not None and lockstep.skip:
             self._skip_step(lockstep)
             return
-        if lockstep is None and (self._taken is None or self._stepped):
-            raise ConfigurationError(
-                "optimizer.step() was called "
-                + ("before the first batch" if self._taken is None else "twice for one batch")
-                + ": with one optimizer and a loader each step takes the next batch of that loader, unless "
-                "steepest.prepare(..., any_steps=True) says that a batch may have any number of steps"
-            )
-        if self._epochs is None:
-            raise ConfigurationError(
-                "optimizer.step() outside of steepest.epochs(): write `for epoch in steepest.epochs(n)` around the "
-                "loop, so that a worker that joins later knows where the job is"
-            )
+        self._check_may_step(lockstep)
         prepared.check_groups()
         if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             raise ConfigurationError(
@@ -862,6 +940,11 @@ class Session:
         """Have the mean gradient of all workers clipped by its norm; return that of this worker's own."""
         given = {id(parameter) for parameter in parameters if parameter.requires_grad}
         optimizers = () if self.prepared is None else self.prepared.optimizers
+        if self.prepared is not None and self.prepared.closures:
+            raise ConfigurationError(
+                "steepest.clip_grad_norm_() with an optimizer whose step() needs a closure: it sees the mean gradient "
+                "of all workers by itself; leave clipping out"
+            )
         groups = [group for each in optimizers for group in each.param_groups]
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
         of_one = [
