@@ -163,6 +163,7 @@ class Session:
         self._reports: list[Reported] = []
         self._ticks: list[_Ticks] = []
         self.trying: ByClosure | None = None  # whose step is under way
+        self._batch_weight = 0.0  # of the present batch, where each step has its own
         self.gatherings = Gatherings()
         self.gathers_among_batches = (
             False  # whether the loop has gathered elsewhere than at an epoch's end
@@ -195,7 +196,6 @@ class Session:
         self.stepping: set[int] = set()  # ids of the parameters of the optimizer that steps
         self._own_weight: float | None = None  # of the present batch, as the user says it
         self._looked_for_sums = False
-        self._batch_weight = 0.0  # of the present batch, where each step has its own
         self._since_report = 0  # samples
         self._kept: Kept | None = None
         self._before: dict[str, Any] = {"kept": {}}  # see `_begin_step`
