@@ -676,7 +676,9 @@ class Session:
         """Return the sum of all workers' gradients of what was gathered, by what their losses weigh in the mean."""
         weight = 1.0 if self.sums else self._present_weight
         own = gradient * weight if weight else torch.zeros_like(gradient)
-        parts = self._turns.ask(GatheringParts(place, pack({"leaves": [own]}), (self.rank, self.size)))
+        parts = self._turns.ask(
+            GatheringParts(place, pack({"leaves": [own]}), (self.rank, self.size))
+        )
         found = [unpack(part)["leaves"][0] for part in parts]
         total = torch.stack([each for each in found if each.shape == gradient.shape]).sum(dim=0)
         return (total / weight if weight else total).to(gradient)
@@ -832,13 +834,18 @@ class Session:
         """Evaluate the loss; return its mean over the workers by weight, and leave the gradients' means."""
         with torch.enable_grad():
             loss = torch.as_tensor(closure()).detach()
-        place, weight = Place(self._number, self._region, self._gathered), self._present_weight
+        place, weight = (
+            GatheringPlace(self._number, self._region, self._gathered),
+            self._present_weight,
+        )
         self._gathered += 1
         if self.size == 1:
             return loss
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in by.parameters]
         own = [torch.stack([loss.double().cpu(), torch.tensor(weight).double()]), *gradients]
-        parts = self._turns.ask(Wanted(place, pack({"leaves": own}), (self.rank, self.size)))
+        parts = self._turns.ask(
+            GatheringParts(place, pack({"leaves": own}), (self.rank, self.size))
+        )
         found = [unpack(part)["leaves"] for part in parts]
         found = [leaves for leaves in found if len(leaves[0]) and leaves[0][1]]
         total = sum(float(leaves[0][1]) for leaves in found)
