@@ -210,8 +210,7 @@ class Session:
         # the state from which another worker takes part in what is gathered here, see `_mark`
         self._boundary: torch.Tensor | dict[str, Any] | None = None
         # of a worker that joins while others gather: it sees one batch more, whose steps and reports do not count
-        self._standing_in = ""
-        self._stand_in_given = False
+        self._standing_in, self._stand_in_given = "", False
         self.order: list[list[int]] = []  # by rank, the samples of the present evaluation so far
 
     # -- for the worker's thread ---------------------------------------------------------------
