@@ -71,7 +71,7 @@ def pushes_of(server: Server) -> int:
     """Return how many pushes a server keeps: staged and arriving ones, and buffers in use."""
     chunks = server.chunks.values()
     used = sum(len(held._buffers) - sum(map(len, held._spare.values())) for held in chunks)
-    return used + sum(len(held.staged) for held in chunks) + len(server._progress.pushes)
+    return used + sum(len(held.staged) for held in chunks) + len(server._intake.progress.pushes)
 
 
 def puts_of(server: Server) -> int:
@@ -103,7 +103,7 @@ def ranges_of(counted: SequenceSet) -> list[tuple[int, int]]:
 def remembered_by(of: Server | Coordinator | StagedEach) -> set[int]:
     """Return the workers with pushes that are remembered as committed or dropped."""
     if isinstance(of, Server):
-        return {worker for worker, _ in of._done._counted}
+        return {worker for worker, _ in of._intake._done._counted}
     staging = of._state.staging if isinstance(of, Coordinator) else of
     assert isinstance(staging, StagedEach)
     return {worker for worker, _ in staging._closed._counted}

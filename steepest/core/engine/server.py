@@ -1,4 +1,4 @@
-"""A server: stages pushed chunks, reduces them, and applies the optimizer on COMMIT."""
+"""A server: has pushed chunks staged and reduced, and applies the optimizer on COMMIT."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from steepest.core.engine.chunk_store import ChunkStore, StagedPush
-from steepest.core.engine.early_pushes import EarlyPushes
+from steepest.core.engine.chunk_store import ChunkStore
 from steepest.core.engine.in_words import pushes_in_words
 from steepest.core.engine.incoming_weights import Key
 from steepest.core.engine.optimizer_records import checked_state_size
 from steepest.core.engine.outgoing_weights import OutgoingWeights
+from steepest.core.engine.push_intake import PushIntake
 from steepest.core.engine.put_states import PutStates
 from steepest.core.engine.raised_update import RaisedUpdate
 from steepest.core.engine.server_chunk import ServerChunk
-from steepest.core.engine.staging_progress import StagingProgress
 from steepest.core.engine.topology import Topology
 from steepest.core.messages.gradients import (
     CommitOrder,
@@ -27,9 +26,7 @@ from steepest.core.messages.gradients import (
     HostPush,
     Logged,
     Push,
-    PushStaged,
     Refresh,
-    VersionStaged,
 )
 from steepest.core.messages.membership import Members, WorkerEnded, WorkerJoined
 from steepest.core.messages.message import (
@@ -38,7 +35,6 @@ from steepest.core.messages.message import (
     Message,
     MessageKind,
     Peer,
-    PushId,
     Send,
     worker_peer,
 )
@@ -47,7 +43,6 @@ from steepest.core.messages.users import UserLeft
 from steepest.core.optim.portable import Record
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.protocol.decision_log import DecisionLog
-from steepest.core.protocol.push_tracking import MOST_PUSHES, ClosedPushes
 from steepest.core.system import system
 from steepest.core.tensors.layout import Chunk
 from steepest.core.tensors.memory import as_tensor
@@ -103,9 +98,6 @@ class Server:
         own_pending: Callable[[torch.Tensor], None] | None = None,
         mode: ServerMode = ServerMode(),
     ) -> None:
-        self.version = 0  # of the weights: the number of the last commit
-        self.generation = 0  # the last one that the coordinator began
-        self.refused = 0  # the number of pushes that were dropped
         # the update in which the optimizer raised, if no whole state was installed since: chunks are of no version
         self.torn: RaisedUpdate | None = None
         self._now, self._since = system().now, system().now()  # when it took its present position
@@ -113,8 +105,6 @@ class Server:
         self._send = send
         layout, holders, stores = topology.layout, topology.holders, topology.stores
         self._copies = any(len(servers) > 1 for servers in holders)
-        # whether workers may have all weights of a version that this server has yet to make
-        self._is_passed = self._copies or bool(layout.opaque_chunks) or layout.fragments > 1
         self.decisions = DecisionLog()  # the coordinator's, remembered where chunks have copies
         self._codec = topology.wire_formats[0]
         self._hosts = topology.hosts
@@ -129,7 +119,17 @@ class Server:
         }
         # indices of those whose copies, if any, are on other servers
         self.answers_for = {chunk for chunk in self.chunks if holders[chunk][0] == index}
-        self._trainable = [chunk for chunk in self.chunks.values() if chunk.chunk.trainable]
+        self._intake = PushIntake(
+            index,
+            topology,
+            self.chunks,
+            self.answers_for,
+            send,
+            together=mode.together,
+            open_to_all=mode.open_to_all,
+            checked=mode.checked,
+        )
+        self._trainable = self._intake.trainable
         # First layers first, which lie in the last chunks: the next forward pass begins with them.
         # Opaque ones last, for which no worker waits before it has asked for something of them.
         last_first = self._trainable[::-1]
@@ -139,10 +139,6 @@ class Server:
         self._spec = spec
         self._base = [hyper for _, hyper in spec.groups] if spec is not None else []
         self._changed = False  # whether a schedule has ever changed hyperparameters
-        self._members: frozenset[int] = frozenset()
-        self._done = ClosedPushes()
-        self._progress = StagingProgress(len(self._trainable), self.answers_for, mode.checked)
-        self._early = EarlyPushes(len(self._trainable))
         # of opaque chunks; None without such chunks
         self._service = None if stores is None else stores.serve(index, self.chunks, send)
         self._weights = OutgoingWeights(
@@ -160,7 +156,6 @@ class Server:
         self._left_out: set[int] = (
             set()
         )  # workers of whose pushes the last committed one was left out
-        self._ended: dict[int, int] = {}  # by worker, the incarnation of its last life that is over
 
     def begin_with(self, records: Iterable[Record]) -> None:
         """Set the state of this server's chunks, before the first step; records of other chunks are left out."""
@@ -176,6 +171,25 @@ class Server:
     def vector(self) -> torch.Tensor:
         """The flat vector (uint8, of the layout's size) in which its first chunk lies."""
         return self._weights.vector
+
+    @property
+    def version(self) -> int:
+        """The version of the weights: the number of the last commit."""
+        return self._intake.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._intake.version = version
+
+    @property
+    def generation(self) -> int:
+        """The last generation that the coordinator began."""
+        return self._intake.generation
+
+    @property
+    def refused(self) -> int:
+        """The number of pushes that were dropped."""
+        return self._intake.refused
 
     @property
     def _position(self) -> Key:
@@ -210,8 +224,7 @@ class Server:
             )
         if message.kind is Kind.PUT:
             return torch.empty(size, dtype=torch.uint8)
-        late = message.generation < self.generation
-        if late or (self._together and message.version < self.version):
+        if self._intake.is_late(message):
             return None
         if message.payload is not None:
             return as_tensor(message.payload)
@@ -221,9 +234,9 @@ class Server:
         """Act on one message; ProtocolError: it is refused."""
         match message.kind:
             case Kind.PUSH:
-                self._stage(source, Push.unpack(message))
+                self._intake.stage(source, Push.unpack(message))
             case Kind.HOST_PUSH:
-                self._stage(source, HostPush.unpack(message))
+                self._intake.stage(source, HostPush.unpack(message))
             case Kind.SNAPSHOT:
                 self._answer(Snapshot.unpack(message))
             case Kind.PUT | Kind.PUT_STATE | Kind.REPLACE_STATE:
@@ -282,10 +295,7 @@ class Server:
         if self._service is not None:
             self._service.lost(peer)
         if self._open_to_all and peer.role == "worker":
-            for push in self._progress.pushes:
-                if push.worker == peer.index:
-                    self._forget(push)
-            self._done.forget(peer.index)
+            self._intake.forget_user(peer.index)
             self._send(COORDINATOR, UserLeft(peer.index).pack())
 
     def tick(self, now: float) -> None:
@@ -301,188 +311,15 @@ class Server:
         if not self._trainable:
             return "holds no chunk that is trained"
         if not self._together:
-            return (
-                f"waits for pushes to make version {version}: {self._progress.in_words()}{lasting}"
-            )
-        if self._progress.version_is_whole:
+            return f"waits for pushes to make version {version}: {self._intake.progress.in_words()}{lasting}"
+        if self._intake.progress.version_is_whole:
             return (
                 f"has reduced version {version}, and waits for COMMIT of the coordinator{lasting}"
             )
         lacking = {
-            held.chunk.index: self._members - held.contributors() for held in self._trainable
+            held.chunk.index: self._intake.members - held.contributors() for held in self._trainable
         }
         return f"waits for pushes of version {version} of {pushes_in_words(lacking)}{lasting}"
-
-    # -- stage ---------------------------------------------------------------------------------
-
-    def _stage(self, source: Peer, pushed: Push | HostPush) -> None:
-        """Stage a chunk of a gradient, keep it for later, or drop a late one; ProtocolError: it is refused."""
-        # The worker has the weights of the next version from servers that were sooner than this one.
-        is_next = self._is_passed and self._together and pushed.pulled == self.version + 1
-        newer = pushed.generation > self.generation
-        is_now = pushed.generation == self.generation
-        if newer or (is_now and (is_next or self._may_have_joined(source))):
-            self._keep_early(source, pushed)
-            return
-        held = self.chunks.get(pushed.chunk)
-        if held is None or not held.chunk.trainable:
-            raise ProtocolError(f"chunk {pushed.chunk} takes no gradients on server {self._index}")
-        pushes = self._pushes_of(source, pushed)
-        if self._refuses(pushes, pushed, held):
-            return
-        payload = pushed.payload
-        codec = held.codec_of(payload, self._codec)
-        self._drop_taken_back(pushes, held)
-        if payload is not None and not self._together and pushed.chunk not in self.answers_for:
-            # Its worker overwrites it as soon as another server has sent the weights.
-            payload = held.own(payload)
-        push, workers = pushes[0], frozenset(push.worker for push in pushes)
-        absent = frozenset(pushed.absent)
-        held.staged[push] = StagedPush(workers, payload, pushed.unit, pushed.total, absent, codec)
-        if self._together:
-            if held.contributors() >= self._members:
-                self._reduce(held)
-        else:
-            self._count(push, held, pushed.pulled)
-
-    def _may_have_joined(self, source: Peer) -> bool:
-        """Return whether a worker may be a member of which this server is not told yet."""
-        workers = len(self._hosts.workers)
-        known = self._open_to_all or self._together or source.index in self._members
-        return self._is_passed and not known and source.role == "worker" and source.index < workers
-
-    def _keep_early(self, source: Peer, pushed: Push | HostPush) -> None:
-        """Keep a push until its generation or version begins."""
-        # ProtocolError: the oldest of too many is dropped (`EarlyPushes`).
-        aggregated = self._hosts.aggregators.get(source.index, ())
-        workers = len(aggregated) if source.role == "aggregator" else 1
-        oldest = self._early.keep(source, pushed, workers)
-        if oldest is not None:
-            self.refused += 1
-            if (held := self.chunks.get(oldest.chunk)) is not None:
-                held.release(oldest.payload)
-            raise ProtocolError(
-                f"{source} has pushed more than two steps before this server was told of them: its "
-                f"oldest push, of chunk {oldest.chunk} at generation {oldest.generation} and "
-                f"version {oldest.pulled}, is dropped"
-            )
-
-    def _pushes_of(self, source: Peer, pushed: Push | HostPush) -> list[PushId]:
-        """Return the pushes of which a message is a chunk."""
-        # ProtocolError: its aggregator does not serve these workers.
-        if isinstance(pushed, Push):
-            return [PushId(source.index, pushed.incarnation, pushed.sequence)]
-        pushes = sorted(pushed.pushes)
-        served = self._hosts.aggregators.get(source.index, ())
-        if not pushes or not all(push.worker in served for push in pushes):
-            raise ProtocolError(
-                f"{source} pushes for workers {[push.worker for push in pushes]}, it serves "
-                f"{served}"
-            )
-        return pushes
-
-    def _refuses(self, pushes: list[PushId], pushed: Push | HostPush, held: ChunkStore) -> bool:
-        """Return whether a chunk is late, which counts and drops it."""
-        # ProtocolError: its sender should not have sent it.
-        reasons = [self._reason_to_refuse(push, pushed, held) for push in pushes]
-        reason = max((reason for reason in reasons if reason is not None), default=None)
-        if reason is None and self._is_copy(pushes, held):
-            reason = "it is staged already"
-        if reason is None:
-            return False
-        self.refused += 1
-        held.release(pushed.payload)
-        if reason:
-            raise ProtocolError(
-                f"push of chunk {pushed.chunk} at version {pushed.pulled}: {reason}"
-            )
-        return True
-
-    def _reason_to_refuse(
-        self, push: PushId, pushed: Push | HostPush, held: ChunkStore
-    ) -> str | None:
-        """Return why a push is refused: empty where it is late or a copy; None to take it."""
-        is_over = push.incarnation <= self._ended.get(push.worker, -1)
-        if pushed.generation < self.generation or is_over or push in self._done:
-            return ""
-        if not self._open_to_all and push.worker not in self._members:
-            return f"worker {push.worker} is no member"
-        if push < self._progress.newest.get(push.worker, push):
-            return ""  # it was taken back
-        if not self._together:
-            return self._reason_against_another(push, held)
-        if pushed.pulled < self.version:
-            return ""
-        if pushed.pulled > self.version:
-            return "out of place"
-        return None
-
-    def _is_copy(self, pushes: list[PushId], held: ChunkStore) -> bool:
-        """Return whether all of these pushes are staged on a chunk, perhaps within other sums."""
-        if not self._together:
-            return pushes[0] in held.staged
-        known = all(self._progress.newest.get(push.worker) == push for push in pushes)
-        return known and held.contributors().issuperset(push.worker for push in pushes)
-
-    @staticmethod
-    def _reason_against_another(push: PushId, held: ChunkStore) -> str | None:
-        """Return why a worker may not stage one more push: its pushes would fill the memory."""
-        if len(held.staged) < MOST_PUSHES:
-            return None
-        own = sum(other.worker == push.worker for other in held.staged)
-        if own < MOST_PUSHES:
-            return None
-        return f"worker {push.worker} has {own} pushes that are not committed"
-
-    def _drop_taken_back(self, pushes: list[PushId], chunk: ChunkStore) -> None:
-        """Drop what is staged of workers' older pushes that are not whole: they have taken them back, see `Push`."""
-        # Also the parts of these pushes that a sum on this chunk, or other sums, had before. ProtocolError: an older
-        # push is whole, and may be committed already.
-        if self._open_to_all:
-            return  # a user may send several pushes at a time
-        for push in pushes:
-            older = self._progress.newest.get(push.worker, push)
-            if older != push and self._together:
-                for held in self._trainable:
-                    self._take_back(push.worker, held)
-            elif older != push and self._progress.is_partial(older):
-                self._forget(older)
-            self._progress.newest[push.worker] = push
-            if self._together and chunk.staged:
-                self._take_back(push.worker, chunk)
-
-    def _take_back(self, worker: int, held: ChunkStore) -> None:
-        """Drop what a worker has staged on a chunk for the next version, alone or in a sum."""
-        pushes = [push for push, staged in held.staged.items() if worker in staged.workers]
-        if pushes and self._progress.version_is_whole:
-            raise ProtocolError(f"worker {worker} has pushed another gradient for this version")
-        if pushes and held.contributors() >= self._members:
-            self._progress.take_back(held)
-            held.drop_mean()
-        for push in pushes:
-            held.forget(push)
-
-    def _reduce(self, held: ChunkStore) -> None:
-        """Reduce a chunk that all members have pushed; after the last, send VERSION_STAGED."""
-        found = self._progress.reduce(held)
-        if found is not None:
-            staged = VersionStaged(self.generation, self.version, *found)
-            self._send(COORDINATOR, staged.pack())
-
-    def _count(self, push: PushId, held: ChunkStore, pulled: int) -> None:
-        """Count a staged chunk of a push; after the last, send PUSH_STAGED."""
-        found = self._progress.count(push, held)
-        if found is not None:
-            key = (self.generation, push.incarnation, push.sequence, pulled, push.worker)
-            self._send(COORDINATOR, PushStaged(*key, *found).pack())
-
-    def _forget(self, push: PushId) -> None:
-        """Drop what is staged of a push, and refuse what comes of it later."""
-        self._progress.forget(push)
-        self._done.add(push)
-        for held in self._trainable:
-            if push in held.staged:
-                held.forget(push)
 
     # -- commit and apply ----------------------------------------------------------------------
 
@@ -502,7 +339,7 @@ class Server:
         self._left_out = (
             self._left_out | contributors if commit.skip else self._left_out - contributors
         )
-        self._progress.begin_version()
+        self._intake.progress.begin_version()
         workers = ((self._hosts.reader_of(worker), request) for worker, request in commit.readers)
         readers = list(dict.fromkeys(workers))
         changed = self._layout.changed_by(commit.version)
@@ -521,15 +358,13 @@ class Server:
         if self.torn is not None and self._open_to_all:
             for reader, sequence in readers:
                 self._send_torn(reader, sequence, self.torn)
-        if not self._together:
-            for push in commit.pushes:
-                self._done.add(push)
+        self._intake.close(commit.pushes)
         if self._copies:
             self._confirm()
         self._weights.end_commit()
         if self._service is not None:
             self._service.reached(self._position)
-        self._stage_early()
+        self._intake.stage_early()
 
     def _is_left_out(self, reader: Peer) -> bool:
         """Return whether a reader's last committed push, or those of its workers, was left out."""
@@ -557,12 +392,7 @@ class Server:
                 f"COMMIT of {(commit.generation, commit.version)} at generation, version "
                 f"{self._position}"
             )
-        missing = self._together and not self._progress.version_is_whole
-        if not self._together and not self._hosts.aggregators:
-            # With aggregators, several workers' pushes are staged as the first of them.
-            staged = self._trainable[0].staged if self._trainable else dict.fromkeys(pushes)
-            missing = any(self._progress.is_partial(p) or p not in staged for p in pushes)
-        if missing and not commit.skip:
+        if not commit.skip and not self._intake.are_whole(pushes):
             raise ProtocolError(
                 f"COMMIT of pushes {[*pushes]} that are not whole on server {self._index}"
             )
@@ -577,26 +407,24 @@ class Server:
         """Forget pushes, and send the weights as they are to the workers that wait for them."""
         if self._is_now(discard):
             for push in discard.pushes:
-                self._forget(push)
+                self._intake.forget(push)
             self._refresh(discard.readers)
 
     def _end_worker(self, ended: WorkerEnded) -> None:
         """Forget the incomplete pushes of a dead worker's life, and refuse later ones of it."""
         if self._is_now(ended):
-            self._ended[ended.worker] = ended.life
             for push in ended.pushes:
-                self._forget(push)
-            for push in self._progress.pushes:
-                if push.worker == ended.worker and push.incarnation <= ended.life:
-                    self._forget(push)
+                self._intake.forget(push)
+            self._intake.end_life(ended.worker, ended.life)
 
     def _take_in(self, joined: WorkerJoined) -> None:
         """Take a worker's pushes from now on, and send the worker all weights."""
         if self._is_now(joined):
-            self._members |= {joined.worker}  # it may have been missing when the generation began
+            # it may have been missing when the generation began
+            self._intake.members |= {joined.worker}
             for held in self.chunks.values():
                 self._weights.send(worker_peer(joined.worker), held, self._position, reload=True)
-            self._stage_early()
+            self._intake.stage_early()
 
     def _is_now(self, decision: Decision) -> bool:
         """Return whether a decision is of this server's generation and version."""
@@ -617,23 +445,19 @@ class Server:
         """Drop what was staged, stage the generation's early pushes, and send members all weights if it says so."""
         if (begun.generation, begun.version) <= self._position:
             return  # a copy
-        self.generation, self.version = begun.generation, begun.version
+        self._intake.generation, self.version = begun.generation, begun.version
         self._since = self._now()
-        self._members = frozenset(begun.workers)
-        for held in self._trainable:
-            held.discard()
-        self._progress.clear()
+        self._intake.begin_generation(begun.workers)
         self._left_out.clear()
-        self._done.clear()
         self._install(begun.install)
         if begun.reload:
-            readers = map(self._hosts.reader_of, sorted(self._members))
+            readers = map(self._hosts.reader_of, sorted(self._intake.members))
             for reader in dict.fromkeys(readers):
                 for held in self.chunks.values():
                     self._weights.send(reader, held, self._position, reload=True)
         if self._service is not None:
             self._service.reached(self._position)
-        self._stage_early()
+        self._intake.stage_early()
 
     def _install_between_generations(self, order: InstallPut) -> None:
         """Install states that clients have put; pushes that are staged stay."""
@@ -652,14 +476,6 @@ class Server:
         for role, index, sequence in puts:
             if self._puts.install(Peer(role, index), sequence):
                 self.torn = None
-
-    def _stage_early(self) -> None:
-        """Stage the pushes that came early; those that are still early are kept again."""
-        for source, push in self._early.take():
-            try:
-                self._stage(source, push)
-            except ProtocolError as error:
-                log.warning("refused %s from %s: %s", push.KIND.name, source, error)
 
 
 def _made(

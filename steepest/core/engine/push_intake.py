@@ -1,0 +1,285 @@
+"""The pushes that a server stages: which it takes now, which later, and which not at all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+
+from steepest.core.engine.chunk_store import ChunkStore, StagedPush
+from steepest.core.engine.early_pushes import EarlyPushes
+from steepest.core.engine.staging_progress import StagingProgress
+from steepest.core.engine.topology import Topology
+from steepest.core.messages.gradients import HostPush, Push, PushStaged, VersionStaged
+from steepest.core.messages.message import COORDINATOR, Message, Peer, PushId, Send
+from steepest.core.protocol.push_tracking import MOST_PUSHES, ClosedPushes
+from steepest.errors import ProtocolError
+
+log = logging.getLogger(__name__)
+
+
+class PushIntake:
+    """What comes of the chunks of gradients that are pushed to one server; the coordinator is told what is whole.
+
+    Used on the thread of the process' router.
+
+    Args:
+        index: of the server.
+        topology: of the job.
+        chunks: that the server holds, by index.
+        answers_for: indices of those whose copies, if any, are on other servers.
+        send: sends as the server.
+        together, open_to_all, checked: as of `ServerMode`.
+
+    Attributes:
+        generation, version: at which the server is, which it says.
+        refused: the number of pushes that were dropped.
+        trainable: the chunks that take gradients.
+        members: the workers of the generation.
+        progress: how much of each gradient is staged.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        topology: Topology,
+        chunks: Mapping[int, ChunkStore],
+        answers_for: Collection[int],
+        send: Send,
+        *,
+        together: bool,
+        open_to_all: bool,
+        checked: bool,
+    ) -> None:
+        self.generation = self.version = self.refused = 0
+        self.trainable = [chunk for chunk in chunks.values() if chunk.chunk.trainable]
+        self.members: frozenset[int] = frozenset()
+        self.progress = StagingProgress(len(self.trainable), answers_for, checked)
+        self._index, self._chunks, self._answers_for, self._send = index, chunks, answers_for, send
+        self._codec, self._hosts = topology.wire_formats[0], topology.hosts
+        self._together, self._open_to_all = together, open_to_all
+        copies = any(len(servers) > 1 for servers in topology.holders)
+        # whether workers may have all weights of a version that this server has yet to make
+        layout = topology.layout
+        self._is_passed = copies or bool(layout.opaque_chunks) or layout.fragments > 1
+        self._done = ClosedPushes()
+        self._early = EarlyPushes(len(self.trainable))
+        self._ended: dict[int, int] = {}  # by worker, the incarnation of its last life that is over
+
+    def begin_generation(self, members: Iterable[int]) -> None:
+        """Drop what was staged; pushes that came early are staged by `stage_early`."""
+        self.members = frozenset(members)
+        for held in self.trainable:
+            held.discard()
+        self.progress.clear()
+        self._done.clear()
+
+    def is_late(self, message: Message) -> bool:
+        """Return whether a push is of a generation, or a version, that is over."""
+        late = message.generation < self.generation
+        return late or (self._together and message.version < self.version)
+
+    def are_whole(self, pushes: Collection[PushId]) -> bool:
+        """Return whether some pushes can be committed, as far as this server knows."""
+        if self._together:
+            return self.progress.version_is_whole
+        if self._hosts.aggregators:
+            return True  # several workers' pushes are staged as the first of them
+        staged = self.trainable[0].staged if self.trainable else dict.fromkeys(pushes)
+        return not any(self.progress.is_partial(push) or push not in staged for push in pushes)
+
+    def close(self, pushes: Iterable[PushId]) -> None:
+        """Refuse what comes later of pushes that are committed, where each is by itself."""
+        if not self._together:
+            for push in pushes:
+                self._done.add(push)
+
+    def end_life(self, worker: int, life: int) -> None:
+        """Forget the incomplete pushes of a worker's life that is over, and refuse later ones of it."""
+        self._ended[worker] = life
+        for push in self.progress.pushes:
+            if push.worker == worker and push.incarnation <= life:
+                self.forget(push)
+
+    def forget_user(self, worker: int) -> None:
+        """Forget the incomplete pushes of a user that has left, and all that was known of it."""
+        for push in self.progress.pushes:
+            if push.worker == worker:
+                self.forget(push)
+        self._done.forget(worker)
+
+    def stage(self, source: Peer, pushed: Push | HostPush) -> None:
+        """Stage a chunk of a gradient, keep it for later, or drop a late one; ProtocolError: it is refused."""
+        # The worker has the weights of the next version from servers that were sooner than this one.
+        is_next = self._is_passed and self._together and pushed.pulled == self.version + 1
+        newer = pushed.generation > self.generation
+        is_now = pushed.generation == self.generation
+        if newer or (is_now and (is_next or self._may_have_joined(source))):
+            self._keep_early(source, pushed)
+            return
+        held = self._chunks.get(pushed.chunk)
+        if held is None or not held.chunk.trainable:
+            raise ProtocolError(f"chunk {pushed.chunk} takes no gradients on server {self._index}")
+        pushes = self._pushes_of(source, pushed)
+        if self._refuses(pushes, pushed, held):
+            return
+        payload = pushed.payload
+        codec = held.codec_of(payload, self._codec)
+        self._drop_taken_back(pushes, held)
+        if payload is not None and not self._together and pushed.chunk not in self._answers_for:
+            # Its worker overwrites it as soon as another server has sent the weights.
+            payload = held.own(payload)
+        push, workers = pushes[0], frozenset(push.worker for push in pushes)
+        absent = frozenset(pushed.absent)
+        held.staged[push] = StagedPush(workers, payload, pushed.unit, pushed.total, absent, codec)
+        if self._together:
+            if held.contributors() >= self.members:
+                self._reduce(held)
+        else:
+            self._count(push, held, pushed.pulled)
+
+    def _may_have_joined(self, source: Peer) -> bool:
+        """Return whether a worker may be a member of which this server is not told yet."""
+        workers = len(self._hosts.workers)
+        known = self._open_to_all or self._together or source.index in self.members
+        return self._is_passed and not known and source.role == "worker" and source.index < workers
+
+    def _keep_early(self, source: Peer, pushed: Push | HostPush) -> None:
+        """Keep a push until its generation or version begins."""
+        # ProtocolError: the oldest of too many is dropped (`EarlyPushes`).
+        aggregated = self._hosts.aggregators.get(source.index, ())
+        workers = len(aggregated) if source.role == "aggregator" else 1
+        oldest = self._early.keep(source, pushed, workers)
+        if oldest is not None:
+            self.refused += 1
+            if (held := self._chunks.get(oldest.chunk)) is not None:
+                held.release(oldest.payload)
+            raise ProtocolError(
+                f"{source} has pushed more than two steps before this server was told of them: its "
+                f"oldest push, of chunk {oldest.chunk} at generation {oldest.generation} and "
+                f"version {oldest.pulled}, is dropped"
+            )
+
+    def _pushes_of(self, source: Peer, pushed: Push | HostPush) -> list[PushId]:
+        """Return the pushes of which a message is a chunk."""
+        # ProtocolError: its aggregator does not serve these workers.
+        if isinstance(pushed, Push):
+            return [PushId(source.index, pushed.incarnation, pushed.sequence)]
+        pushes = sorted(pushed.pushes)
+        served = self._hosts.aggregators.get(source.index, ())
+        if not pushes or not all(push.worker in served for push in pushes):
+            raise ProtocolError(
+                f"{source} pushes for workers {[push.worker for push in pushes]}, it serves "
+                f"{served}"
+            )
+        return pushes
+
+    def _refuses(self, pushes: list[PushId], pushed: Push | HostPush, held: ChunkStore) -> bool:
+        """Return whether a chunk is late, which counts and drops it."""
+        # ProtocolError: its sender should not have sent it.
+        reasons = [self._reason_to_refuse(push, pushed, held) for push in pushes]
+        reason = max((reason for reason in reasons if reason is not None), default=None)
+        if reason is None and self._is_copy(pushes, held):
+            reason = "it is staged already"
+        if reason is None:
+            return False
+        self.refused += 1
+        held.release(pushed.payload)
+        if reason:
+            raise ProtocolError(
+                f"push of chunk {pushed.chunk} at version {pushed.pulled}: {reason}"
+            )
+        return True
+
+    def _reason_to_refuse(
+        self, push: PushId, pushed: Push | HostPush, held: ChunkStore
+    ) -> str | None:
+        """Return why a push is refused: empty where it is late or a copy; None to take it."""
+        is_over = push.incarnation <= self._ended.get(push.worker, -1)
+        if pushed.generation < self.generation or is_over or push in self._done:
+            return ""
+        if not self._open_to_all and push.worker not in self.members:
+            return f"worker {push.worker} is no member"
+        if push < self.progress.newest.get(push.worker, push):
+            return ""  # it was taken back
+        if not self._together:
+            return self._reason_against_another(push, held)
+        if pushed.pulled < self.version:
+            return ""
+        if pushed.pulled > self.version:
+            return "out of place"
+        return None
+
+    def _is_copy(self, pushes: list[PushId], held: ChunkStore) -> bool:
+        """Return whether all of these pushes are staged on a chunk, perhaps within other sums."""
+        if not self._together:
+            return pushes[0] in held.staged
+        known = all(self.progress.newest.get(push.worker) == push for push in pushes)
+        return known and held.contributors().issuperset(push.worker for push in pushes)
+
+    @staticmethod
+    def _reason_against_another(push: PushId, held: ChunkStore) -> str | None:
+        """Return why a worker may not stage one more push: its pushes would fill the memory."""
+        if len(held.staged) < MOST_PUSHES:
+            return None
+        own = sum(other.worker == push.worker for other in held.staged)
+        if own < MOST_PUSHES:
+            return None
+        return f"worker {push.worker} has {own} pushes that are not committed"
+
+    def _drop_taken_back(self, pushes: list[PushId], chunk: ChunkStore) -> None:
+        """Drop what is staged of workers' older pushes that are not whole: they have taken them back, see `Push`."""
+        # Also the parts of these pushes that a sum on this chunk, or other sums, had before. ProtocolError: an older
+        # push is whole, and may be committed already.
+        if self._open_to_all:
+            return  # a user may send several pushes at a time
+        for push in pushes:
+            older = self.progress.newest.get(push.worker, push)
+            if older != push and self._together:
+                for held in self.trainable:
+                    self._take_back(push.worker, held)
+            elif older != push and self.progress.is_partial(older):
+                self.forget(older)
+            self.progress.newest[push.worker] = push
+            if self._together and chunk.staged:
+                self._take_back(push.worker, chunk)
+
+    def _take_back(self, worker: int, held: ChunkStore) -> None:
+        """Drop what a worker has staged on a chunk for the next version, alone or in a sum."""
+        pushes = [push for push, staged in held.staged.items() if worker in staged.workers]
+        if pushes and self.progress.version_is_whole:
+            raise ProtocolError(f"worker {worker} has pushed another gradient for this version")
+        if pushes and held.contributors() >= self.members:
+            self.progress.take_back(held)
+            held.drop_mean()
+        for push in pushes:
+            held.forget(push)
+
+    def _reduce(self, held: ChunkStore) -> None:
+        """Reduce a chunk that all members have pushed; after the last, send VERSION_STAGED."""
+        found = self.progress.reduce(held)
+        if found is not None:
+            staged = VersionStaged(self.generation, self.version, *found)
+            self._send(COORDINATOR, staged.pack())
+
+    def _count(self, push: PushId, held: ChunkStore, pulled: int) -> None:
+        """Count a staged chunk of a push; after the last, send PUSH_STAGED."""
+        found = self.progress.count(push, held)
+        if found is not None:
+            key = (self.generation, push.incarnation, push.sequence, pulled, push.worker)
+            self._send(COORDINATOR, PushStaged(*key, *found).pack())
+
+    def forget(self, push: PushId) -> None:
+        """Drop what is staged of a push, and refuse what comes of it later."""
+        self.progress.forget(push)
+        self._done.add(push)
+        for held in self.trainable:
+            if push in held.staged:
+                held.forget(push)
+
+    def stage_early(self) -> None:
+        """Stage the pushes that came early; those that are still early are kept again."""
+        for source, push in self._early.take():
+            try:
+                self.stage(source, push)
+            except ProtocolError as error:
+                log.warning("refused %s from %s: %s", push.KIND.name, source, error)
