@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
+import threading
 from collections.abc import Sequence
 
 from steepest.errors import ConfigurationError
@@ -52,26 +54,35 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run a script with its own arguments, and print what it has reported last; return the exit status."""
-    from steepest.checkpoint.files import Checkpoints
-    from steepest.loop.run import run as run_function
+    if options.checkpoints is None and options.every is not None:
+        raise ConfigurationError("--every without --checkpoints: give both")
     from steepest.loop.script import UserScript
 
-    checkpoints = None
-    if options.checkpoints is not None:
-        every = {} if options.every is None else {"every": options.every}
-        checkpoints = Checkpoints(options.checkpoints, **every)
-    elif options.every is not None:
-        raise ConfigurationError("--every without --checkpoints: give both")
-    result = run_function(
-        UserScript.read(options.script, arguments),
-        num_workers=_workers(options.workers),
-        strategy=options.strategy,
-        gpu=options.gpu,
-        global_batch_size=options.global_batch_size,
-        seed=options.seed,
-        checkpoints=checkpoints,
-        progress=not options.no_progress,
-    )
+    script, workers = UserScript.read(options.script, arguments), _workers(options.workers)
+    from steepest.runtime.connection import ray_session
+
+    # what takes longest of all imports, while Ray's processes start: that is mostly waiting
+    torch = threading.Thread(target=importlib.import_module, args=("torch",), daemon=True)
+    torch.start()
+    with ray_session():
+        torch.join()
+        from steepest.checkpoint.files import Checkpoints
+        from steepest.loop.run import run as run_function
+
+        checkpoints = None
+        if options.checkpoints is not None:
+            every = {} if options.every is None else {"every": options.every}
+            checkpoints = Checkpoints(options.checkpoints, **every)
+        result = run_function(
+            script,
+            num_workers=workers,
+            strategy=options.strategy,
+            gpu=options.gpu,
+            global_batch_size=options.global_batch_size,
+            seed=options.seed,
+            checkpoints=checkpoints,
+            progress=not options.no_progress,
+        )
     for name, value in result.metrics.items():
         sys.stdout.write(f"{name}: {value:.6g}\n")
     return 0

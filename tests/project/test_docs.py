@@ -49,7 +49,7 @@ def address(ray_cluster: None) -> str:
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("number", "said"), [(0, "{'loss': "), (1, "EvaluationResult(loss="), (2, "20.0 20.0")]
+    ("number", "said"), [(0, "{'loss': "), (2, "EvaluationResult(loss="), (3, "20.0 20.0")]
 )
 def test_the_examples_of_readme_and_guide_run_as_they_stand(
     tmp_path: Path, address: str, number: int, said: str
@@ -58,9 +58,9 @@ def test_the_examples_of_readme_and_guide_run_as_they_stand(
         "sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'"
     )
     blocks = [*blocks_of("README.md"), *blocks_of("docs/guide.md")]
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     assert said in run_block(blocks[number], tmp_path, address)
-    assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 1)
+    assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 2)
 
 
 @pytest.mark.long

@@ -34,13 +34,53 @@ def assert_same_weights(folder: Path) -> None:
         assert float((weight - ours[name]).abs().max()) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("page", "schedule"), [("from_ddp.md", True), ("from_ray_train.md", False)]
+)
+def test_the_loop_that_stays_ends_with_the_weights_of_plain_torch(
+    page: str, schedule: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first program of ours on each page; batches of both workers are all of the data."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2)
+    ).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    rates = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5 if schedule else 1.0)
+    for _ in range(30):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), (x.sum(dim=1) > 0).long()).backward()
+        optimizer.step()
+        rates.step()
+    torch.save(net.state_dict(), "theirs.pt")
+    said_by(page, monkeypatch, 1)
+    assert_same_weights(tmp_path)
+
+
+def test_the_loop_that_stays_for_those_who_come_from_horovod_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for _ in range(2):
+        assert said_by("from_horovod.md", monkeypatch) == "steps: 200\n"
+        found.append(torch.load("weights.pt", weights_only=True))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    weight, bias = found[0]["2.weight"], found[0]["2.bias"]
+    x = torch.randn(640, 8, generator=torch.Generator().manual_seed(0))
+    scores = torch.tanh(x @ found[0]["0.weight"].T + found[0]["0.bias"]) @ weight.T + bias
+    assert (scores.argmax(dim=1) == (x.sum(dim=1) > 0).long()).float().mean() > 0.95
+
+
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.ray
 def test_distributed_data_parallel_and_allreduce_end_with_the_same_weights(
     tmp_path: Path, address: str
 ) -> None:
-    theirs, ours = blocks_of("docs/from_ddp.md")
+    theirs, _, ours = blocks_of("docs/from_ddp.md")
     (tmp_path / "ddp.py").write_text(theirs)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
     done = subprocess.run(
@@ -61,7 +101,7 @@ def test_ray_train_and_steepest_end_with_the_same_weights(
     run_block(theirs, tmp_path, address)
     monkeypatch.chdir(tmp_path)
     said_by(
-        "from_ray_train.md", monkeypatch, 1
+        "from_ray_train.md", monkeypatch, 2
     )  # the page of DistributedDataParallel has real processes
     assert_same_weights(tmp_path)
 
@@ -79,6 +119,6 @@ def test_the_program_for_those_who_come_from_horovod_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert said_by("from_horovod.md", monkeypatch) == (
+    assert said_by("from_horovod.md", monkeypatch, 1) == (
         "epochs: 12 steps: 120 right: True\nepochs: 20 steps: 200 right: True\n"
     )
