@@ -17,6 +17,7 @@ from steepest.core.models.names import plain
 from steepest.core.models.protocol import Arrive, Computed, Ready, Where, all_here
 from steepest.core.models.step_size import step_size
 from steepest.core.optim.several import as_one
+from steepest.core.optim.torch_without_compiler import spare_compiler
 from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.embedding.torch_model import TorchModel
@@ -362,6 +363,7 @@ class LoopCreator:
 
     def __call__(self, worker_index: int, device_index: int) -> LoopModel:
         """Begin the function in a worker's process; see `steepest.core.engine.job.ModelCreator`."""
+        spare_compiler()
         size = step_size().batches
         session = Session(self.function, worker_index, size, self.seed, self.together)
         model: LoopModel = session.begin()

@@ -403,6 +403,36 @@ assert "torch._dynamo" in sys.modules, "torch has become lazier: steepest.core.o
 """
 
 
+SPARED = """
+import sys
+import torch
+from steepest.core.optim.torch_without_compiler import spare_compiler
+
+spare_compiler()
+spare_compiler()
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+def cleared():
+    weight.sum().backward()
+    optimizer.zero_grad()
+    return weight.grad is None
+assert cleared() and "torch._dynamo" not in sys.modules
+import torch._dynamo
+assert cleared() and cleared()
+compiled = torch.compile(lambda x: (x * weight).sum(), backend="eager")
+assert compiled(torch.ones(1)) == 1 and cleared()
+plain = torch.optim.Optimizer.zero_grad.__wrapped__
+assert plain.__dynamo_disable.__module__.startswith("torch."), plain.__dynamo_disable
+"""
+
+
+def test_a_users_optimizer_is_made_without_torchs_compiler_until_that_is_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SPARED], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.long
 def test_torchs_optimizers_run_without_its_compiler() -> None:
     names = [

@@ -16,6 +16,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 _NAME = "add_param_group"
+_DISABLED = "__dynamo_disable"  # where torch keeps a function as its compiler leaves it alone
 _ADD = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
 _HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
@@ -39,6 +40,30 @@ def without_compiler() -> Iterator[None]:
         yield
     finally:
         setattr(torch.optim.Optimizer, _NAME, decorated)
+
+
+def spare_compiler() -> None:
+    """From now on, keep the making of optimizers, and `zero_grad`, from importing torch's compiler.
+
+    Where it is imported for something else, nothing is different.
+    """
+    for name in (_NAME, "zero_grad"):
+        plain: Any = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if plain is not None and "torch._dynamo" not in sys.modules:
+            vars(plain).setdefault(_DISABLED, _until_imported(plain))
+
+
+def _until_imported(plain: Any) -> Callable[..., Any]:
+    """Return what calls a function as it is, until the compiler is there to be told that it leaves it alone."""
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+        if disable is None:
+            return plain(*arguments, **named)
+        vars(plain).pop(_DISABLED, None)
+        return disable(plain, wrapping=False)(*arguments, **named)
+
+    return run
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
