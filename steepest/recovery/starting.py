@@ -6,15 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import ray
-
 from steepest.core.engine.job import check_agreement
 from steepest.core.messages.message import Peer, worker_peer
 from steepest.core.system import system
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.runtime.calls import has_answered, never_ran
 from steepest.runtime.cluster import Cluster
-from steepest.runtime.job_runtime import runtime
+from steepest.runtime.job_runtime import Late, ProcessDied, runtime
 from steepest.runtime.places import Place, kill
 
 _ANSWER_SECONDS = 5.0
@@ -218,7 +216,7 @@ class Reserve:
             try:
                 found: Place = placing.get()
                 runtime().call(actor, "place").get(_ANSWER_SECONDS)
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            except (ProcessDied, Late):
                 self._spares.remove(spare)
                 continue
             if found.node == node:

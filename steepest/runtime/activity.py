@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-import ray
-
 from steepest.core.messages.message import Peer
 from steepest.core.system import system
 from steepest.core.transport.router import Router
 from steepest.errors import describe_stack, listed
 from steepest.runtime.calls import drop_calls, last_line
-from steepest.runtime.job_runtime import runtime
+from steepest.runtime.job_runtime import CallError, ProcessDied, runtime
 from steepest.runtime.places import Place
 
 log = logging.getLogger("steepest.deadlines")
@@ -189,10 +187,10 @@ class _JobReport:
                 continue
             try:
                 self._answers.append(call.get(_ANSWER_SECONDS / 2))
-            except ray.exceptions.RayActorError:
+            except ProcessDied:
                 if actor in self._names:  # else one that was let go long ago
                     self._mute.append(f"{name} is dead")
-            except ray.exceptions.RayError as error:
+            except CallError as error:
                 self._mute.append(f"{name} cannot say what it does: {last_line(error)}")
         drop_calls(call for call in calls.values() if call not in done)
 

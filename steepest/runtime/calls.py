@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import ray
 from ray import cloudpickle
 
 from steepest.errors import (
@@ -22,7 +21,7 @@ from steepest.errors import (
     RemoteTraceback,
     described_error,
 )
-from steepest.runtime.job_runtime import runtime
+from steepest.runtime.job_runtime import CallError, CallRaised, ProcessDied, Unreadable, runtime
 
 _NAMED = 4  # processes that raised the same
 _ALIKE_SECONDS = 0.3  # in which the others, which began at the same time, come as far
@@ -40,13 +39,13 @@ class RemoteError(Exception):
         return self.told["error"]
 
 
-def end_of(call: Any) -> tuple[bool, ray.exceptions.RayError | None]:
+def end_of(call: Any) -> tuple[bool, CallError | None]:
     """Return whether a call of an actor has ended, and the error with which it did; None if it has returned."""
     if not call.done():
         return False, None
     try:
         call.get()
-    except ray.exceptions.RayError as error:
+    except CallError as error:
         return True, error
     return True, None
 
@@ -58,10 +57,10 @@ def has_answered(call: Any) -> bool:
 
 def never_ran(call: Any) -> bool:
     """Return whether a call failed because Ray could not start the actor's process."""
-    return isinstance(end_of(call)[1], ray.exceptions.RayActorError)
+    return isinstance(end_of(call)[1], ProcessDied)
 
 
-def who_raised(error: ray.exceptions.RayTaskError, calls: Mapping[Any, str]) -> str:
+def who_raised(error: CallRaised, calls: Mapping[Any, str]) -> str:
     """Return the names of the processes that raised the same error, such as "worker 0, worker 2"."""
     if calls:
         runtime().wait(calls, _ALIKE_SECONDS)
@@ -71,9 +70,9 @@ def who_raised(error: ray.exceptions.RayTaskError, calls: Mapping[Any, str]) -> 
     return ", ".join(found[:_NAMED]) + more or "a process"
 
 
-def _words_of(error: ray.exceptions.RayError | None) -> str:
+def _words_of(error: CallError | None) -> str:
     """Return the class and message of what a call raised; "" for another end."""
-    if not isinstance(error, ray.exceptions.RayTaskError):
+    if not isinstance(error, CallRaised):
         return ""
     return error.cause.told["error"] if isinstance(error.cause, RemoteError) else last_line(error)
 
@@ -84,7 +83,7 @@ def drop_calls(calls: Iterable[Any]) -> None:
         call.future()
 
 
-def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoReturn:
+def raise_remote(error: CallRaised, who: str, what: str) -> NoReturn:
     """Raise for the user what a remote call raised, without Ray's traceback.
 
     Raises:
@@ -95,7 +94,7 @@ def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoR
         PeerLostError: the process that was to send an argument died.
     """
     cause = error.cause
-    if isinstance(cause, ray.exceptions.RayActorError):
+    if isinstance(cause, ProcessDied):
         raise PeerLostError(
             f"{who} was not sent what it needs to {what}, because a process died: {last_line(error)}"
         ) from None
@@ -106,7 +105,7 @@ def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoR
         raise ModelRaisedError(
             f"{who} could not {what}: {cause.told['error']}{hint and f'; {hint}'}"
         ) from RemoteTraceback(cause.told["traceback"])
-    if isinstance(cause, ray.exceptions.RaySystemError):
+    if isinstance(cause, Unreadable):
         words = last_line(error)
         raise ConfigurationError(
             unimportable(words)
@@ -152,7 +151,7 @@ def travelling(what: str, value: Any) -> Any:
     """
     try:
         return runtime().put(value)
-    except ray.exceptions.RayError:
+    except CallError:
         raise
     except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
         raise_unsendable(what, value, error)

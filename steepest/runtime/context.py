@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import ray
-
 from steepest.config.run import RunConfig
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.client import Client
@@ -22,7 +20,7 @@ from steepest.errors import DeadlineError, PeerLostError, ShutdownError, listed
 from steepest.observe.results import Event
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import drop_calls, raise_remote, who_raised
-from steepest.runtime.job_runtime import runtime
+from steepest.runtime.job_runtime import CallError, CallRaised, Late, ProcessDied, runtime
 from steepest.runtime.owner import Owner
 from steepest.runtime.places import Place
 from steepest.runtime.seats import Placement
@@ -222,7 +220,7 @@ class JobContext:
         named = dict(zip(refs, map(str, names), strict=True))
         try:
             return self._awaited(refs, self._deadline + more)
-        except ray.exceptions.GetTimeoutError:
+        except Late:
             done = runtime().wait(refs, 0)
             late = [name for ref, name in named.items() if ref not in done]
             others = [name for name in named.values() if name not in late]
@@ -231,13 +229,13 @@ class JobContext:
             error = f"{listed(late)} did not {what} within {limit:g} s{did}"
             log_report(self, error)
             raise DeadlineError(f"{error}: raise DeadlineConfig(start=...)") from None
-        except ray.exceptions.RayTaskError as error:
+        except CallRaised as error:
             name = who_raised(error, named)
             try:
                 raise_remote(error, name, what)
             except ShutdownError as ended:  # its router, not this trainer
                 raise PeerLostError(f"{name} ended before it could {what}") from ended
-        except ray.exceptions.RayActorError as error:
+        except ProcessDied as error:
             raise PeerLostError(
                 f"a process died before it could {what}: {' '.join(str(error).split())}"
             ) from None
@@ -250,10 +248,10 @@ class JobContext:
             left = max(deadline - now, 0.1)
             try:
                 return runtime().get(refs, min(left, _SLICE_SECONDS))
-            except ray.exceptions.GetTimeoutError:
+            except Late:
                 if left <= _SLICE_SECONDS:
                     raise
-            except ray.exceptions.RayError:
+            except CallError:
                 drop_calls(refs)
                 raise
             self.owner.attend(0.0)

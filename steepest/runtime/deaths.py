@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-import ray
-
 from steepest.core.messages.message import Peer
 from steepest.errors import PeerLostError, RemoteTraceback, StepError
 from steepest.runtime.calls import RemoteError, end_of
 from steepest.runtime.context import JobContext
-from steepest.runtime.job_runtime import runtime
+from steepest.runtime.job_runtime import CallRaised, ProcessDied, runtime
 from steepest.runtime.places import fetch_last_lines, kill
 
 T = TypeVar("T")
@@ -175,12 +173,12 @@ def death_of(watch: Any) -> Death | None:
     ended, error = end_of(watch)
     if error is None:
         return Death("it was stopped") if ended else None
-    if isinstance(error, ray.exceptions.RayTaskError):
+    if isinstance(error, CallRaised):
         if isinstance(error.cause, RemoteError):
             described = error.cause.told
             return Death(f"its router ended: {described['error']}", described["traceback"])
         return Death(f"its router ended: {error.cause}", str(error))
-    if not isinstance(error, ray.exceptions.RayActorError):
+    if not isinstance(error, ProcessDied):
         raise error
     text = " ".join(str(error).split())
     if "connection error code 2" in text:

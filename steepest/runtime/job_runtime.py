@@ -11,10 +11,34 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from ray.exceptions import GetTimeoutError as Late
+from ray.exceptions import ObjectLostError as ResultLost
+from ray.exceptions import RayActorError as ProcessDied
+from ray.exceptions import RayError as CallError
+from ray.exceptions import RaySystemError as Unreadable
+from ray.exceptions import RayTaskError as CallRaised
+
 from steepest.core.messages.message import Peer
 from steepest.core.transport.channel import ChannelSink
 from steepest.core.transport.encryption import Encryption
 from steepest.core.transport.sockets import WireTransport
+
+#: How calls end otherwise than by a result: in any way; the body raised; its process died; the result was lost with
+#: another, or cannot be unpickled; it is late. They are Ray's classes, in a simulation too.
+__all__ = [
+    "Call",
+    "CallError",
+    "CallRaised",
+    "Group",
+    "JobRuntime",
+    "Late",
+    "ProcessDied",
+    "ResultLost",
+    "Unreadable",
+    "runtime",
+    "use",
+    "using",
+]
 
 
 class Call(ABC):
@@ -29,7 +53,7 @@ class Call(ABC):
 
     @abstractmethod
     def get(self, timeout: float | None = None) -> Any:
-        """Return the result when it is there; raise Ray's error of how the call has ended, or that it is late."""
+        """Return the result when it is there; raise how the call has ended otherwise, or `Late`."""
 
     @abstractmethod
     def future(self) -> Future[Any]:
@@ -53,7 +77,7 @@ class JobRuntime(Protocol):
 
     Not the core's `Runtime`: a driver on many nodes asks for room, says where a process is to run,
     hands what one process returns to another, has several calls run in a process at a time, and
-    looks for nodes that go. Errors of calls are those of `ray.exceptions`, whoever raises them.
+    looks for nodes that go.
     """
 
     @property

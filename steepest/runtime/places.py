@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from steepest.runtime.job_runtime import runtime
+from steepest.runtime.job_runtime import CallError, runtime
 
 _LINES = 12
 _STOPPED = "TtXZ"  # stopped, traced, dead, defunct
@@ -60,7 +58,7 @@ def fetch_last_lines(place: Place, timeout: float = 5.0) -> list[str]:
         return last_lines(place.logs)
     try:
         lines: list[str] = runtime().run_on(place.node, last_lines, place.logs).get(timeout)
-    except ray.exceptions.RayError as error:
+    except CallError as error:
         return [f"(its log cannot be read: {str(error).splitlines()[0]})"]
     return lines
 

@@ -6,10 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-import ray
-
 from steepest.core.system import system
-from steepest.runtime.job_runtime import Group, runtime
+from steepest.runtime.job_runtime import CallError, Group, runtime
 from steepest.runtime.room import Seat
 
 log = logging.getLogger(__name__)
@@ -117,7 +115,7 @@ class Placement:
             try:
                 for seat in seats.values():
                     seat.give_back()
-            except ray.exceptions.RayError as error:
+            except CallError as error:
                 log.warning("Ray did not take back what workers had reserved: %s", error)
 
         thread = system().start(give_back, "steepest release")

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ray
-
 from steepest.core.messages.message import Peer, worker_peer
 from steepest.core.system import system
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ShutdownError
@@ -23,7 +21,14 @@ from steepest.runtime.calls import (
 )
 from steepest.runtime.context import LOOK_SECONDS, JobContext
 from steepest.runtime.deaths import Deaths
-from steepest.runtime.job_runtime import Call, runtime
+from steepest.runtime.job_runtime import (
+    Call,
+    CallRaised,
+    ProcessDied,
+    ResultLost,
+    Unreadable,
+    runtime,
+)
 from steepest.runtime.remote_functions import name_of
 
 _NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
@@ -102,17 +107,17 @@ class WorkerCalls:
             if isinstance(result, Call):
                 (result,) = result.get()
             return result
-        except ray.exceptions.RayTaskError as error:
+        except CallRaised as error:
             names = who_raised(error, {each: self._name(worker) for each, worker in calls.items()})
             try:
                 raise_remote(error, names, what)
             except (PeerLostError, ShutdownError):
                 self._deaths.raise_if_dead(wait=_NOTICE_SECONDS)  # the better explanation
                 raise
-        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+        except (ProcessDied, ResultLost) as error:
             self._deaths.raise_if_dead(wait=_NOTICE_SECONDS)
             raise PeerLostError(f"{name} died before it could {what}") from error
-        except (ray.exceptions.RaySystemError, SystemExit) as error:
+        except (Unreadable, SystemExit) as error:
             raise ConfigurationError(
                 f"the driver cannot read what {name} returned when asked to {what}: "
                 f"{last_line(error)}: return what can be pickled, of modules that the driver has "

@@ -10,8 +10,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-
 from steepest.checkpoint.rows import TABLES
 from steepest.core.engine.client import Client, read_log
 from steepest.core.engine.commit_log import Commit
@@ -21,7 +19,7 @@ from steepest.core.system import system
 from steepest.errors import PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.calls import raise_remote
 from steepest.runtime.cluster import Cluster
-from steepest.runtime.job_runtime import runtime
+from steepest.runtime.job_runtime import CallRaised, ProcessDied, ResultLost, runtime
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.runtime.worker_state import WorkerState
 from steepest.state.job_state import JobState
@@ -284,7 +282,7 @@ class Snapshots:
         """Return each worker's own state; None if one is dead, or its model cannot tell it."""
         try:
             return runtime().get(request.workers)
-        except ray.exceptions.RayTaskError as error:
+        except CallRaised as error:
             try:
                 raise_remote(error, "a worker", "copy its own state")
             except (PeerLostError, ShutdownError):  # it has another role by now
@@ -294,5 +292,5 @@ class Snapshots:
                     log.warning("there is no snapshot of this job: %s", cause)
                 self._told = True
                 return None
-        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError):
+        except (ProcessDied, ResultLost):
             return None
