@@ -73,7 +73,8 @@ class LoopModel(TorchModel):
         self._share_of: Callable[[int], Indices | None] | None = None
         if self.tables:
             raise ConfigurationError(
-                "embedding tables (steepest.Embedding) in a loop of your own are not supported yet: train them with "
+                f"embedding tables (steepest.Embedding, {self.tables[0].name!r}) in a loop of your own are not "
+                "supported yet: give torch.nn.Embedding where the rows fit into each worker, or train them with "
                 "DistributedSGD and TorchModel"
             )
 

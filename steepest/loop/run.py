@@ -114,7 +114,7 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     if strategy == "local" or isinstance(strategy, LocalStrategy):
         raise ConfigurationError(
             'strategy="local" with a loop of your own is not supported yet: give "ps", "allreduce", "async", "ssp" or '
-            '"simple"'
+            '"simple", where the network is slow with compression=; or train by DistributedSGD and TorchModel'
         )
     reports = Reports()
     together = as_strategy(strategy).rule.together
