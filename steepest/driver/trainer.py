@@ -29,7 +29,7 @@ from steepest.driver.dropped_trainers import drop
 from steepest.driver.fit_loop import Fit, FitArguments
 from steepest.driver.job_stats import job_stats
 from steepest.driver.training import Training
-from steepest.errors import ConfigurationError, ShutdownError, UnfrozenError
+from steepest.errors import ConfigurationError, PeerLostError, ShutdownError, UnfrozenError
 from steepest.observe.history import History
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, ProcessInfo, Stats, StepResult
@@ -330,7 +330,9 @@ class DistributedSGD:
                 with self._keeping.watched():
                     self._training.take(end, stats, on_step)
             except UnfrozenError:
-                self._on_workers(_look)  # after which what is unfrozen is trained
+                # after which what is unfrozen is trained; where a process dies meanwhile, the step says so again
+                with contextlib.suppress(PeerLostError):
+                    self._on_workers(_look)
             else:
                 return
 

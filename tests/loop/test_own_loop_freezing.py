@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 
 import steepest
+from steepest import FailureConfig
+from steepest.loop.model import LoopModel
 from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
 from tests.own_loops import Parts, Script
 from tests.reference import difference, perceptron, samples
 from tests.simulated_programs import quiet
-from tests.simulation.run import pause
+from tests.simulation.run import Simulation, pause, run_config
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +92,35 @@ def test_a_successor_trains_the_same(strategy: str, step: int) -> None:
     script = SCRIPTS["by turns"]
     found = without(script, 3, 1, step, STRATEGIES[strategy])
     assert difference(found.weights, script.alone(3)) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
+@pytest.mark.parametrize("died", ["worker 1", "worker 2"])
+def test_a_worker_dies_while_what_is_unfrozen_becomes_trained(died: str, strategy: str) -> None:
+    script, simulation = SCRIPTS["by turns"], Simulation(seed=1)
+    asked: list[bool] = []
+    look = LoopModel.unfrozen
+
+    def killing(model: LoopModel) -> frozenset[str]:
+        found = look(model)
+        if found and not asked:
+            asked.append(True)
+            (victim,) = (each for each in simulation.living() if died in str(each))
+            simulation.world.kill(victim, "it was killed. connection error code 2.")
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, simulation.running():
+        patch.setattr(LoopModel, "unfrozen", killing)
+        found = steepest.run(
+            script,
+            num_workers=3,
+            strategy=STRATEGIES[strategy],
+            run_config=run_config(failure=FailureConfig(patience=math.inf, snapshot_every=3)),
+            progress=False,
+        )
+        assert asked
+        weights = dict(found.state_dict)
+    assert difference(weights, script.alone(3)) < 1e-12
 
 
 @pytest.mark.parametrize("step", [7, 20])
