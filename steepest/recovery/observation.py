@@ -274,7 +274,7 @@ class Observation:
         """Return what is known of all processes."""
         cluster = self._cluster
         counts = Counter(peer.role for peer in cluster.members)
-        stuck = not all(self.is_plain(peer) for peer in dead)
+        stuck = self.lacks_buffers(dead) or not all(self.is_plain(peer) for peer in dead)
         leaving = self.leaving.peers - dead.keys()
         instead = self.starting.instead
         ready = {peer for peer, s in instead.items() if s.is_up or (stuck and s.spare)}
@@ -294,6 +294,13 @@ class Observation:
             opening=opening,
             snapshot=self._snapshots.taken is not None,
         )
+
+    def lacks_buffers(self, dead: Collection[Peer]) -> bool:
+        """Return whether all workers are dead, and there is a copy of buffers, or the like, of their own."""
+        if any(peer.role == "worker" and peer not in dead for peer in self._cluster.members):
+            return False
+        copy = self._snapshots.taken
+        return copy is not None and copy.has_buffers
 
     def _is_overdue(self, dead: Collection[Peer]) -> bool:
         """Return whether successors of dead workers were waited for long enough."""

@@ -343,7 +343,8 @@ class Supervisor:
                 change.state = take_stock(
                     cluster, self._transfer, self.snapshots, change, dead, config
                 )
-        world = replace(world, whole=change.state.is_held_by(cluster.living()))
+        whole = change.state.is_held_by(cluster.living()) and not observation.lacks_buffers(dead)
+        world = replace(world, whole=whole)
         transition = self._decided(world, dead) or _as_it_is(world)
         copy = self.snapshots.taken
         if transition.source == "snapshot" and not change.state.copied and copy is not None:

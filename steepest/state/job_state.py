@@ -117,6 +117,13 @@ class JobState:
         return OptimizerState.of(self.job, self.shared, dict(enumerate(self.workers or ())))
 
     @property
+    def has_buffers(self) -> bool:
+        """Whether any worker's replica had buffers, or the like, of its own."""
+        if self.workers is not None:
+            return any(any(each.buffers) for each in self.workers)
+        return self.collected_buffers is not None and any(self.collected_buffers[0].values())
+
+    @property
     def buffers(self) -> Buffers | None:
         """Buffers by replica, and their mean; None where workers keep those that they have."""
         weights, layout, workers = self.shared.weights, self.job.description.layout, self.workers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -288,6 +289,40 @@ def test_what_a_loop_counts_and_reports_before_a_step_counts_once_where_that_is_
     steps = len(found.rows)
     assert {each.count for each in KEPT.values()} == {steps}
     assert len(found.reports) == steps
+
+
+@pytest.mark.parametrize("patience", [0.0, math.inf])
+def test_all_workers_die_and_what_their_loops_have_kept_is_of_the_job_s_step(
+    patience: float,
+) -> None:
+    simulation, struck_at = Simulation(1), list[int]()
+    random.seed(1)
+
+    def strike() -> None:
+        for process in simulation.living():
+            if "worker" in str(process):
+                simulation.world.kill(process, "it was killed. connection error code 2.")
+
+    class Deaths(steepest.Callback):
+        def on_step(self, sgd: Any, result: Any) -> None:
+            if result.step == 8 and not struck_at:
+                struck_at.append(result.step)
+                simulation.at_event(5, strike)
+
+    KEPT.clear()
+    failure = FailureConfig(snapshot_every=3, patience=patience)
+    with simulation.running():
+        found = steepest.run(
+            SCRIPT,
+            num_workers=2,
+            strategy=STRATEGIES["ps"],
+            run_config=run_config(failure=failure),
+            callbacks=[Deaths()],
+            progress=False,
+        )
+        rows = list(found.history.steps)
+    assert {(each.count, each.epochs) for each in KEPT.values()} == {(len(rows), SCRIPT.epochs)}
+    assert difference(dict(found.state_dict), SCRIPT.alone(2)) < 1e-12
 
 
 def test_it_is_told_that_fewer_workers_go_on_with_what_others_have_taken_over() -> None:
