@@ -141,7 +141,8 @@ class Joining:
         """Return the buffers of all workers' replicas that have weights; of all, if none is known to."""
         version = self._cluster.client.position.version
         others = [peer for peer in self._living() if peer not in missing]
-        having = [peer.index for peer in others if self._joined.get(peer, -1) < version]
+        # before the first step nobody may have weights, and a server may send them only when all workers have joined
+        having = [peer.index for peer in others if version and self._joined.get(peer, -1) < version]
         call = self._cluster.workers.call
         if having:
             return all_states(partial(call, workers=having))

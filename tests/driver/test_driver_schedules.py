@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,7 @@ from steepest import FailureConfig, SimpleStrategy
 from tests.driver_runs import Act, Interrupt, Run, Schedule
 from tests.driver_worlds import FAMILIES
 from tests.random_examples import seeds
+from tests.simulated_programs import Fault
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,14 @@ def test_calls_that_nothing_strikes_are_those_of_one_process(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_every_call_works_after_an_interrupted_one(seed: int) -> None:
     check(Schedule.drawn(seed))
+
+
+def test_a_worker_dies_before_any_has_the_first_weights() -> None:
+    plain = FailureConfig(max_failures=1000, heartbeat=2.0, spares=0, patience=math.inf)
+    struck = Interrupt("wait", 8, KeyboardInterrupt, again=3)
+    fit = Act("fit", 4, struck, (Fault(action=0, after=1, kind="kill", share=0.3, seed=1),))
+    acts = [Act("start"), fit, Act("fit", 4), Act("shutdown")]
+    check(Schedule(3003495, FAMILIES["sync"], 2, SimpleStrategy(), plain, acts))
 
 
 @pytest.mark.few(1)
