@@ -112,7 +112,9 @@ def test_pairs_of_deaths_soon_after_each_other(seed: int) -> None:
         check(trainer, watch, 500)
 
 
-@diagonal(moment=["_take_up", "_connect_driver", "settle"], victim=[worker_peer(0), server_peer(0)])
+@diagonal(
+    moment=["_take_up", "_connect_driver", "end_leaving"], victim=[worker_peer(0), server_peer(0)]
+)
 def test_a_death_while_the_job_is_put_together(
     moment: str, victim: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
