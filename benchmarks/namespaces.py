@@ -104,8 +104,10 @@ def one_host() -> Iterator[Pair]:
 
 
 @contextlib.contextmanager
-def star(count: int, mbit: int | None = None) -> Iterator[list[Namespace]]:
+def star(count: int, mbit: int | None = None, round_trip: float = 0.0) -> Iterator[list[Namespace]]:
     """That many namespaces on one bridge, each with a link of so many Mbit/s each way (None: no limit).
+
+    A message from one to another, and the answer, take at least `round_trip` milliseconds.
 
     TCP's congestion control is cubic, Linux' default, whatever this machine's is.
 
@@ -119,7 +121,7 @@ def star(count: int, mbit: int | None = None) -> Iterator[list[Namespace]]:
     spaces = [Namespace(f"sps{mark}{i}", f"sp{i}", f"10.213.9.{i + 1}") for i in range(count)]
     previous = signal.signal(signal.SIGTERM, _leave)
     try:
-        _build_star(hub, spaces, mbit)
+        _build_star(hub, spaces, mbit, round_trip)
         yield spaces
     finally:
         for space in (*spaces, hub):
@@ -127,7 +129,9 @@ def star(count: int, mbit: int | None = None) -> Iterator[list[Namespace]]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _build_star(hub: Namespace, spaces: list[Namespace], mbit: int | None) -> None:
+def _build_star(
+    hub: Namespace, spaces: list[Namespace], mbit: int | None, round_trip: float
+) -> None:
     routes: list[tuple[Namespace, tuple[str, ...]]] = []
     try:
         _ip("netns", "add", hub.name)
@@ -163,7 +167,10 @@ def _build_star(hub: Namespace, spaces: list[Namespace], mbit: int | None) -> No
             for where, device in ((hub, port), (space, space.device), (space, "lo")):
                 _ip("-n", where.name, "link", "set", device, "up")
                 if mbit is not None and device != "lo":
-                    limit = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
+                    limit = ["tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms"]
+                    if round_trip:  # of which a message passes two devices there and two back
+                        delay = f"{round_trip / 4:g}ms"
+                        limit = ["netem", "rate", f"{mbit}mbit", "delay", delay, "limit", "10000"]
                     command = [
                         "tc",
                         "-n",
@@ -173,7 +180,6 @@ def _build_star(hub: Namespace, spaces: list[Namespace], mbit: int | None) -> No
                         "dev",
                         device,
                         "root",
-                        "tbf",
                         *limit,
                     ]
                     subprocess.run(

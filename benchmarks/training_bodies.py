@@ -57,6 +57,8 @@ STRATEGIES = ("ps", "allreduce")
 HYBRID = 2  # updates that rows may lack under "hybrid"
 RESULT_SECONDS = 0.02  # as in the processes of a trainer
 CLIENT = Peer("client", 0)
+#: Of the last turn, in the process of the client.
+results: list[Result] = []
 
 
 class Apart(Job):
@@ -71,7 +73,7 @@ class Apart(Job):
 def job_team(  # noqa: PLR0913 - each is given by name
     spaces: list[Namespace],
     workload: str | Modelled,
-    strategy: str,
+    strategy: str | Strategy,
     meeting: str,
     *,
     workers: int = 1,
@@ -85,7 +87,7 @@ def job_team(  # noqa: PLR0913 - each is given by name
     """All processes of a job, one host in each namespace.
 
     Args:
-        strategy: "ps"; "hybrid", the same with rows of tables asked for beforehand; or
+        strategy: one of the library's; or "ps"; "hybrid", the same with rows of tables asked for beforehand; or
             "allreduce", where each worker's process has a server.
         meeting: an empty folder in which servers write where they listen.
         workers, servers: on each host; servers for "ps".
@@ -95,7 +97,7 @@ def job_team(  # noqa: PLR0913 - each is given by name
     """
     count = len(spaces) - alone
     everybody = range(workers * count)
-    in_workers = strategy == "allreduce"
+    in_workers = strategy.in_workers if isinstance(strategy, Strategy) else strategy == "allreduce"
     job = {
         "workload": workload,
         "strategy": strategy,
@@ -117,12 +119,13 @@ def job_team(  # noqa: PLR0913 - each is given by name
     working = [
         member(spaces[i % count], server=i if in_workers else None, worker=i) for i in everybody
     ]
-    return Team(f"steepest {strategy}", served + working)
+    name = strategy.name if isinstance(strategy, Strategy) else strategy
+    return Team(f"steepest {name}", served + working)
 
 
 def make_job(
     workload: str | Modelled,
-    strategy: str,
+    strategy: str | Strategy,
     workers: int,
     servers: int,
     hosts: int,
@@ -145,6 +148,8 @@ def make_job(
     )
     if allreduce:
         config = AllreduceStrategy(wire_dtype=wire_dtype, compression=compression)
+    if isinstance(strategy, Strategy):
+        config = strategy
     models, description = build_models(creator, 0, 1, 0, config.cut, None, EXTENSIONS)
     worker_hosts, server_hosts = (
         tuple(index % hosts for index in range(count)) for count in (workers, servers)
@@ -190,7 +195,13 @@ def take_part(
     peers = (
         []
         if server is None
-        else _host_servers(router, plan, server, replicas, beside=worker is not None)
+        else _host_servers(
+            router,
+            plan,
+            server,
+            replicas,
+            beside=worker is not None and plan.strategy.in_place,
+        )
     )
     client, member = None, None
     if worker is not None:
@@ -219,7 +230,7 @@ def take_part(
             router.call(lambda: Path(where).write_text(json.dumps(CLOCK.take()))).result(DEADLINE)
         begin = time.perf_counter()
         if client is not None:
-            _take_steps(router, client, steps)
+            results[:] = _take_steps(router, client, steps)
         taken += steps
         if member is not None:
             router.call(functools.partial(member.at_version, 0, taken, _nothing)).result(
@@ -247,13 +258,16 @@ def _host_servers(
     return peers
 
 
-def _take_steps(router: Router, client: Client, steps: int) -> None:
+def _take_steps(router: Router, client: Client, steps: int) -> list[Result]:
     if steps:
         router.call(lambda: client.ask(steps, True))
+    found = []
     for _ in range(steps):
         outcome = client.outcomes.get(timeout=DEADLINE)
         if not isinstance(outcome, Result):
             raise RuntimeError(f"the step was not committed: {outcome}")
+        found.append(outcome)
+    return found
 
 
 def _nothing(replicas: object) -> None:

@@ -1,0 +1,161 @@
+"""Training across slow links: local SGD in fragments, overlapped and compressed, beside synchronous strategies.
+
+    python -m benchmarks.slow_links                       # 2 and 4 hosts, 100 Mbit/s, 100 ms
+    python -m benchmarks.slow_links --hosts 2 --only local "local 4 delay int4"
+
+Hosts are network namespaces of this machine on one bridge, each with a worker, and links of
+``--mbit`` each way with a round trip of ``--round-trip`` milliseconds, made by netem; needs root,
+iproute2 and tc. The model is a perceptron of 10,091,610 parameters. A batch is a sleep of
+``--batch`` milliseconds after a real one of a single sample: what is measured is how long workers
+wait, and not how many cores this machine has. Contenders run one after the other. Where the kernel
+has no netem, nothing delays messages.
+
+``computing`` is the share of the time in which a worker waits for no weights, on average, and then
+what all workers together sent and received for a sample.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited by every process
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import training_bodies
+from benchmarks.models import Modelled
+from benchmarks.namespaces import Namespace, Orders, UnavailableError, star
+from benchmarks.overhead import positive
+from benchmarks.training_bodies import MLP10, job_team, take_part
+from steepest.core.strategies.strategy import Strategy
+from steepest.embedding.torch_model import TorchModel
+from steepest.strategies.allreduce import AllreduceStrategy
+from steepest.strategies.local import LocalStrategy
+
+EVERY = 100  # batches between two exchanges of a weight
+
+
+def strategies(every: int) -> dict[str, Strategy]:
+    """Return what is compared, by name."""
+    part, late = {"fragments": 4}, {"fragments": 4, "delay": every // 4 - 5}
+    return {
+        "allreduce": AllreduceStrategy(),
+        "allreduce fp16": AllreduceStrategy(wire_dtype="fp16"),
+        "allreduce powersgd": AllreduceStrategy(compression="powersgd"),
+        "local": LocalStrategy(sync_every=every),
+        "local 4": LocalStrategy(sync_every=every, **part),
+        "local 4 delay": LocalStrategy(sync_every=every, **late),
+        "local 4 delay int8": LocalStrategy(sync_every=every, compression="int8", **late),
+        "local 4 delay int4": LocalStrategy(sync_every=every, compression="int4", **late),
+        "local 4 delay int2": LocalStrategy(sync_every=every, compression="int2", **late),
+    }
+
+
+@dataclass(frozen=True)
+class Slowly(Modelled):
+    """A workload whose batches take some seconds."""
+
+    seconds: float
+
+    def model(self) -> TorchModel:
+        """Return the model of one worker."""
+        model = replace(MLP10, batch_size=1).model()
+
+        def rest(*_: Any) -> None:
+            time.sleep(self.seconds)
+
+        model.module.register_forward_hook(rest)
+        return model
+
+
+class Counted(Orders):
+    """Orders whose answers leave behind what the last turn's steps sent."""
+
+    def __init__(self, orders: Orders, place: Path) -> None:
+        super().__init__(orders._pipe, orders._barrier)
+        self._place = place
+
+    def done(self, seconds: float) -> None:
+        """Answer the last order."""
+        found = training_bodies.results
+        counts = {
+            "bytes": sum(result.bytes_pushed + result.bytes_pulled for result in found),
+            "samples": sum(result.samples for result in found),
+            "waiting": sum(result.timings["wait"] for result in found),
+        }
+        if found:  # in the client's process
+            self._place.write_text(json.dumps(counts))
+        super().done(seconds)
+
+
+def body(orders: Orders, **settings: Any) -> None:
+    """Take part in a job; the process of the client writes what its steps sent, for `measure`."""
+    take_part(Counted(orders, Path(settings["meeting"]) / "counts"), **settings)
+
+
+def measure(
+    spaces: list[Namespace], strategy: Strategy, seconds: float, batches: int
+) -> tuple[float, float]:
+    """Return the share of the time in which workers do not wait, and bytes for each sample."""
+    cycle = strategy.cut.fragments  # in which each weight is exchanged once
+    steps = -(-batches // (strategy.updates * cycle)) * cycle
+    with (
+        tempfile.TemporaryDirectory() as meeting,
+        job_team(spaces, Slowly(seconds), strategy, meeting, body=body) as team,
+    ):
+        team.turn(cycle)
+        took = max(team.turn(steps))
+        counts = json.loads((Path(meeting) / "counts").read_text())
+    return 1 - counts["waiting"] / (took * steps), counts["bytes"] / counts["samples"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, and print a table for each number of hosts."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.slow_links", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--hosts", type=positive, nargs="+", default=[2, 4])
+    parser.add_argument("--mbit", type=positive, default=100)
+    parser.add_argument("--round-trip", type=float, default=100.0, help="in milliseconds")
+    parser.add_argument("--batch", type=float, default=100.0, help="milliseconds of a batch")
+    parser.add_argument("--sync-every", type=positive, default=EVERY)
+    parser.add_argument("--batches", type=positive, default=2 * EVERY, help="of local SGD")
+    parser.add_argument("--only", nargs="+", choices=list(strategies(EVERY)))
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    for hosts in options.hosts:
+        round_trip = options.round_trip
+        try:
+            with star(hosts, options.mbit, round_trip):
+                pass
+        except UnavailableError as error:
+            if "qdisc" not in str(error):
+                print(f"not measured ({error})", flush=True)
+                return
+            print(f"no delay is made, for want of netem ({error})", flush=True)
+            round_trip = 0.0
+        print(
+            f"\n{hosts} hosts, {options.mbit} Mbit/s, {round_trip:g} ms, batches of "
+            f"{options.batch:g} ms, {MLP10.parameters():,} parameters, sync_every={options.sync_every}\n"
+            f"{'':22} computing  KB a sample",
+            flush=True,
+        )
+        for name, strategy in strategies(options.sync_every).items():
+            if options.only and name not in options.only:
+                continue
+            batches = options.batches if strategy.local else 3
+            with star(hosts, options.mbit, round_trip) as spaces:
+                share, sent = measure(spaces, strategy, options.batch / 1000, batches)
+            print(f"{name:22} {share:8.1%}  {sent / 1000:11,.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
