@@ -71,6 +71,7 @@ SCRIPTS = {
 TOLERANCE = 1e-7  # a rounding grows with each evaluation
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_steps_are_those_of_one_process(name: str, workers: int) -> None:
@@ -90,6 +91,7 @@ def test_with_other_strategies(strategy: str) -> None:
     assert difference(run(script, 2, strategy).weights, script.alone(2)) < TOLERANCE
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_successor_has_the_same_history(strategy: str, step: int) -> None:

@@ -72,6 +72,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_layers_are_frozen_and_unfrozen(script: str, workers: int) -> None:
@@ -85,6 +86,7 @@ def test_with_other_strategies(strategy: str) -> None:
     assert difference(run(script, 2, strategy).weights, script.alone(2)) < 1e-12
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("step", [6, 13])
 def test_a_successor_trains_the_same(strategy: str, step: int) -> None:
@@ -94,6 +96,7 @@ def test_a_successor_trains_the_same(strategy: str, step: int) -> None:
     assert difference(found.weights, script.alone(3)) < 1e-12
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("died", ["worker 1", "worker 2"])
 def test_a_worker_dies_while_what_is_unfrozen_becomes_trained(died: str, strategy: str) -> None:

@@ -87,6 +87,7 @@ def script(name: str, loop: Any = plain, **more: Any) -> Script:
     return Script(loop, optimizer=sgd(momentum=0.9), sampler=SAMPLERS[name], **more)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_draws_are_dealt_out(name: str, workers: int) -> None:
@@ -115,6 +116,7 @@ def slow(parts: Parts, epochs: int) -> None:
             parts.optimizer.step()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("name", ["weighted", "growing"])
 def test_a_successor_draws_the_same(name: str, strategy: str) -> None:

@@ -77,6 +77,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_torch_does_equals_one_process(name: str, workers: int) -> None:
