@@ -96,6 +96,7 @@ class LocalReplicas(Replicas):
         self._schedule = Schedule(spec)
         self._spec = spec
         self._delay, self._blend = delay, blend
+        self.delays = delay > 0
         # the servers' weights, as far as they are taken in
         self._base = self.layout.allocate()
         # where new ones arrive, and what is pushed of them, while a share is computed
@@ -142,11 +143,6 @@ class LocalReplicas(Replicas):
     def arrivals(self) -> torch.Tensor:
         """The flat vector to which new weights are written: with a delay not what models compute with."""
         return self._arrivals
-
-    @property
-    def delays(self) -> bool:
-        """Whether a share is begun before the weights of its version are here."""
-        return self._delay > 0
 
     def weights_changed(self) -> None:
         """Have the models compute with the weights that have arrived, unless a share goes on from its own."""

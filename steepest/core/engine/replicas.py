@@ -131,7 +131,12 @@ class Replicas:
         devices: of the models.
         share: of the job's work.
         memory: for weights and gradients, see `memory_for`.
+
+    Attributes:
+        delays: whether a share is begun before the weights of its version, for which it asks in its middle.
     """
+
+    delays = False
 
     #: lets messages move, between two batches of a share that is begun early; None elsewhere
     between_batches: Callable[[], None] | None = None
@@ -315,11 +320,6 @@ class Replicas:
     def arrivals(self) -> torch.Tensor:
         """The flat vector to which new weights are written as they arrive."""
         return self.weights
-
-    @property
-    def delays(self) -> bool:
-        """Whether a share is begun before the weights of its version, for which it asks in its middle."""
-        return False
 
     @property
     def borrows(self) -> bool:

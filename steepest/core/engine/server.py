@@ -305,7 +305,7 @@ class Server:
 
     def doing(self) -> str:
         """Return which pushes are not here yet, in words, see `Role.doing`."""
-        version, lasting = self.version + 1, f", for {self._now() - self._since:.1f} s"
+        version, lasting = self._intake.version + 1, f", for {self._now() - self._since:.1f} s"
         if self.torn is not None:
             return f"is of no version: its optimizer raised {self.torn.error}"
         if not self._trainable:
@@ -327,14 +327,14 @@ class Server:
         """Apply staged pushes as the next version, and send it to its readers."""
         # ProtocolError: it cannot be, nothing has changed. Once the optimizer has raised (`torn`) none is applied; a
         # parameter server's users are sent why, workers nothing.
-        if commit.version <= self.version or commit.generation < self.generation:
+        if commit.version <= self._intake.version or commit.generation < self._intake.generation:
             return  # a copy of one that is applied
         hyper = commit.hyper or [{} for _ in self._base]
         self._check_commit(commit, hyper)
         if self._spec is not None and (self._changed or any(hyper)):
             self._changed = True  # what a schedule leaves alone later returns to the recipe's value
             hyper = self._spec.hyperparameters(hyper)
-        self.version, self._since = commit.version, self._now()
+        self._intake.version, self._since = commit.version, self._now()
         contributors = {push.worker for push in commit.pushes}
         self._left_out = (
             self._left_out | contributors if commit.skip else self._left_out - contributors
@@ -382,12 +382,15 @@ class Server:
             if held.raised is not error:
                 raise
             self.torn = RaisedUpdate.of(self.version, error)
-            self._send(COORDINATOR, self.torn.to_coordinator(self.generation).pack())
+            self._send(COORDINATOR, self.torn.to_coordinator(self._intake.generation).pack())
 
     def _check_commit(self, commit: CommitOrder, hyper: list[dict[str, Any]]) -> None:
         """Check that all of a commit can be applied, before any of it is; ProtocolError otherwise."""
         pushes = commit.pushes
-        if (commit.generation, commit.version) != (self.generation, self.version + 1):
+        if (commit.generation, commit.version) != (
+            self._intake.generation,
+            self._intake.version + 1,
+        ):
             raise ProtocolError(
                 f"COMMIT of {(commit.generation, commit.version)} at generation, version "
                 f"{self._position}"
