@@ -1039,7 +1039,8 @@ class _Ticks:
     @property
     def unticked(self) -> int | None:
         """The worker's batches since the scheduler's last step, if that counts calls; else None."""
-        return self._session.batches - self._batches if self._counts_calls else None
+        since = self._session.batches - self._batches
+        return since if self._counts_calls or since > 1 else None
 
     def begin(self, step: int, behind: int = 0, unticked: int | None = None) -> None:
         """Begin to count after a step of the job.

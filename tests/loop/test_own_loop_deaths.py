@@ -277,6 +277,7 @@ def test_a_worker_gets_another_number_while_its_step_is_not_committed() -> None:
 
 def test_a_scheduler_by_epoch_is_known_where_one_batch_of_an_epoch_was_left() -> None:
     check(STRATEGIES["allreduce, two copies"], 1014)
+    check(STRATEGIES["allreduce, two copies"], 2033, deaths=2)  # before its first step
 
 
 @pytest.mark.parametrize("seed", range(3))
