@@ -56,7 +56,7 @@ class _StopsAtTheEnd(Callback):
     def on_step(self, sgd: Any, result: StepResult) -> None:
         """Stop after a step without samples."""
         if result.samples == 0:
-            self._last = min(self._last or result.step, result.step)
+            self._last = result.step if self._last is None else min(self._last, result.step)
             sgd.stop()
         else:
             self._last = None

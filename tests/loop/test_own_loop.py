@@ -252,15 +252,14 @@ def early(parts: Parts, epochs: int) -> None:
 
 def test_a_worker_whose_function_has_returned_no_longer_counts() -> None:
     found = run(Script(uneven), 2)
-    assert [row["samples"] for row in found.steps] == [4, 2, 2, 0, 2, 2, 2, 0, 2, 2, 2, 0]
+    # the last step, in which nobody has samples, is not part of the history
+    assert [row["samples"] for row in found.steps] == [4, 2, 2, 0, 2, 2, 2, 0, 2, 2, 2]
 
 
 def test_a_run_ends_where_all_functions_have_returned() -> None:
     script = Script(early)
     found = run(script, 2)
-    taken = [row["samples"] for row in found.steps]
-    assert taken[:3] == [4, 4, 0]
-    assert not any(taken[3:])
+    assert [row["samples"] for row in found.steps] == [4, 4]
     assert difference(found.weights, script.alone(2)) < 1e-12
 
 
