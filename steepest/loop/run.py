@@ -51,20 +51,15 @@ class _StopsAtTheEnd(Callback):
     """Ends a `fit` when every worker's function has returned: the step then has no samples."""
 
     def __init__(self) -> None:
-        self._last: int | None = None  # the first such step
+        self.first: int | None = None  # of such steps without others after them
 
     def on_step(self, sgd: Any, result: StepResult) -> None:
         """Stop after a step without samples."""
-        if result.samples == 0:
-            self._last = result.step if self._last is None else min(self._last, result.step)
-            sgd.stop()
-        else:
-            self._last = None
-
-    def on_fit_end(self, sgd: Any) -> None:
-        """Leave steps in which nobody had samples out of the history."""
-        if self._last is not None:
-            sgd.history.end(self._last)
+        if result.samples:
+            self.first = None
+            return
+        self.first = result.step if self.first is None else min(self.first, result.step)
+        sgd.stop()
 
 
 def run(  # noqa: PLR0913 - keywords of a user, most of them optional
@@ -129,15 +124,18 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         checkpoints=checkpoints,
     ) as sgd:
         numbers = itertools.count()
+        ends = _StopsAtTheEnd()
         begun = 0  # epochs that `fit` was asked for; those of a checkpoint are the first of them
         while (wanted := _advance(sgd, reports, next(numbers))) is not None:
             if wanted == _IN_LOCKSTEP:
                 shown = "lines" if progress is True else progress
-                sgd.fit(steps=ENDLESS, callbacks=[_StopsAtTheEnd(), *callbacks], progress=shown)
+                sgd.fit(steps=ENDLESS, callbacks=[ends, *callbacks], progress=shown)
                 continue
             epochs = max(wanted - begun, 1)
             begun += epochs
-            sgd.fit(epochs=epochs, callbacks=[_StopsAtTheEnd(), *callbacks], progress=progress)
+            sgd.fit(epochs=epochs, callbacks=[ends, *callbacks], progress=progress)
+        if ends.first is not None:  # steps in which nobody had samples
+            sgd.history.end(ends.first)
         return RunResult(reports.last(), reports.rows(), sgd.history, sgd.state_dict())
 
 
