@@ -51,7 +51,7 @@ class Joining:
                 self._join(peer, start, missing)
             except BaseException as error:
                 died = isinstance(error, (PeerLostError, DeadlineError))
-                explained = died and self._has_died(peer, start, dead.keys())
+                explained = died and self._has_died(peer, start, missing)
                 starting.give_up([start])
                 if explained:
                     break
@@ -63,8 +63,9 @@ class Joining:
         self._observation.fill_reserve()
         return len(dead) - len(missing)
 
-    def _has_died(self, peer: Peer, start: Start, dead: Set[Peer]) -> bool:
+    def _has_died(self, peer: Peer, start: Start, missing: Set[Peer]) -> bool:
         """Return whether a process that was about to join, or another one of the job's, is dead."""
+        # missing: those that are known to be; one that has joined a moment ago is not among them
         observation, watches = self._observation, self._cluster.watches
         patience = max(NOTICE_SECONDS, 4 * self._cluster.run_config.failure.heartbeat)
         deadline = system().now() + patience
@@ -73,9 +74,9 @@ class Joining:
             if start.is_dead:
                 observation.failed_to_start(peer)
                 return True
-            if observation.dead().keys() - dead:
+            if observation.dead().keys() - missing:
                 return True
-            alive = [watch for other, watch in watches.items() if other not in dead]
+            alive = [watch for other, watch in watches.items() if other not in missing]
             self._cluster.owner.await_calls([start.watch, *alive], _LOOK_SECONDS, 1)
         return False
 
