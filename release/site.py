@@ -23,6 +23,7 @@ NAVIGATION = {
         "docs/parameter_server",
         "docs/collectives",
         "docs/embedding",
+        "docs/slow_links",
         "docs/several_losses",
         "docs/own_strategy",
         "docs/own_model",

@@ -331,7 +331,14 @@ def test_every_error_is_a_steepest_error_and_says_when_it_is_raised(name: str) -
 
 
 def test_a_step_error_is_what_a_step_may_raise() -> None:
-    causes = {"ModelError", "ModelRaisedError", "NonFiniteError", "DeadlineError", "PeerLostError"}
+    causes = {
+        "ModelError",
+        "UnfrozenError",
+        "ModelRaisedError",
+        "NonFiniteError",
+        "DeadlineError",
+        "PeerLostError",
+    }
     assert {name for name, cls in defined().items() if issubclass(cls, errors.StepError)} == {
         "StepError",
         *causes,

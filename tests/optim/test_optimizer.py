@@ -426,6 +426,7 @@ assert plain.__dynamo_disable.__module__.startswith("torch."), plain.__dynamo_di
 """
 
 
+@pytest.mark.long
 def test_a_users_optimizer_is_made_without_torchs_compiler_until_that_is_imported() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SPARED], capture_output=True, text=True, check=False, timeout=120

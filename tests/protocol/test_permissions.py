@@ -575,7 +575,7 @@ def test_a_gradient_of_an_absurd_weight_is_one_that_is_not_finite() -> None:
     cluster = make("async", Task(optimizer=sgd()))
     server = server_of(cluster)
     sent = Sent()
-    server._send = sent
+    server._intake._send = sent
     for index in [i for i, held in server.chunks.items() if held.chunk.trainable]:
         message = push(server, 1, generation=server.generation, sequence=9)
         message.chunk, message.weight, message.total = index, 1e100, 1e-300

@@ -223,7 +223,7 @@ def test_the_norm_is_that_of_what_arrives(way: str) -> None:
         (lambda: AllreduceStrategy(compression="topk", wire_dtype="fp16"), "leave wire_dtype out"),
         (
             lambda: AllreduceStrategy(compression="zip"),
-            "compression='zip': give one of None, 'topk', 'int8', 'powersgd'",
+            "compression='zip': give one of None, 'topk', 'int8', 'int4', 'int2', 'powersgd'",
         ),
         (
             lambda: ParameterServerStrategy(compression=TopK),
