@@ -317,7 +317,7 @@ class Session:
             self._reports = self._handed[1] + self._reports
             self._handed = (-1, [])
         self._next_epoch = max(self._next_epoch, epoch)
-        while self._asked is not None and not (self._asked is Ask.BATCH and not self._is_over):
+        while self._asked is not None and not self._waits_for_the_job:
             if self._wanted is not None and self.gatherings.who not in (None, self._wanted.who):
                 self.rank, self.size = self.gatherings.who or (self.rank, self.size)
                 self.begin_anew(self.state())
@@ -327,6 +327,13 @@ class Session:
         self._handed = number, reports
         locked = self.prepared is not None and self.prepared.lockstep is not None
         return Progress(self.has_ended, self._epochs, locked, reports)
+
+    @property
+    def _waits_for_the_job(self) -> bool:
+        """Whether the loop needs a further batch, or the commit of a step that the job has yet to take again."""
+        if self._asked is Ask.COMMIT and self.together and self._taken is not None:
+            return self._taken.where.step >= self._committed
+        return self._asked is Ask.BATCH and not self._is_over
 
     def state(self) -> dict[str, Any]:
         """Return what the loop has to go on with elsewhere, see `load`."""

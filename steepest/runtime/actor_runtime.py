@@ -74,7 +74,7 @@ class _Actor:
         self._calls: deque[tuple[bytes, Future[Any]]] = deque()  # the first one is sent
         self._cause = ""  # of its end
         self._lock = system().lock()  # of the calls and the cause
-        self._pid = runtime().call(handle, "pid").future()
+        self._pid: Future[int] = runtime().call(handle, "pid").future()
         runtime().call(handle, "stay").future().add_done_callback(self._end)
 
     @property
@@ -97,7 +97,12 @@ class _Actor:
         return answer
 
     def _send(self, request: bytes) -> None:
-        runtime().call(self.handle, "perform", request).future().add_done_callback(self._take)
+        """Send a request to a process of which the number is known: who has an answer may ask for it."""
+
+        def send(pid: Future[int]) -> None:
+            runtime().call(self.handle, "perform", request).future().add_done_callback(self._take)
+
+        self._pid.add_done_callback(send)
 
     def _take(self, answer: Future[tuple[bool, bytes]]) -> None:
         """Give a call its answer, and send the next one; the dead give none, as `stay` tells."""

@@ -280,6 +280,27 @@ def test_a_scheduler_by_epoch_is_known_where_one_batch_of_an_epoch_was_left() ->
     check(STRATEGIES["allreduce, two copies"], 2033, deaths=2)  # before its first step
 
 
+def gathering_twice(parts: Parts, epochs: int) -> None:
+    """Two steps for a batch, before each of which all workers' outputs are gathered."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            for _ in range(2):
+                parts.optimizer.zero_grad()
+                own = parts.model(x)
+                steepest.weight(3.0 * len(x))
+                everything, targets = steepest.gather((own, y))
+                (own @ everything.T - y @ targets.T).square().mean().backward()
+                parts.optimizer.step()
+
+
+def test_a_loop_whose_step_a_change_has_voided_waits_until_it_is_taken_again() -> None:
+    optimizer = sgd(lr=0.02, momentum=0.5)
+    script = Script(gathering_twice, optimizer=optimizer, any_steps=True, data=samples(12))
+    found = struck(script, STRATEGIES["ps, two copies"], 101, deaths=2)
+    if found.same_workers:
+        assert difference(found.weights, script.alone(WORKERS)) < 1e-11
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_loop_counts_and_reports_before_a_step_counts_once_where_that_is_taken_again(
     seed: int,
