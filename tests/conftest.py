@@ -17,11 +17,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.forked_workers import fork_workers
-from tests.hand_moved_clock import clock
+from tests.hand_moved_clock import clock as clock
 from tests.process_one import leave_it_to_an_init
 from tests.random_examples import scale
 
-__all__ = ["clock"]
 pytest.register_assert_rewrite(  # before a test module imports them
     *(
         f"tests.{name}"
