@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +52,6 @@ from tests.simulation.run import pause, run_config
 def _simulated() -> Iterator[None]:
     with quiet():
         yield
-    gc.collect()
 
 
 SCHEDULED = Script(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from tests.simulation.run import pause
 def _simulated() -> Iterator[None]:
     with quiet():
         yield
-    gc.collect()
 
 
 LOSSES: list[float] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ from tests.simulation.run import Simulation, pause, run_config
 def _simulated() -> Iterator[None]:
     with quiet():
         yield
-    gc.collect()
 
 
 class Average:

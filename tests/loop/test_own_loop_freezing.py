@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +24,6 @@ from tests.simulation.run import Simulation, pause, run_config
 def _simulated() -> Iterator[None]:
     with quiet():
         yield
-    gc.collect()
 
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 from collections.abc import Iterator
@@ -40,7 +39,6 @@ TRAINING, EVALUATION = samples(13), samples(11)
 def _simulated() -> Iterator[None]:
     with quiet():
         yield
-    gc.collect()
 
 
 def _loader() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +37,6 @@ from tests.simulation.run import Simulation, run_config
 def _simulated() -> Iterator[None]:
     with quiet():
         yield
-    gc.collect()
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +34,6 @@ from tests.simulation.run import pause
 def _simulated() -> Iterator[None]:
     with quiet():
         yield
-    gc.collect()
 
 
 def weighted(count: int) -> WeightedRandomSampler:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,6 @@ SAMPLES = 13
 def _simulated() -> Iterator[None]:
     with quiet():
         yield
-    gc.collect()
 
 
 class Records(IterableDataset[Any]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.simulated_programs import quiet
 def _simulated() -> Iterator[None]:
     with quiet():
         yield
-    gc.collect()
 
 
 def in_half(parts: Parts, epochs: int) -> None:

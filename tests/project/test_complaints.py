@@ -6,7 +6,6 @@ was complained of is computed too, and is found wrong: the test would not pass w
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 from collections import Counter
@@ -32,7 +31,6 @@ from tests.simulation.run import Simulation, pause, run_config
 def _simulated() -> Iterator[None]:
     with quiet():
         yield
-    gc.collect()
 
 
 def run(

@@ -62,7 +62,7 @@ def test_a_run_that_was_set_back_ends_with_the_bits_of_an_undisturbed_one(
             trainer.step()
         snapshots = trainer._supervisor.snapshots
         assert snapshots.taken is not None
-        assert 0 < snapshots.taken.found.version <= 20
+        assert 0 < snapshots.taken.shared.version <= 20
         monkeypatch.setattr(snapshots, "remember", lambda: None)  # there will be no newer one
         watch = Watch((30, lambda: kill(trainer, victim)))
         trainer.fit(steps=STEPS - 20, callbacks=[watch], progress=False)

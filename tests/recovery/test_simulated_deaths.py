@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -23,7 +22,6 @@ from tests.simulation.virtual_threads import HangError
 def _simulated() -> Iterator[None]:
     with quiet():
         yield
-    gc.collect()
 
 
 @pytest.mark.long
