@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from torch import nn
 
@@ -84,7 +83,8 @@ def settle(trainer: DistributedSGD) -> None:
     """Takes some steps, before the fault, until all is ready for it: spare processes are up, a copy was taken."""
     trainer.step()
     cluster = trainer._live()
-    ray.get([spare.placing for spare in trainer._supervisor.observation.reserve._spares])
+    for spare in trainer._supervisor.observation.reserve._spares:
+        spare.placing.get()
     copies = cluster.run_config.failure.snapshot_every is not None
     while copies and trainer._supervisor.snapshots.taken is None:
         trainer.step()
