@@ -18,11 +18,11 @@ from torch import nn
 from steepest import DistributedSGD, IndexedStream, ParameterServerStrategy, RayDataset, TorchModel
 from steepest.core.data.protocol import Indices, Source
 from steepest.core.data.sampler import Remaining, SamplePlan
-from steepest.core.data.sources import as_source
 from steepest.core.engine.job import ModelCreator
 from steepest.core.messages.driver import Result
 from steepest.core.messages.message import Kind
 from steepest.core.strategies.strategy import Strategy
+from steepest.data.sources import as_source
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import replicas_of
