@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -34,11 +35,13 @@ def each_moment(prepare: Callable[[], Callable[[], object]]) -> Iterator[int]:
 
         before = sys.gettrace()
         with contextlib.suppress(Struck):
+            gc.disable()  # a library's callbacks of the collector are no part of the call
             sys.settrace(trace)
             try:
                 call()
             finally:
                 sys.settrace(before)
+                gc.enable()
         if not struck:
             return
         yield number
