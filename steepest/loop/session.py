@@ -333,7 +333,7 @@ class Session:
         """Whether the loop needs a further batch, or the commit of a step that the job has yet to take again."""
         if self._asked is Ask.COMMIT and self.together and self._taken is not None:
             return self._taken.where.step >= self._committed
-        return self._asked is Ask.BATCH and not self._is_over
+        return self._asked is Ask.BATCH and not self._has_seen_all
 
     def state(self) -> dict[str, Any]:
         """Return what the loop has to go on with elsewhere, see `load`."""
@@ -708,6 +708,11 @@ class Session:
         """Whether the epoch in which the loop is has no further batch."""
         return self._next_epoch > self._epoch
 
+    @property
+    def _has_seen_all(self) -> bool:
+        """Whether the epoch is over for certain: a step without samples here may yet be dealt out anew."""
+        return self._is_over and (self._passed <= self._committed or not self.together)
+
     def _see(self, where: Where) -> None:
         """Note what the place of a step says of the epoch after it."""
         if where.epoch is not None:
@@ -730,7 +735,7 @@ class Session:
         if lockstep is not None:
             return self._next_locked(lockstep)
         while self._pending is None:
-            if self._is_over:
+            if self._has_seen_all:
                 self._end_epoch()
             self._turns.ask(Ask.BATCH)
         pending = self._pending
