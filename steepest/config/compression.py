@@ -28,7 +28,18 @@ class TopK:
 
 
 @dataclass(frozen=True)
-class Int8:
+class _InBlocks:
+    """Send each element as a small integer times the scale of its block."""
+
+    whole: ClassVar[bool] = False
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        require_count(f"{type(self).__name__} block", self.block)
+
+
+@dataclass(frozen=True)
+class Int8(_InBlocks):
     """Send each element as one of 255 multiples of the scale of its block.
 
     Attributes:
@@ -38,15 +49,9 @@ class Int8:
         ConfigurationError: the block is no positive integer.
     """
 
-    whole: ClassVar[bool] = False
-    block: int = 256
-
-    def __post_init__(self) -> None:
-        require_count("Int8 block", self.block)
-
 
 @dataclass(frozen=True)
-class Int4:
+class Int4(_InBlocks):
     """Send each element as one of 15 multiples of the scale of its block, two elements in a byte.
 
     Attributes:
@@ -56,15 +61,9 @@ class Int4:
         ConfigurationError: the block is no positive integer.
     """
 
-    whole: ClassVar[bool] = False
-    block: int = 256
-
-    def __post_init__(self) -> None:
-        require_count("Int4 block", self.block)
-
 
 @dataclass(frozen=True)
-class Int2:
+class Int2(_InBlocks):
     """Send each element as -3, -1, 1 or 3 times the scale of its block, four elements in a byte.
 
     Attributes:
@@ -73,12 +72,6 @@ class Int2:
     Raises:
         ConfigurationError: the block is no positive integer.
     """
-
-    whole: ClassVar[bool] = False
-    block: int = 256
-
-    def __post_init__(self) -> None:
-        require_count("Int2 block", self.block)
 
 
 @dataclass(frozen=True)
