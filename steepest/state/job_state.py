@@ -39,9 +39,8 @@ class JobState:
     workers: Sequence[WorkerState] | None = None
     #: Elsewhere the optimizer's state, that of workers by their numbers in the job as it is.
     collected: OptimizerState | None = None
-    collected_buffers: Buffers | None = (
-        None  # those of a checkpoint; None where workers keep theirs
-    )
+    #: Those of a checkpoint; None where workers keep theirs.
+    collected_buffers: Buffers | None = None
     part: int = 0  # how many forms the job had before, of which there are logs
 
     @classmethod
