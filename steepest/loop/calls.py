@@ -17,7 +17,8 @@ from steepest.loop.kept import Kept
 from steepest.loop.loaders import EvaluationLoader, TrainingLoader
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.model import LoopModel
-from steepest.loop.session import Prepared, Session, current
+from steepest.loop.prepared import Prepared
+from steepest.loop.session import Session, current
 from steepest.loop.streamed import StreamLockstep
 from steepest.loop.training_data import TrainingData, training_data
 from steepest.validation import require_count
@@ -265,7 +266,7 @@ def gather(value: Any) -> Any:
         tensor([7])
     """
     session = current()
-    return alone(value) if session is None else session.gather(value)
+    return alone(value) if session is None else session.gatherer.gather(value)
 
 
 def rank() -> int:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
+
+from steepest.loop.losses import Losses
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -78,3 +81,71 @@ class ByClosure:
     def lay_aside(self) -> None:
         """Keep the values that are tried, where others are about to use the parameters."""
         self.aside = {parameter: parameter.data for parameter in self.aside}
+
+
+class Averaging(Protocol):
+    """What is asked of the gatherings of a loop."""
+
+    def average(self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the mean of all workers' losses, and leave those of gradients in the parameters."""
+        ...
+
+
+class Trying(Protocol):
+    """What is asked of a loop whose optimizer tries values."""
+
+    trying: ByClosure | None  # whose step is under way
+    losses: Losses
+
+    @property
+    def gatherer(self) -> Averaging:
+        """What takes the means over workers."""
+        ...
+
+    @property
+    def counts(self) -> bool:
+        """Whether the loop's steps count."""
+        ...
+
+    def check_may_step(self) -> None:
+        """Check that the loop is where it may take a step; else ConfigurationError."""
+        ...
+
+    def end_trial(self) -> None:
+        """Note that no values are tried any more."""
+        ...
+
+
+def step_by_closure(loop: Trying, by: ByClosure, push: Callable[[], None]) -> Callable[..., Any]:
+    """Return the `step` of an optimizer that evaluates the loss as often as it likes.
+
+    Args:
+        loop: whose optimizer it is.
+        by: the optimizer.
+        push: pushes what the step has left in the gradients, and returns when that is committed.
+    """
+
+    def step(closure: Callable[[], Any]) -> Any:
+        vars(by.optimizer)["_opt_called"] = True  # else a scheduler would warn
+        if not loop.counts:
+            with torch.enable_grad():
+                loss = closure()
+            push()
+            return loss
+        loop.check_may_step()
+        loop.trying = by
+        loss = by.step(partial(_evaluated, loop, by, closure), loop.end_trial)
+        del loop.losses.found[1:]
+        push()
+        by.end_step()
+        return loss
+
+    step.__dict__["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
+    return step
+
+
+def _evaluated(loop: Trying, by: ByClosure, closure: Callable[[], Any]) -> torch.Tensor:
+    """Evaluate the loss; return its mean over the workers by weight, and leave the gradients' means."""
+    with torch.enable_grad():
+        loss = torch.as_tensor(closure()).detach()
+    return loop.gatherer.average(loss, by.parameters)

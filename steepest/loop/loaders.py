@@ -104,7 +104,7 @@ class EvaluationLoader:
             self._indices[begin + share[session.rank][0] : begin + share[session.rank][1]]
             for (begin, _), share in zip(ranges, shares, strict=True)
         ]
-        session.order = order
+        session.gatherer.order = order
         for (begin, _), share, batch in zip(ranges, shares, self._source.open(mine), strict=True):
             for rank, (first, last) in enumerate(share):
                 order[rank].extend(range(begin + first, begin + last))

@@ -26,8 +26,9 @@ from steepest.loop.drawn import Drawn
 from steepest.loop.kept import pack, unpack
 from steepest.loop.lockstep import Steps
 from steepest.loop.overlap import Overlap
+from steepest.loop.prepared import Batch, Progress
 from steepest.loop.projected import Projected, Projection
-from steepest.loop.session import Batch, Progress, Session
+from steepest.loop.session import Session
 from steepest.loop.training_data import TrainingData
 from steepest.loop.writes import LoopWrites
 
@@ -92,7 +93,7 @@ class LoopModel(TorchModel):
     def batch_before(self, step: int) -> Any:
         """Return the worker's last batch before a step of the job; another one if it had none, or is not known."""
         session = self.session
-        if session.prepared is not None and (lockstep := session.prepared.lockstep) is not None:
+        if (lockstep := session.lockstep) is not None:
             return self._to_device(lockstep.batch_before(session.rank, session.size))
         share = None if self._share_of is None else self._share_of(step - 1)
         if share is None or not len(share):
@@ -107,7 +108,7 @@ class LoopModel(TorchModel):
     ) -> None:
         """Gather values of all workers over a collective from now on, see `steepest.core.models.protocol.Gathers`."""
         self._share_of = share_of
-        self.session.gatherings.meet(member, wait)
+        self.session.gatherer.gatherings.meet(member, wait)
 
     def unfrozen(self) -> frozenset[str]:
         """Return the names of the optimizer's parameters that are not trained yet, and require a gradient by now."""
@@ -253,7 +254,9 @@ class LoopModel(TorchModel):
         found, session.fresh = session.fresh if metrics else {}, {}
         if stepped and self._share is None:
             samples = session.samples
-        loss = sum(each.item() for each in session.losses) if session.losses else math.nan
+        loss = (
+            sum(each.item() for each in session.losses.found) if session.losses.found else math.nan
+        )
         if session.sums:
             loss /= max(session.samples, 1)
         return Computed(loss, self._weight, 0 if session.has_ended else samples, found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from steepest.loop.session import Reported
+from steepest.loop.prepared import Reported
 
 
 class Reports:

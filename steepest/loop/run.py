@@ -17,8 +17,9 @@ from steepest.core.strategies.strategy import Strategy
 from steepest.driver.trainer import DistributedSGD
 from steepest.errors import ConfigurationError, PeerLostError
 from steepest.loop.model import LoopCreator, LoopModel
+from steepest.loop.prepared import Progress
 from steepest.loop.reports import Reports
-from steepest.loop.session import Progress, current
+from steepest.loop.session import current
 from steepest.observe.display import ENDLESS
 from steepest.observe.history import History
 from steepest.observe.progress import Callback

@@ -1,0 +1,188 @@
+"""What a user's loop does where it gathers: where it is, what it gives, and what it makes of the parts of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from steepest.core.engine.generators import HeldGenerators
+from steepest.errors import ConfigurationError
+from steepest.loop.gathering import (
+    Gathered,
+    GatheringParts,
+    GatheringPlace,
+    Gatherings,
+    Region,
+    alone,
+    joined,
+    packed,
+)
+from steepest.loop.kept import pack, unpack
+from steepest.loop.turns import Turns
+
+
+class Meets(Protocol):
+    """What is asked of a loop that gathers."""
+
+    rank: int
+    size: int
+    together: bool
+    turns: Turns
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether the loop goes through a batch that does not count."""
+        ...
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether the worker has samples in the present batch."""
+        ...
+
+    @property
+    def has_entered(self) -> bool:
+        """Whether the loop has come to its epochs."""
+        ...
+
+    @property
+    def sums(self) -> bool:
+        """Whether losses add up samples."""
+        ...
+
+    @property
+    def present_weight(self) -> float:
+        """What the present batch weighs."""
+        ...
+
+
+class Gatherer:
+    """The gatherings of one loop.
+
+    Args:
+        loop: that gathers.
+
+    Attributes:
+        gatherings: the parts of all workers.
+        among_batches: whether the loop has gathered elsewhere than at an epoch's end.
+        region, number: the part of the loop in which it is, see `GatheringPlace`.
+        wanted: what the loop waits for.
+        order: by rank, the samples of the present evaluation so far.
+    """
+
+    def __init__(self, loop: Meets) -> None:
+        self.gatherings = Gatherings()
+        self.among_batches = False
+        self._loop = loop
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Begin with a loop that has not run yet."""
+        self.gatherings.end(False)
+        self.region, self.number, self._nth = Region.BEFORE, 0, 0
+        self.wanted: GatheringParts | None = None
+        self.order: Sequence[list[int]] = []
+        self._held: HeldGenerators | None = None  # as they were when it began to wait in vain
+
+    # -- for the worker's thread ---------------------------------------------------------------
+
+    def put(self, wanted: GatheringParts) -> None:
+        """Wait for parts from now on; the worker's own are sent to the others."""
+        self.wanted = wanted
+        self.gatherings.put(wanted)
+
+    def take(self, *, waits: bool) -> list[torch.Tensor] | None:
+        """Return the parts of all workers that the loop waits for; None where some are missing."""
+        wanted = self.wanted
+        assert wanted is not None
+        if waits and self.gatherings.found(wanted) is None:
+            try:
+                self._loop.turns.show()  # also where the wait is given up, until the function goes on
+                self.gatherings.wait(wanted)
+            except BaseException:
+                self._held = self._held or HeldGenerators()
+                raise
+        found = self.gatherings.found(wanted)
+        if found is None:
+            return None
+        if self._held is not None:
+            self._held.go_on()
+            self._held = None
+        self.wanted = None
+        return found
+
+    # -- for the user's thread -----------------------------------------------------------------
+
+    def enter(self, region: Region, number: int) -> None:
+        """Note in which part of the loop gatherings are from now on."""
+        if (region, number) != (self.region, self.number):
+            self.region, self.number, self._nth = region, number, 0
+
+    def _place(self) -> GatheringPlace:
+        """Return the place of a gathering that begins."""
+        self._nth += 1
+        return GatheringPlace(self.number, self.region, self._nth - 1)
+
+    def _ask(self, place: GatheringPlace, own: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of all workers at a place."""
+        who = self._loop.rank, self._loop.size
+        found: list[torch.Tensor] = self._loop.turns.ask(GatheringParts(place, own, who))
+        return found
+
+    def gather(self, value: Any) -> Any:
+        """Return the values of all workers, see `steepest.gather`."""
+        loop = self._loop
+        if not loop.has_entered:
+            raise ConfigurationError(
+                "steepest.gather() before steepest.epochs(): call it in the loop, or after it, so that a worker that "
+                "joins later knows which values are meant"
+            )
+        if not loop.together:
+            raise ConfigurationError(
+                "steepest.gather() where workers do not wait for each other: report() gives the driver means over "
+                'them; or give strategy="ps" or "allreduce"'
+            )
+        if loop.size == 1 or loop.stands_in:
+            return alone(value)
+        self.among_batches |= self.region is not Region.END
+        place = self._place()
+        none = self.region is Region.BEFORE and not loop.has_samples
+        parts = self._ask(place, packed(value, counts=not none))
+
+        def follow(leaf: torch.Tensor, whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            back = place._replace(nth=self._nth)
+            self._nth += 1
+            found: torch.Tensor = Gathered.apply(leaf, whole, rows, partial(self._summed, back))  # type: ignore[no-untyped-call]
+            return found
+
+        return joined(value, parts, self.order, loop.rank, follow)
+
+    def _summed(self, place: GatheringPlace, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all workers' gradients of what was gathered, by what their losses weigh in the mean."""
+        weight = 1.0 if self._loop.sums else self._loop.present_weight
+        own = gradient * weight if weight else torch.zeros_like(gradient)
+        parts = self._ask(place, pack({"leaves": [own]}))
+        found = [unpack(part)["leaves"][0] for part in parts]
+        total = torch.stack([each for each in found if each.shape == gradient.shape]).sum(dim=0)
+        return (total / weight if weight else total).to(gradient)
+
+    def average(
+        self, loss: torch.Tensor, parameters: Sequence[torch.nn.Parameter | torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the mean of all workers' losses by weight, and leave those of gradients in the parameters."""
+        place, weight = self._place(), self._loop.present_weight
+        if self._loop.size == 1:
+            return loss
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        own = [torch.stack([loss.double().cpu(), torch.tensor(weight).double()]), *gradients]
+        found = [unpack(part)["leaves"] for part in self._ask(place, pack({"leaves": own}))]
+        found = [leaves for leaves in found if len(leaves[0]) and leaves[0][1]]
+        total = sum(float(leaves[0][1]) for leaves in found)
+        for at, parameter in enumerate(parameters, 1):
+            mean = sum(leaves[at] * (float(leaves[0][1]) / total) for leaves in found)
+            if isinstance(mean, torch.Tensor):
+                parameter.grad = mean.to(parameter)
+        losses = [leaves[0][0] * (leaves[0][1] / total) for leaves in found]
+        return torch.stack(losses).sum().to(loss) if losses else loss

@@ -1,0 +1,118 @@
+"""What a user has given to `prepare`, and what passes between their loop and the engine."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from steepest.core.models.protocol import Where
+from steepest.core.optim.several import WHICH
+from steepest.errors import ConfigurationError
+from steepest.loop.closures import ByClosure
+from steepest.loop.lockstep import Lockstep
+
+
+class Ask(enum.Enum):
+    """What the user's thread asks for when it gives the turn to the worker's."""
+
+    BEGIN = "the job, after prepare()"
+    BATCH = "the next batch"
+    COMMIT = "the commit of a step"
+    PARTS = "what other workers gather"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch that the engine has given, which the user's loop has yet to take."""
+
+    data: Any
+    where: Where
+    samples: int
+    whole: int  # samples of all workers
+
+
+class Reported(NamedTuple):
+    """The values of one call of `report` on one worker."""
+
+    number: int  # of the worker's calls before
+    samples: int  # of this worker since its call before
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a worker's function has come, for the driver.
+
+    Attributes:
+        ended: whether it has returned.
+        epochs: that it wants in all; None where it has not entered `epochs` yet.
+        in_lockstep: whether its steps are not one for each batch, so that it counts epochs itself.
+        reports: since this was asked for the last time.
+    """
+
+    ended: bool
+    epochs: int | None
+    in_lockstep: bool
+    reports: list[Reported] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a user has given to `prepare`.
+
+    Attributes:
+        model: made of it, for the worker; a `steepest.core.models.protocol.Model`.
+        optimizers: that the function steps.
+        schedulers: that it steps too.
+        lockstep: where the loop is, if its steps are not one for each batch.
+        closures: by number, those of the optimizers of which `optimizers` has what servers have in their place.
+        sums: whether losses add up samples; their gradients over workers are to be added up too.
+    """
+
+    model: Any
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedulers: Sequence[LRScheduler | ReduceLROnPlateau]
+    lockstep: Lockstep | None = None
+    closures: Mapping[int, ByClosure] = field(default_factory=dict)
+    sums: bool = False
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0].param_groups
+        several = enumerate(self.optimizers)
+        return [{**group, WHICH: i} for i, each in several for group in each.param_groups]
+
+    def set_groups(self, changed: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer's groups the hyperparameters that they were made with, but for the changed ones."""
+        spec = self.model.optimizer_spec
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        for (_, own), now, group in zip(spec.groups, changed, groups, strict=True):
+            group.update({k: v for k, v in {**own, **now}.items() if k != WHICH or k in group})
+
+    def check_groups(self) -> None:
+        """Check that the optimizer has the parameters that it had, and trains the same; else ConfigurationError."""
+        spec, groups = self.model.optimizer_spec, self.groups
+        if [len(group["params"]) for group in groups] != [len(names) for names, _ in spec.groups]:
+            raise ConfigurationError(
+                "the optimizer has got other parameters since steepest.prepare(): give it all of them before, frozen "
+                "ones too"
+            )
+
+    def trained(self) -> list[list[torch.nn.Parameter]]:
+        """Return the parameters that are not frozen, by optimizer."""
+        return [
+            [p for group in each.param_groups for p in group["params"] if p.requires_grad]
+            for each in self.optimizers
+        ]
+
+    def tell_schedulers(self) -> None:
+        """Have torch's schedulers know that optimizers have stepped, in another worker: they would warn."""
+        for optimizer in self.optimizers:
+            vars(optimizer)["_opt_called"] = True

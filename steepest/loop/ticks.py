@@ -1,0 +1,113 @@
+"""Schedulers of a user's own loop: their steps follow those of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+
+class Counts(Protocol):
+    """What schedulers ask of a loop."""
+
+    batches: int  # that it has taken
+
+    @property
+    def at_step(self) -> int:
+        """The number of the job's last step of which the loop has taken all batches."""
+        ...
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether the loop's steps are not one for each batch."""
+        ...
+
+
+class Ticks:
+    """A scheduler's steps, which follow those of the job: a worker without samples in a step misses none.
+
+    A scheduler that is stepped once after each step of the optimizer counts the steps of the job; one that was ever
+    stepped after several, as at the end of an epoch, counts calls, also at the end of an epoch of one step.
+    """
+
+    def __init__(self, loop: Counts, scheduler: LRScheduler | ReduceLROnPlateau) -> None:
+        self._loop = loop
+        own = type(scheduler)
+        self._step: Callable[..., None] = partial(own.step, scheduler)
+        self.at, self._batches = -1, 0  # at its last step: the job's, and the worker's batches
+        self.by_step = False  # whether that was after a step of the optimizer
+        self._counts_calls = False
+        # an attribute of the scheduler's own would be part of its state_dict()
+        ticking = {"step": lambda _, *arguments, **named: self.tick(*arguments, **named)}
+        scheduler.__class__ = type(own.__name__, (own,), ticking)
+
+    @property
+    def unticked(self) -> int | None:
+        """The worker's batches since the scheduler's last step, if that counts calls; else None."""
+        since = self._loop.batches - self._batches
+        return since if self._counts_calls or since > 1 else None
+
+    def begin(self, step: int, behind: int = 0, unticked: int | None = None) -> None:
+        """Begin to count after a step of the job.
+
+        Args:
+            step: its number.
+            behind: steps that the scheduler has yet to make.
+            unticked: of the scheduler whose state this one has.
+        """
+        for _ in range(behind):
+            self._step()
+        self._counts_calls = unticked is not None
+        self.at, self._batches = step, self._loop.batches - (unticked or 0)
+
+    def tick(self, *arguments: Any, **named: Any) -> None:
+        """Step the scheduler as often as the job has stepped, if it is stepped by step."""
+        if self._loop.in_lockstep:
+            self._step(*arguments, **named)
+            return
+        now, batches = self._loop.at_step, self._loop.batches
+        since = batches - self._batches
+        self._counts_calls |= since > 1
+        by_step = since == 1 and not (self._counts_calls or arguments or named)
+        times = max(now - self.at, 0) if by_step else 1
+        self.at, self._batches, self.by_step = now, batches, by_step
+        for _ in range(times):
+            self._step(*arguments, **named)
+
+
+class Schedules:
+    """The ticks of all schedulers of a loop.
+
+    Args:
+        loop: whose they are.
+        schedulers: that it steps.
+    """
+
+    def __init__(
+        self, loop: Counts, schedulers: Sequence[LRScheduler | ReduceLROnPlateau] = ()
+    ) -> None:
+        self._ticks = [Ticks(loop, scheduler) for scheduler in schedulers]
+        # of the state that was taken, see `Ticks`
+        self._ticked: list[int | None] = []
+        self._unticked: list[int | None] = []
+
+    def state(self) -> dict[str, Any]:
+        """Return what `take` needs in another worker."""
+        return {
+            "ticked": [ticks.at if ticks.by_step else None for ticks in self._ticks],
+            "unticked": [ticks.unticked for ticks in self._ticks],
+        }
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Note what `state` has returned, for `begin`."""
+        self._ticked, self._unticked = state["ticked"], state.get("unticked", [])
+
+    def begin(self, step: int, *, together: bool) -> None:
+        """Have schedulers count after a step of the job; those of the worker whose state was taken may be behind."""
+        none: list[int | None] = [None] * len(self._ticks)
+        found = self._ticked if together and self._ticked else none
+        unticked = self._unticked or none
+        for ticks, at, batches in zip(self._ticks, found, unticked, strict=True):
+            ticks.begin(step, 0 if at is None else step - at, batches)
