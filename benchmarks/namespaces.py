@@ -20,9 +20,11 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -31,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks import delay_line
 
 DEADLINE = 120.0  # seconds that one wait may take
 IDLE_DEADLINE = 3600.0  # seconds after which a member without orders ends by itself
@@ -107,7 +111,9 @@ def one_host() -> Iterator[Pair]:
 def star(count: int, mbit: int | None = None, round_trip: float = 0.0) -> Iterator[list[Namespace]]:
     """That many namespaces on one bridge, each with a link of so many Mbit/s each way (None: no limit).
 
-    A message from one to another, and the answer, take at least `round_trip` milliseconds.
+    A message from one to another, and the answer, take at least `round_trip` milliseconds. Netem
+    makes that delay or, where the kernel has none, a process (`benchmarks.delay_line`); then the
+    devices are of TUN, with an MTU of 9000, and there is no bridge.
 
     TCP's congestion control is cubic, Linux' default, whatever this machine's is.
 
@@ -121,8 +127,9 @@ def star(count: int, mbit: int | None = None, round_trip: float = 0.0) -> Iterat
     spaces = [Namespace(f"sps{mark}{i}", f"sp{i}", f"10.213.9.{i + 1}") for i in range(count)]
     previous = signal.signal(signal.SIGTERM, _leave)
     try:
-        _build_star(hub, spaces, mbit, round_trip)
-        yield spaces
+        with contextlib.ExitStack() as stack:
+            _build_star(stack, hub, spaces, mbit, round_trip)
+            yield spaces
     finally:
         for space in (*spaces, hub):
             _delete(space)
@@ -130,65 +137,90 @@ def star(count: int, mbit: int | None = None, round_trip: float = 0.0) -> Iterat
 
 
 def _build_star(
-    hub: Namespace, spaces: list[Namespace], mbit: int | None, round_trip: float
+    stack: contextlib.ExitStack,
+    hub: Namespace,
+    spaces: list[Namespace],
+    mbit: int | None,
+    round_trip: float,
 ) -> None:
-    routes: list[tuple[Namespace, tuple[str, ...]]] = []
     try:
-        _ip("netns", "add", hub.name)
-        _ip("-n", hub.name, "link", "add", hub.device, "type", "bridge")
-        _ip("-n", hub.name, "link", "set", hub.device, "up")
-        for number, space in enumerate(spaces):
-            port = f"port{number}"
+        for space in (hub, *spaces):
             _ip("netns", "add", space.name)
-            _ip(
-                "link",
-                "add",
-                space.device,
-                "netns",
-                space.name,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                port,
-                "netns",
-                hub.name,
-            )
-            _ip("-n", space.name, "addr", "add", f"{space.address}/24", "dev", space.device)
-            _ip("-n", hub.name, "link", "set", port, "master", hub.device)
-            route = (
-                f"{space.address.rpartition('.')[0]}.0/24",
-                "dev",
-                space.device,
-                "src",
-                space.address,
-            )
-            routes.append((space, route))
-            for where, device in ((hub, port), (space, space.device), (space, "lo")):
-                _ip("-n", where.name, "link", "set", device, "up")
-                if mbit is not None and device != "lo":
-                    limit = ["tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms"]
-                    if round_trip:  # of which a message passes two devices there and two back
-                        delay = f"{round_trip / 4:g}ms"
-                        limit = ["netem", "rate", f"{mbit}mbit", "delay", delay, "limit", "10000"]
-                    command = [
-                        "tc",
-                        "-n",
-                        where.name,
-                        "qdisc",
-                        "add",
-                        "dev",
-                        device,
-                        "root",
-                        *limit,
-                    ]
-                    subprocess.run(
-                        command, check=True, capture_output=True, timeout=COMMAND_DEADLINE
-                    )
-        for space, route in routes:
+            _ip("-n", space.name, "link", "set", "lo", "up")
+        limit = _limit(hub, mbit, round_trip)
+        if limit is None:
+            stack.enter_context(_delay_line(spaces, mbit, round_trip))
+        else:
+            _bridge(hub, spaces, limit)
+        for space in spaces:
+            network = f"{space.address.rpartition('.')[0]}.0/24"
+            route = (network, "dev", space.device, "src", space.address)
             _ip("-n", space.name, "route", "replace", *route, "congctl", "cubic")
     except subprocess.CalledProcessError as error:
         raise UnavailableError(f"{' '.join(error.cmd)}: {error.stderr.decode().strip()}") from None
+
+
+def _limit(space: Namespace, mbit: int | None, round_trip: float) -> list[str] | None:
+    """What tc is told about a device (of which a message passes two there and two back); None: it cannot delay."""
+    if not round_trip:
+        return ["tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms"] if mbit else []
+    rate = ["rate", f"{mbit}mbit"] if mbit else []
+    limit = ["netem", *rate, "delay", f"{round_trip / 4:g}ms", "limit", "10000"]
+    try:
+        _qdisc(space, "lo", limit)
+    except subprocess.CalledProcessError:
+        return None
+    return limit
+
+
+def _qdisc(space: Namespace, device: str, limit: list[str]) -> None:
+    command = ["tc", "-n", space.name, "qdisc", "add", "dev", device, "root", *limit]
+    subprocess.run(command, check=True, capture_output=True, timeout=COMMAND_DEADLINE)
+
+
+@contextlib.contextmanager
+def _delay_line(spaces: list[Namespace], mbit: int | None, round_trip: float) -> Iterator[None]:
+    """A process that delays what goes from one namespace to another."""
+    tuns: list[int] = []
+    try:
+        with ThreadPoolExecutor(1) as inside:  # a thread that goes from namespace to namespace
+            for space in spaces:
+                inside.submit(enter, space.name).result()
+                tuns.append(inside.submit(delay_line.open_tun, space.device).result())
+    except OSError as error:
+        for tun in tuns:
+            os.close(tun)
+        raise UnavailableError(f"no netem, and no TUN device instead: {error}") from None
+    devices = [f"{tun}:{space.address}" for tun, space in zip(tuns, spaces, strict=True)]
+    command = [sys.executable, "-I", delay_line.__file__, str(mbit or 0), str(round_trip / 2)]
+    with subprocess.Popen([*command, *devices], stdin=subprocess.PIPE, pass_fds=tuns) as line:
+        for tun in tuns:
+            os.close(tun)
+        try:
+            for space in spaces:
+                device, mtu = space.device, str(delay_line.MTU)
+                _ip("-n", space.name, "addr", "add", f"{space.address}/24", "dev", device)
+                _ip("-n", space.name, "link", "set", device, "mtu", mtu, "txqueuelen", "10000")
+                _ip("-n", space.name, "link", "set", device, "up")
+            yield
+        finally:
+            line.kill()
+
+
+def _bridge(hub: Namespace, spaces: list[Namespace], limit: list[str]) -> None:
+    """Join the namespaces by a bridge in the hub; `limit` is what tc is told about each device."""
+    _ip("-n", hub.name, "link", "add", hub.device, "type", "bridge")
+    _ip("-n", hub.name, "link", "set", hub.device, "up")
+    for number, space in enumerate(spaces):
+        port = f"port{number}"
+        peer = ("peer", "name", port, "netns", hub.name)
+        _ip("link", "add", space.device, "netns", space.name, "type", "veth", *peer)
+        _ip("-n", space.name, "addr", "add", f"{space.address}/24", "dev", space.device)
+        _ip("-n", hub.name, "link", "set", port, "master", hub.device)
+        for where, device in ((hub, port), (space, space.device)):
+            _ip("-n", where.name, "link", "set", device, "up")
+            if limit:
+                _qdisc(where, device, limit)
 
 
 def _leave(number: int, frame: object) -> None:
