@@ -1,17 +1,17 @@
 """Training across slow links: local SGD in fragments, overlapped and compressed, beside synchronous strategies.
 
-    python -m benchmarks.slow_links                       # 2 and 4 hosts, 100 Mbit/s, 100 ms
+    python -m benchmarks.slow_links                # 2 and 4 hosts, 10 and 25 M, 100 Mbit/s, 100 ms
     python -m benchmarks.slow_links --hosts 2 --only local "local 4 delay int4"
 
-Hosts are network namespaces of this machine on one bridge, each with a worker, and links of
-``--mbit`` each way with a round trip of ``--round-trip`` milliseconds, made by netem; needs root,
-iproute2 and tc. The model is a perceptron of 10,091,610 parameters. A batch is a sleep of
-``--batch`` milliseconds after a real one of a single sample: what is measured is how long workers
-wait, and not how many cores this machine has. Contenders run one after the other. Where the kernel
-has no netem, nothing delays messages.
+Hosts are network namespaces of this machine, each with a worker, and links of ``--mbit`` each way
+with a round trip of ``--round-trip`` milliseconds (`benchmarks.namespaces.star`); needs root,
+iproute2 and tc. The models are perceptrons. A batch is a sleep of ``--batch`` milliseconds after a
+real one of a single sample: what is measured is how long workers wait, and not how many cores this
+machine has. Contenders run one after the other.
 
-``computing`` is the share of the time in which a worker waits for no weights, on average, and then
-what all workers together sent and received for a sample.
+``computing`` is the share of the time in which a worker waits for no weights, on average; ``batch``
+what a batch takes without that; then what all workers together sent and received for a sample, and
+how many times less that is than allreduce's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited by every process
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks import training_bodies
-from benchmarks.models import Modelled
+from benchmarks.models import WORKLOADS, Modelled, Workload
 from benchmarks.namespaces import Namespace, Orders, UnavailableError, star
 from benchmarks.overhead import positive
 from benchmarks.training_bodies import MLP10, job_team, take_part
@@ -41,6 +42,7 @@ from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
 
 EVERY = 100  # batches between two exchanges of a weight
+MODELS = {10: MLP10, 25: WORKLOADS["mlp"]}  # by millions of parameters
 
 
 def strategies(every: int) -> dict[str, Strategy]:
@@ -63,11 +65,12 @@ def strategies(every: int) -> dict[str, Strategy]:
 class Slowly(Modelled):
     """A workload whose batches take some seconds."""
 
+    workload: Workload
     seconds: float
 
     def model(self) -> TorchModel:
         """Return the model of one worker."""
-        model = replace(MLP10, batch_size=1).model()
+        model = replace(self.workload, batch_size=1).model()
 
         def rest(*_: Any) -> None:
             time.sleep(self.seconds)
@@ -101,20 +104,35 @@ def body(orders: Orders, **settings: Any) -> None:
     take_part(Counted(orders, Path(settings["meeting"]) / "counts"), **settings)
 
 
-def measure(
-    spaces: list[Namespace], strategy: Strategy, seconds: float, batches: int
-) -> tuple[float, float]:
-    """Return the share of the time in which workers do not wait, and bytes for each sample."""
+@dataclass(frozen=True)
+class Figures:
+    """Of a contender.
+
+    Attributes:
+        computing: share of the time in which workers wait for no weights.
+        batch: seconds of a batch without waiting.
+        sent: bytes for each sample.
+    """
+
+    computing: float
+    batch: float
+    sent: float
+
+
+def measure(spaces: list[Namespace], strategy: Strategy, workload: Slowly, batches: int) -> Figures:
+    """Train for so many batches after a cycle of exchanges that does not count."""
     cycle = strategy.cut.fragments  # in which each weight is exchanged once
     steps = -(-batches // (strategy.updates * cycle)) * cycle
     with (
         tempfile.TemporaryDirectory() as meeting,
-        job_team(spaces, Slowly(seconds), strategy, meeting, body=body) as team,
+        job_team(spaces, workload, strategy, meeting, body=body) as team,
     ):
         team.turn(cycle)
         took = max(team.turn(steps))
         counts = json.loads((Path(meeting) / "counts").read_text())
-    return 1 - counts["waiting"] / (took * steps), counts["bytes"] / counts["samples"]
+    share = 1 - counts["waiting"] / (took * steps)
+    batch = share * took / max(strategy.updates, 1)
+    return Figures(share, batch, counts["bytes"] / counts["samples"])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -123,6 +141,9 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.slow_links", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--hosts", type=positive, nargs="+", default=[2, 4])
+    parser.add_argument(
+        "--millions", type=int, nargs="+", choices=MODELS, default=list(MODELS), help="parameters"
+    )
     parser.add_argument("--mbit", type=positive, default=100)
     parser.add_argument("--round-trip", type=float, default=100.0, help="in milliseconds")
     parser.add_argument("--batch", type=float, default=100.0, help="milliseconds of a batch")
@@ -131,30 +152,36 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=list(strategies(EVERY)))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for hosts in options.hosts:
-        round_trip = options.round_trip
+    for hosts, millions in itertools.product(options.hosts, options.millions):
         try:
-            with star(hosts, options.mbit, round_trip):
-                pass
+            table(hosts, MODELS[millions], options)
         except UnavailableError as error:
-            if "qdisc" not in str(error):
-                print(f"not measured ({error})", flush=True)
-                return
-            print(f"no delay is made, for want of netem ({error})", flush=True)
-            round_trip = 0.0
+            print(f"not measured ({error})", flush=True)
+            return
+
+
+def table(hosts: int, workload: Workload, options: argparse.Namespace) -> None:
+    """Measure all contenders on so many hosts, and print a line for each."""
+    print(
+        f"\n{hosts} hosts, {options.mbit} Mbit/s, {options.round_trip:g} ms, batches of "
+        f"{options.batch:g} ms, {workload.parameters():,} parameters, "
+        f"sync_every={options.sync_every}, load {os.getloadavg()[0]:.1f}\n"
+        f"{'':22} computing  batch/ms  KB a sample  times less",
+        flush=True,
+    )
+    most: float | None = None
+    for name, strategy in strategies(options.sync_every).items():
+        if options.only and name not in options.only:
+            continue
+        batches = options.batches if strategy.local else 3
+        with star(hosts, options.mbit, options.round_trip) as spaces:
+            found = measure(spaces, strategy, Slowly(workload, options.batch / 1000), batches)
+        most = found.sent if name == "allreduce" else most
+        less = f"{most / found.sent:10.1f}" if most else ""
         print(
-            f"\n{hosts} hosts, {options.mbit} Mbit/s, {round_trip:g} ms, batches of "
-            f"{options.batch:g} ms, {MLP10.parameters():,} parameters, sync_every={options.sync_every}\n"
-            f"{'':22} computing  KB a sample",
+            f"{name:22} {found.computing:8.1%} {1000 * found.batch:9.0f} {found.sent / 1000:12,.1f} {less}",
             flush=True,
         )
-        for name, strategy in strategies(options.sync_every).items():
-            if options.only and name not in options.only:
-                continue
-            batches = options.batches if strategy.local else 3
-            with star(hosts, options.mbit, round_trip) as spaces:
-                share, sent = measure(spaces, strategy, options.batch / 1000, batches)
-            print(f"{name:22} {share:8.1%}  {sent / 1000:11,.1f}", flush=True)
 
 
 if __name__ == "__main__":
