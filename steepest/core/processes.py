@@ -29,7 +29,7 @@ from steepest.errors import (
 from steepest.validation import require_choice
 
 _CLOSE_SECONDS = 5.0
-_METHODS = ("spawn", "forkserver")
+_METHODS = ("forkserver", "spawn")
 
 
 class ProcessRuntime(OnSystem):
@@ -43,16 +43,17 @@ class ProcessRuntime(OnSystem):
     child whose parent has died reads the end of its pipe, and exits.
 
     Args:
-        start_method: of `multiprocessing`. "spawn" starts an interpreter for each child, which imports
-            torch. "forkserver" starts one that has imported torch, and forks children from it, in
-            hundredths of a second; not for programs whose imports start threads.
+        start_method: of `multiprocessing`. "forkserver" starts one interpreter, which imports torch, and
+            forks children from it in hundredths of a second; they have the environment variables of the
+            first start, and import the program's modules themselves. "spawn" starts an interpreter for
+            each child, in seconds.
     """
 
-    def __init__(self, start_method: str = "spawn") -> None:
+    def __init__(self, start_method: str = "forkserver") -> None:
         require_choice("start_method", start_method, _METHODS)
         self._context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
-            self._context.set_forkserver_preload(["steepest.core"])
+            self._context.set_forkserver_preload(["steepest.core.worker_process"])
         self._children: list[_Child] = []
         atexit.register(self.close)
 

@@ -34,7 +34,7 @@ STEPS = 6  # in an epoch, with two workers
 
 def trainer(creator: Any = models.classifier, **options: Any) -> Trainer:
     """Return a trainer whose processes start fast."""
-    return Trainer(creator, seed=SEED, runtime=ProcessRuntime("forkserver"), **options)
+    return Trainer(creator, seed=SEED, runtime=ProcessRuntime(), **options)
 
 
 def trained_alone(workers: int, epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
@@ -173,7 +173,7 @@ def test_an_exception_of_the_users_is_told_with_its_place_and_nothing_is_applied
 
 
 def test_a_creator_that_raises_is_told_and_nothing_is_left() -> None:
-    runtime = ProcessRuntime("forkserver")
+    runtime = ProcessRuntime()
     with pytest.raises(ModelRaisedError, match="worker 1: LookupError: there is no model"):
         Trainer(models.unmade, num_workers=2, runtime=runtime)
     assert_nothing_is_left(runtime)
@@ -222,7 +222,7 @@ def test_a_worker_that_hangs_while_it_starts_is_named() -> None:
 
 
 def test_nothing_is_left_when_a_trainer_is_closed() -> None:
-    runtime = ProcessRuntime("forkserver")
+    runtime = ProcessRuntime()
     with Trainer(models.classifier, num_workers=2, runtime=runtime) as job:
         job.fit(steps=1)
     assert_nothing_is_left(runtime)
