@@ -119,6 +119,8 @@ class LocalReplicas(Replicas):
         # the one before that, until it is known to be committed; None without a delay
         self._earlier: _Before | None = None
         self._pushed = -1  # number of the last share that was pushed
+        # whether it is open, where shares are leased, if the last one counts
+        self._is_open = False
         self._computing = False
         self._is_void = False  # whether the share is computed from one that was left out
         self._has_come = False  # whether all weights of the share's version are here
@@ -273,6 +275,7 @@ class LocalReplicas(Replicas):
         if before is not None and number == before.number:
             self._restore(before)
             self._set_buffers()
+            self._is_open = self.leased
         elif earlier is not None and number == earlier.number:
             self._before, self._earlier = earlier, None
             self._restore(earlier)
@@ -283,6 +286,7 @@ class LocalReplicas(Replicas):
             own = self._own_weights
             self._before = _Before(number, records, self._schedule.state(), own, buffers)
             self._earlier = before if self.delays else None
+            self._is_open = self.leased
 
     def _restore(self, before: _Before) -> None:
         """Set what the worker has of its own, but for buffers, to what it was before a share."""
@@ -307,6 +311,17 @@ class LocalReplicas(Replicas):
         if before is not None:
             self._restore(before)
             self._before = self._earlier = None
+            self._is_open = False
+
+    def decided(self, *, counts: bool) -> None:
+        """Keep what the last leased share has changed, or set it back; calls may repeat."""
+        if not self._is_open:
+            return
+        if not counts:
+            assert self._before is not None, "a share was begun"
+            self._restore(self._before)
+            self._before = None
+        self._is_open = False
 
     def take_servers_weights(self, names: Collection[str]) -> None:
         """Forget the worker's own weights of some parameters, which have been set."""
@@ -378,10 +393,11 @@ class LocalReplicas(Replicas):
 
     def inner_state(self, step: int) -> InnerOptimizerState:
         """Return the inner optimizer's and schedule's state, and weights of the worker's own; see `Replicas`."""
-        # A share that was computed for a later step does not count.
+        # A share that was computed for a later step does not count, nor does a leased one that is not committed.
         kept = (each for each in (self._earlier, self._before) if each is not None)
         later = (each for each in kept if self._places.step_of(each.number) >= step)
-        if (before := next(later, None)) is not None:
+        before = (self._before if self._is_open else None) if self.leased else next(later, None)
+        if before is not None:
             records, schedule, own = before.optimizer, before.schedule, before.own
         else:
             records, schedule, own = self._records(), self._schedule.state(), self._own_weights
@@ -401,3 +417,4 @@ class LocalReplicas(Replicas):
         self._own_weights = OwnWeights.loaded(self.layout, state)
         self._schedule.load_state(schedule)
         self._before = self._earlier = None
+        self._is_open = False

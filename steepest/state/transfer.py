@@ -491,5 +491,9 @@ def _newest(commits: Sequence[Commit], start: int, last: int) -> tuple[Commit, .
     A server remembers commits of before weights were set or restored too, perhaps of the same
     versions: of each version the newest commit counts.
     """
-    newest = {commit.version: commit for commit in commits}
-    return tuple(newest[version] for version in range(start + 1, last + 1) if version in newest)
+    newest: list[Commit] = []
+    for commit in commits:
+        while newest and newest[-1].version > commit.before:
+            newest.pop()
+        newest.append(commit)
+    return tuple(commit for commit in newest if start < commit.version <= last)

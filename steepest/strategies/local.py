@@ -11,6 +11,7 @@ import torch
 
 from steepest.config.compression import Compression
 from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.protocol.commit_rules import CommitAll, CommitQuorum, CommitRule
 from steepest.core.strategies.strategy import ServerStrategy
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import ConfigurationError
@@ -44,6 +45,13 @@ class LocalStrategy(WithFormats, ServerStrategy):
             on a link that needs no longer. Less than ``sync_every / fragments``.
         blend: the part that the worker's own weights have in what it goes on with then: 0 for the
             servers' weights, 0.5 for the mean of both.
+        quorum: how many workers' changes make a round; the others go on by themselves, and theirs are part
+            of the next one, by the weight of their samples, so that nobody waits for a slow worker or one
+            that has left (Decoupled DiLoCo, 2026, arXiv:2604.21428). A step is then as many changes as there are
+            workers, whichever made them. None for all workers' changes, each from the same weights.
+            Needs `num_servers`; not together with `fragments`, `delay` and embedding tables.
+        grace: seconds for which a round waits for further changes once `quorum` have come, by the
+            coordinator's clock. What had come is in the log, so that a replay does not depend on time.
         outer_lr: learning rate of the outer SGD; 1 without momentum averages the weights (Stich
             2019).
         outer_momentum, nesterov: momentum of the outer SGD, and whether it is Nesterov's; DiLoCo
@@ -75,6 +83,8 @@ class LocalStrategy(WithFormats, ServerStrategy):
     fragments: int = 1
     delay: int = 0
     blend: float = 0.0
+    quorum: int | None = None
+    grace: float | None = None
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     nesterov: bool = False
@@ -96,6 +106,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
                 f"delay={self.updates - 1}"
             )
         require_number("blend", self.blend, 0, 1, but=1)
+        self._check_rounds()
         self._check_copies()
         for name in ("hierarchical", "nesterov"):
             require_choice(name, getattr(self, name), (False, True))
@@ -111,6 +122,45 @@ class LocalStrategy(WithFormats, ServerStrategy):
                 f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r} and no servers: "
                 "changes are compressed, and no weights are sent; leave wire_dtype out, or give num_servers"
             )
+
+    def _check_rounds(self) -> None:
+        """Check what says how many workers' changes make a round."""
+        if self.grace is not None:
+            require_positive("grace", self.grace)
+            if self.quorum is None:
+                raise ConfigurationError(
+                    f"grace={self.grace} without quorum: it is how long a round waits for further changes once "
+                    "quorum workers' have come; give quorum too, or leave grace out"
+                )
+        if self.quorum is None:
+            return
+        require_count("quorum", self.quorum)
+        if self.in_workers:
+            raise ConfigurationError(
+                f"quorum={self.quorum} without servers: a slow worker would hold up the slice that it averages for "
+                "the others; give num_servers=1, say"
+            )
+        for name, least in (("fragments", 1), ("delay", 0)):
+            if (given := getattr(self, name)) > least:
+                raise ConfigurationError(
+                    f"quorum={self.quorum} with {name}={given}: with a quorum workers exchange the whole model, and "
+                    f"wait for what becomes of it; leave {name} out, or quorum"
+                )
+
+    def check_workers(self, num_workers: int) -> None:
+        """Check that there are as many workers as a round needs."""
+        if self.quorum is not None and self.quorum > num_workers:
+            raise ConfigurationError(
+                f"quorum={self.quorum} with num_workers={num_workers}: no round would have the changes of so many; "
+                f"give at most {num_workers}, or more workers"
+            )
+
+    @property
+    def rule(self) -> CommitRule:
+        """Which workers' changes make a round."""
+        if self.quorum is None:
+            return CommitAll()
+        return CommitQuorum(self.quorum, self.grace or 0.0)
 
     @property
     def copies(self) -> int:

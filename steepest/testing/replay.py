@@ -163,9 +163,9 @@ class _PartReplay:
     def __init__(
         self, log: CommitLog, model_creator: ModelCreator, carried: _Carried | None
     ) -> None:
-        begun = not log.commits or log.commits[0].version == log.start + 1
+        begun = not log.commits or log.commits[0].before == log.start
         if not begun or (carried is None and log.start):
-            first = log.start if begun else log.commits[0].version - 1
+            first = log.start if begun else log.commits[0].before
             raise ConfigurationError(
                 f"the log begins at version {first}, where weights were set or restored: a replay "
                 "needs a run from its beginning, or checkpoint=, from which it went on"
@@ -237,6 +237,7 @@ class _PartReplay:
             hyper=commit.hyperparameters,
             skip=commit.skipped,
             clip=commit.clip,
+            made=commit.made,
         )
         torch.set_num_threads(self._threads[1])
         self._server.handle(worker_peer(0), order.pack())
@@ -259,7 +260,10 @@ class _PartReplay:
         for model, state in zip(replicas.models, self._states[push.worker], strict=True):
             model.load_state(state)
         first_life = 0 if self._first_part else push.incarnation
-        self._succeeded |= self._lives.setdefault(push.worker, first_life) != push.incarnation
+        if self._lives.setdefault(push.worker, first_life) != push.incarnation:
+            self._succeeded, self._lives[push.worker] = True, push.incarnation
+            begun = arriving_with(replicas.models[0]) or ArrivingState({}, ())
+            replicas.load_inner_state(begun.state, begun.plain, None)
         end = self._senders.end(push.worker, push.incarnation)
         exchange = end.exchange
         if self._rows is not None and end.rows is not None:

@@ -15,6 +15,7 @@ from steepest.core.protocol.commit_rules import (
     CommitAll,
     CommitEach,
     CommitFirst,
+    CommitQuorum,
     CommitRule,
     Staged,
     Verdict,
@@ -127,7 +128,7 @@ def test_a_push_is_decided_at_most_once_and_as_the_rule_says(
         sequence += 1
         staged.append(push(worker, sequence, working.pop(worker)))
         while staged:
-            commit, drop = rule.decide(version, MEMBERS, tuple(staged))
+            commit, drop, _ = rule.decide(version, MEMBERS, tuple(staged))
             ended = [*commit, *drop]
             assert set(ended) <= set(staged)
             assert len(set(ended)) == len(ended)
@@ -161,6 +162,18 @@ def test_under_a_lead_clocks_stay_together_and_the_slowest_may_always_go_on(
             clocks[worker] += 1
         assert max(clocks.values()) - min(clocks.values()) <= lead + 1
         assert CommitEach(lead).may_go_on(min(clocks, key=clocks.__getitem__), clocks)
+
+
+def test_a_quorum_makes_a_round_of_all_that_have_come() -> None:
+    rule = CommitQuorum(2, grace=1.5)
+    old, first, second = push(2, 1, pulled=0), push(1, 2, pulled=5), push(0, 3, pulled=5)
+    assert rule.decide(5, MEMBERS, [old]) == Verdict()
+    assert rule.decide(5, MEMBERS, [old, first]) == Verdict((first, old), grace=1.5)
+    assert rule.decide(5, MEMBERS, [old, first, second]) == Verdict((second, first, old))
+    assert rule.decide(5, frozenset({2}), [old]) == Verdict((old,))  # nobody else computes
+    assert CommitQuorum().decide(5, MEMBERS, [old, first]) == Verdict()
+    assert CommitQuorum().decide(5, MEMBERS, [old, first, second]).commit == (second, first, old)
+    assert (rule.pushes_per_step(3), rule.versions_per_step(3), rule.needs(3)) == (3, 3, 1)
 
 
 # -- the ledger -----------------------------------------------------------------------------------

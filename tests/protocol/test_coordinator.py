@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
+from steepest.core.engine.commit_log import Commit
 from steepest.core.engine.coordinator_role import CoordinatorRole
 from steepest.core.messages.driver import Counters
 from steepest.core.messages.fields import MOST
@@ -18,7 +19,13 @@ from steepest.core.messages.membership import Grant, Members
 from steepest.core.messages.message import Kind, Message, Peer, server_peer, worker_peer
 from steepest.core.messages.snapshots import InstallRefused
 from steepest.core.protocol.closed_job import ClosedJob
-from steepest.core.protocol.commit_rules import CommitAll, CommitEach, Staged
+from steepest.core.protocol.commit_rules import (
+    CommitAll,
+    CommitEach,
+    CommitQuorum,
+    Staged,
+    Verdict,
+)
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.coordinator import Coordinator
 from steepest.core.protocol.step_summary import summarize
@@ -449,7 +456,7 @@ def test_the_synchronous_rule_commits_all_or_none_in_the_order_of_workers() -> N
         pushes[2],
         pushes[0],
     )
-    assert CommitAll().decide(0, frozenset({0, 1, 2}), pushes[:2]) == ((), ())
+    assert CommitAll().decide(0, frozenset({0, 1, 2}), pushes[:2]) == Verdict()
 
 
 def test_a_summary_has_means_by_weight_and_sums() -> None:
@@ -589,3 +596,122 @@ def test_a_successor_among_workers_that_go_on_waits_for_all_weights_before_its_f
         ("worker 1", "LEASE"),
     ]
     assert Members.unpack(only(out, Kind.MEMBERS)) == Members(1, 0, [0, 1], reload=True)
+
+
+# -- rounds of a quorum ---------------------------------------------------------------------------
+
+
+class Rounds:
+    """Workers that push one after the other under a quorum; the time is told by hand."""
+
+    def __init__(self, workers: int, quorum: int | None, grace: float, steps: int = 3) -> None:
+        state = CommitState(
+            members=frozenset(range(workers)),
+            servers=(0,),
+            holding=frozenset([0]),
+            rule=CommitQuorum(quorum, grace),
+            keep_log=True,
+        )
+        job = ClosedJob(state, step_timeout=1e9, replaces=True)
+        self.coordinator = Coordinator(job, lambda step: [{}])
+        self.sequences = dict.fromkeys(range(workers), 0)
+        self.leases: dict[int, tuple[int, int]] = {}  # by worker: version, share
+        self.commits: list[tuple[int, list[int]]] = []
+        self.results: list[tuple[int, int]] = []  # step, version
+        for worker in range(workers):
+            self.coordinator.handle(worker_peer(worker), Message(Kind.JOIN))
+        self.tell(ask(self.coordinator, steps))
+
+    def tell(self, out: Outgoing) -> None:
+        for peer, message in out:
+            if message.kind is Kind.LEASE:
+                self.leases[peer.index] = message.version, message.values()["share"]
+            elif message.kind is Kind.COMMIT:
+                pushes = [worker for worker, _, _ in message.values()["pushes"]]
+                assert message.values().get("made", 1) == len(pushes)
+                self.commits.append((message.version, pushes))
+            elif message.kind is Kind.RESULT:
+                self.results.append((message.values()["step"], message.version))
+
+    def push(self, worker: int) -> None:
+        self.sequences[worker] += 1
+        version, _ = self.leases.pop(worker)
+        about = {"sequence": self.sequences[worker], "version": version}
+        self.tell(report(self.coordinator, worker, **about))
+        word = Message(
+            Kind.PUSH_STAGED,
+            generation=self.coordinator.generation,
+            meta={"worker": worker, "squares": 1.0},
+            **about,
+        )
+        self.tell(self.coordinator.handle(server_peer(0), word))
+
+    def tick(self, now: float) -> None:
+        self.tell(self.coordinator.tick(now))
+
+    @property
+    def staleness(self) -> list[tuple[int, ...]]:
+        page = self.coordinator._state.history.page(0)
+        return [Commit.from_entry(entry).staleness for entry in page["log"]]
+
+
+def test_a_round_waits_for_its_grace_and_a_late_push_is_part_of_the_next_one() -> None:
+    rounds = Rounds(3, quorum=2, grace=4.0)
+    rounds.tick(10.0)
+    rounds.push(1)
+    rounds.tick(50.0)
+    assert rounds.commits == []
+    rounds.push(2)
+    for now in (51.0, 53.0, 54.9):  # from when the time is first told
+        rounds.tick(now)
+        assert rounds.commits == []
+    rounds.tick(55.0)
+    assert rounds.commits == [(2, [1, 2])]
+    rounds.push(0)  # late
+    rounds.tick(100.0)
+    rounds.tick(200.0)
+    assert rounds.commits == [(2, [1, 2])]
+    rounds.push(2)
+    rounds.tick(201.0)
+    rounds.push(1)  # in time: nobody is left to wait for
+    assert rounds.commits[1:] == [(5, [0, 1, 2])]
+    assert rounds.staleness == [(0, 0), (2, 0, 0)]
+    assert rounds.results == [(1, 3)]
+
+
+def test_without_a_grace_the_quorum_is_committed_at_once() -> None:
+    rounds = Rounds(3, quorum=2, grace=0.0)
+    for worker in (0, 2, 2, 0, 1, 0):
+        rounds.push(worker)
+    assert rounds.commits == [(2, [0, 2]), (4, [0, 2]), (6, [0, 1])]
+    assert rounds.results == [(1, 3), (2, 6)]
+
+
+def test_the_last_round_is_of_those_that_are_left() -> None:
+    rounds = Rounds(2, quorum=2, grace=0.0, steps=1)
+    rounds.push(0)
+    assert rounds.commits == []
+    rounds.tell(rounds.coordinator.lost(worker_peer(1), "gone"))
+    rounds.tick(1.0)
+    assert rounds.commits == [(1, [0])]
+    rounds.push(0)  # with the share of the one that is gone
+    assert rounds.commits == [(1, [0]), (2, [0])]
+    assert rounds.results == [(1, 2)]
+
+
+def test_a_grace_ends_with_its_generation() -> None:
+    rounds = Rounds(3, quorum=2, grace=4.0)
+    rounds.tick(1.0)
+    rounds.push(0)
+    rounds.push(1)
+    rounds.tick(2.0)
+    rounds.tell(rounds.coordinator.handle(CLIENT, Message(Kind.REVOKE, sequence=50)))
+    rounds.tick(100.0)
+    rounds.tell(ask(rounds.coordinator, 1, number=51))
+    rounds.sequences = dict.fromkeys(range(3), 5)
+    rounds.push(2)
+    rounds.push(1)
+    rounds.tick(101.0)
+    assert rounds.commits == []
+    rounds.tick(105.0)
+    assert rounds.commits == [(2, [1, 2])]

@@ -62,6 +62,7 @@ class Commit:
         rate: factor of the learning rate (1 unless divided by the staleness).
         skipped: whether it was left out because of NaN or infinity.
         clip: factor of the gradient (1 unless its norm exceeded `clip_norm`).
+        made: as how many versions it counts: of a round of a quorum, that of its pushes.
     """
 
     version: int
@@ -70,6 +71,7 @@ class Commit:
     rate: float
     skipped: bool
     clip: float = 1.0
+    made: int = 1
 
     @classmethod
     def from_entry(cls, entry: list[Any]) -> Commit:
@@ -80,7 +82,12 @@ class Commit:
     @property
     def staleness(self) -> tuple[int, ...]:
         """The number of updates between the pull and the application of each contribution."""
-        return tuple(self.version - 1 - push.pulled for push in self.pushes)
+        return tuple(self.before - push.pulled for push in self.pushes)
+
+    @property
+    def before(self) -> int:
+        """The number of the weights before it."""
+        return self.version - self.made
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.transport.router import Role, Router
 from steepest.errors import ConfigurationError
 
+#: How often a coordinator looks, while it waits for further pushes of a round, whether the time for that is over.
+_LOOKS = 4
+
 
 def build_replicas(
     job: Job,
@@ -110,6 +113,8 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
         # under local SGD the rates are those of the workers' own optimizers
         return with_rates(schedule.at(step), () if job.strategy.local else state.rates, step)
 
+    if grace := job.strategy.grace:
+        router.tick_within(grace / _LOOKS)
     coordinator = Coordinator(
         ClosedJob(state, step_timeout=job.step_timeout, replaces=job.workers_are_replaced),
         hyperparameters,

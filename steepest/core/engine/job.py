@@ -226,7 +226,7 @@ class Job:
     @property
     def workers_are_replaced(self) -> bool:
         """Whether a lost worker is replaced alone: its process held nothing that others need."""
-        if self.strategy.local:
+        if self.strategy.local and self.strategy.rule.together:
             return False
         return self.replaces and not self.servers_in_workers
 

@@ -565,6 +565,9 @@ class Replicas:
     def left_out(self) -> None:
         """Undo what the last share changed here, of which servers made no update: nothing."""
 
+    def decided(self, *, counts: bool) -> None:
+        """Note whether the last leased share is part of the servers' weights, if any was begun: it changes nothing."""
+
     def inner_state(self, step: int) -> InnerOptimizerState | None:
         """Return the state of the worker's own optimizer after so many steps: None, it has none."""
         return None

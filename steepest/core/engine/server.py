@@ -389,7 +389,7 @@ class Server:
         pushes = commit.pushes
         if (commit.generation, commit.version) != (
             self._intake.generation,
-            self._intake.version + 1,
+            self._intake.version + commit.made,
         ):
             raise ProtocolError(
                 f"COMMIT of {(commit.generation, commit.version)} at generation, version "

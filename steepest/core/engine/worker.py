@@ -259,6 +259,7 @@ class Worker:
             self._replicas.left_out()
         else:
             self._exchange.committed(self._exchange.sequence)
+            self._replicas.decided(counts=True)
 
     def _begin_generation(self, begun: Members) -> None:
         """Begin a generation: grants before it are void, and weights too if they are sent anew."""
@@ -384,6 +385,7 @@ class Worker:
                 self._granted = (lease.generation, lease.version)
                 self._lease = (lease.share, lease.version)
                 self._exchange.committed(lease.committed)
+                self._replicas.decided(counts=lease.committed == self._exchange.sequence)
 
     def _next_share(self, version: int) -> int | None:
         """Return the number of the share to compute from the weights of a version; None if none."""

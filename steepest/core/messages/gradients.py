@@ -195,6 +195,7 @@ class CommitOrder(Decision):
         skip: whether the version is made without applying anything, because of NaN or infinity.
         clip: factor of the mean gradient, from clipping by its norm.
         entry: the commit's entry in the log, if a log is kept and servers remember decisions.
+        made: as how many versions it counts.
     """
 
     rate: Annotated[float, Header("weight", FACTOR)]
@@ -204,6 +205,7 @@ class CommitOrder(Decision):
     skip: Annotated[bool, FLAG] = False
     clip: Annotated[float, NUMBER] = 1.0
     entry: Annotated[list[Any] | None, many(ANYTHING)] = None
+    made: Annotated[int, COUNT] = 1
 
 
 @body(Kind.DISCARD)

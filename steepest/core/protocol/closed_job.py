@@ -60,7 +60,7 @@ class ClosedJob:
         self._stats = True
         self._installs: list[tuple[Peer, int]] = []  # requests that wait for all workers to join
         self._step = OpenStep()
-        # Of versions whose pushes are not counted yet: generation, version, reports and staleness
+        # Of commits whose pushes are not counted yet: generation, version before, reports and staleness
         # by worker, norm.
         self._unsettled: list[tuple[int, int, Reports, Mapping[int, int], float | None]] = []
         self._since = math.inf  # when the open version was begun, on the caller's clock
@@ -358,7 +358,8 @@ class ClosedJob:
         """Add pushes to the open step and lease the next shares, see `Membership.committed`."""
         state = self.state
         settled = made.reports, made.staleness, made.norm
-        self._unsettled.append((state.generation, state.version, *settled))
+        before = state.version - state.made_by(len(made.pushes))
+        self._unsettled.append((state.generation, before, *settled))
         self._since = self._now if state.version < self.limit else math.inf
         out: Outgoing = []
         if state.rule.together:
@@ -379,18 +380,20 @@ class ClosedJob:
         out: Outgoing = []
         history, per_step = self.state.history, self.state.versions_per_step
         unsettled, self._unsettled = self._unsettled, []
-        for generation, version, reports, staleness, norm in unsettled:
-            step = (version - 1) // per_step
+        for generation, before, reports, staleness, norm in unsettled:
             self._step.add_norm(norm)
-            for worker, report in reports.items():
+            for count, (worker, report) in enumerate(reports.items(), start=1):
                 assert isinstance(report, Report)
+                version = before + self.state.made_by(count)
+                step = (version - 1) // per_step
                 self._step.add(report, staleness[worker])
                 if report.samples:  # at an epoch's end a worker may have none, and computes nothing
                     history.add_timings(worker, report.timings, step)
-            if version % per_step == 0:
-                summary = self._step.end(self._stats)
-                result = driver.Result(generation, version, step + 1, **summary)
-                out += [] if self._client is None else [(self._client, result.pack())]
+                # a round may be of the end of one step and the beginning of the next
+                if version % per_step == 0 and (self.state.makes_rounds or count == len(reports)):
+                    summary = self._step.end(self._stats)
+                    result = driver.Result(generation, version, step + 1, **summary)
+                    out += [] if self._client is None else [(self._client, result.pack())]
         return out
 
     def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:

@@ -29,12 +29,15 @@ class Verdict(NamedTuple):
     # make the next version, in the order in which they are added up; empty to wait
     commit: tuple[Staged, ...] = ()
     drop: tuple[Staged, ...] = ()  # will never be committed
+    # seconds for which further pushes are waited for before that, from when the rule first said so of this version
+    grace: float = 0.0
 
 
 class CommitRule(Protocol):
     """A mode of training, as pure functions of plain values.
 
-    A worker's *clock* is the number of its pushes that are committed.
+    A worker's *clock* is the number of its pushes that are committed. A commit of several times as many pushes
+    as make a version of a step counts as so many versions.
 
     Attributes:
         together: whether every member contributes to every version, so that servers may add pushes
@@ -168,4 +171,50 @@ class CommitEach:
 
     def versions_per_step(self, workers: int) -> int:
         """Return as many versions as there are workers: each push is one."""
+        return workers
+
+
+@dataclass(frozen=True)
+class CommitQuorum:
+    """Rounds of as many pushes as have come in time; a late one is part of the next round.
+
+    The version counts pushes, so that a step has as many however they were divided into rounds.
+
+    Args:
+        quorum: how many pushes make a round; None for those of all workers that have begun one.
+        grace: seconds for which further ones are waited for then.
+
+    Reference: Decoupled DiLoCo, arXiv:2604.21428.
+    """
+
+    quorum: int | None = None
+    grace: float = 0.0
+    together = False
+
+    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
+        """Commit all staged pushes, ordered by worker, once they are enough, or none of `members` lacks one.
+
+        Members are the workers of whom a push may come.
+        """
+        chosen = tuple(sorted(staged))
+        if {push.worker for push in staged} >= members:
+            return Verdict(chosen)
+        if self.quorum is None or len(chosen) < self.quorum:
+            return Verdict()
+        return Verdict(chosen, grace=self.grace)
+
+    def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
+        """Return True: a worker waits until its last push is committed."""
+        return True
+
+    def needs(self, workers: int) -> int:
+        """Return 1: where fewer compute than the quorum, as dead ones are being replaced, a round is of these."""
+        return 1
+
+    def pushes_per_step(self, workers: int) -> int:
+        """Return as many pushes as there are workers, whichever made them."""
+        return workers
+
+    def versions_per_step(self, workers: int) -> int:
+        """Return as many as there are pushes in a step."""
         return workers

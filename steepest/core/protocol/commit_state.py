@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from steepest.core.messages.membership import Members
 from steepest.core.messages.message import Message, Peer, server_peer
 from steepest.core.messages.snapshots import Install
 from steepest.core.optim.spec import Schedule, ScheduleState
-from steepest.core.protocol.commit_rules import CommitRule
+from steepest.core.protocol.commit_rules import CommitQuorum, CommitRule, Staged, Verdict
 from steepest.core.protocol.history import CommitHistory
 from steepest.core.protocol.push_tracking import StagedEach, StagedTogether, Staging
 from steepest.core.protocol.sample_leases import Leases
@@ -55,7 +55,7 @@ class CommitState:
         self.members = members
         self.servers = servers
         self.rule = rule
-        self.version = 0  # number of updates committed
+        self.version = 0  # number of updates committed; with rounds of a quorum of pushes
         self.generation = 0  # number of the present membership; pushes of earlier ones are void
         # the newest version that clients may learn of; infinity where no server remembers
         self.logged = 0 if witnessed else math.inf
@@ -85,9 +85,23 @@ class CommitState:
         """Return whether a push that was made in a generation, from the version `pulled`, may still be committed."""
         return generation == self.generation and (pulled == self.version or not self.rule.together)
 
-    def advance(self) -> None:
-        """Begin the next version."""
-        self.version += 1
+    @property
+    def makes_rounds(self) -> bool:
+        """Whether a version may be made of more or fewer pushes, and be made because time has passed."""
+        return isinstance(self.rule, CommitQuorum)
+
+    def decide(self, complete: Sequence[Staged]) -> Verdict:
+        """Return what the rule decides on complete pushes, oldest first."""
+        workers = frozenset(self.leases.busy) if self.makes_rounds else self.members
+        return self.rule.decide(self.version, workers, complete)
+
+    def made_by(self, pushes: int) -> int:
+        """Return as how many versions a commit of so many pushes counts."""
+        return max(pushes * self.versions_per_step // self.pushes_per_step, 1)
+
+    def advance(self, versions: int = 1) -> None:
+        """Begin the version after so many, which one commit has made."""
+        self.version += versions
 
     def begin_generation(self, joined: Collection[int]) -> None:
         """Begin a generation of the joined workers: every staged push is void, every leased share is free."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,6 +70,9 @@ class Coordinator:
         ] = {}  # the last of each client, none of which is taken twice
         # By reader: its request to read a version that is not committed yet.
         self._waiting: dict[Peer, Read] = {}
+        self._now = -math.inf  # as the caller told it last
+        # the generation and version whose pushes are enough, and since when; infinity until the time is told
+        self._enough: tuple[tuple[int, int], float] = (-1, -1), math.inf
 
     @property
     def version(self) -> int:
@@ -143,10 +147,14 @@ class Coordinator:
 
     def tick(self, now: float) -> Outgoing:
         """Act on the passing of time; `now`: seconds on a clock of the caller's own, which does not go back."""
-        behind = self._state.schedule_behind
+        state, behind = self._state, self._state.schedule_behind
         out = self.settle() + self.membership.tick(now)
         if behind:
-            out += self._decide() if self._state.reach_schedule() else []
+            out += self._decide() if state.reach_schedule() else []
+        elif state.makes_rounds:
+            position, since = self._enough
+            self._now, self._enough = now, (position, min(since, now))
+            out += self._decide()
         return out + self.settle()
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
@@ -244,10 +252,10 @@ class Coordinator:
         state = self._state
         out: Outgoing = []
         while (complete := state.staging.complete()) and state.reach_schedule():
-            chosen, late = state.rule.decide(state.version, state.members, complete)
+            chosen, late, grace = state.decide(complete)
             if late:
                 out += self._drop(late)
-            if not chosen:
+            if not chosen or (grace and not self._has_waited(grace)):
                 break
             culprits = [] if self._nonfinite == "pass" else state.staging.culprits(chosen)
             if culprits and self._nonfinite == "refuse":
@@ -256,6 +264,15 @@ class Coordinator:
             else:
                 out += self._commit(chosen, skip=bool(culprits))
         return out
+
+    def _has_waited(self, grace: float) -> bool:
+        """Return whether the pushes of the next version have been enough for so many seconds."""
+        position, since = self._enough
+        now = self._state.generation, self._state.version
+        if position != now:
+            self._enough = now, math.inf
+            return False
+        return self._now - since >= grace
 
     def _commit(self, pushes: tuple[Staged, ...], *, skip: bool) -> Outgoing:
         """Make pushes the next version, or a version that changes nothing (`skip`)."""
@@ -278,9 +295,10 @@ class Coordinator:
         clip, most = 1.0, clip_told_by(reports) or self._clip_norm
         if norm is not None and most is not None and not skip:
             clip = clip_factor(norm, most)
-        entry = self._entry(pushes, reports, hyper, rate, skip, clip)
+        made = state.made_by(len(pushes))
+        entry = self._entry(made, pushes, reports, hyper, rate, skip, clip)
         state.history.add(entry, staleness.values(), skipped=skip)
-        state.advance()
+        state.advance(made)
         readers, answers = self.membership.committed(Made(pushes, reports, staleness, norm, skip))
         commit = CommitOrder(
             *(state.generation, state.version, rate, tuple(push.id for push in pushes), readers),
@@ -288,13 +306,20 @@ class Coordinator:
             skip=skip,
             clip=clip,
             entry=state.log_entry(entry),
+            made=made,
         )
         return state.to_servers(commit) + answers + self._reads_due()
 
     def _entry(
-        self, pushes: Sequence[Staged], reports: Reports, hyper: list[dict[str, Any]], *rest: Any
+        self,
+        made: int,
+        pushes: Sequence[Staged],
+        reports: Reports,
+        hyper: list[dict[str, Any]],
+        *rest: Any,
     ) -> list[Any]:
-        """Return the log's entry of the next version; see `steepest.core.engine.commit_log.Commit.from_entry`."""
+        """Return the log's entry of a commit that counts as `made` versions."""
+        # see `steepest.core.engine.commit_log.Commit.from_entry`
         state = self._state
         entries: list[list[Any]] = []
         for push in pushes:
@@ -306,7 +331,8 @@ class Coordinator:
             if isinstance(report, Report) and report.more:
                 entry += report.more
             entries.append(entry)
-        return [state.version + 1, entries, hyper if any(hyper) else None, *rest]
+        more = [] if made == 1 else [made]
+        return [state.version + made, entries, hyper if any(hyper) else None, *rest, *more]
 
     def _drop(self, pushes: tuple[Staged, ...]) -> Outgoing:
         """Discard pushes that will never be committed; their workers go on with new weights."""

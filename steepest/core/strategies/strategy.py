@@ -73,6 +73,11 @@ class Strategy:
         return 0
 
     @property
+    def grace(self) -> float | None:
+        """Seconds for which a round waits for further pushes once it has enough; None for rules that do not wait."""
+        return None
+
+    @property
     def blend(self) -> float:
         """The part of such a worker's own weights in what it goes on with then; 0 for the servers' weights."""
         return 0.0

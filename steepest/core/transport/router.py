@@ -400,6 +400,10 @@ class Router:
             self._ticked = now
             self.tick(now)
 
+    def tick_within(self, seconds: float) -> None:
+        """Have at most so many seconds be between two ticks while no messages come."""
+        self._tick_seconds = min(self._tick_seconds, seconds)
+
     def tick(self, now: float) -> None:
         """Call every role's `tick` with the time, in seconds."""
         for role in list(self._roles.values()):

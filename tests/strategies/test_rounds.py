@@ -1,0 +1,324 @@
+"""Local SGD in rounds of a quorum of the workers' changes, against the same in plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from steepest import AllreduceStrategy, DistributedSGD, Embedding, FailureConfig, Table
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.commit_log import CommitLog
+from steepest.core.messages.driver import Result
+from steepest.core.system import system
+from steepest.errors import ConfigurationError
+from steepest.strategies.local import LocalStrategy
+from steepest.testing import InProcessCluster, replay
+from tests.modes import check_counts
+from tests.pairs import grid
+from tests.reference import OptimizerFactory, Task, Weights, difference, same_bits, samples, sgd
+from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, pause, run_config
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "momentum": sgd(momentum=0.9, nesterov=True),
+    "adam": lambda module: torch.optim.Adam(module.parameters(), lr=0.01),
+}
+
+
+def task_of(optimizer: str, count: int = 50) -> Task:
+    return Task(optimizer=OPTIMIZERS[optimizer], data=samples(count), batch_size=2)
+
+
+def by_hand(task: Task, log: CommitLog, strategy: LocalStrategy) -> Weights:
+    """The rounds of a log in plain torch, one change after the other; a worker's later lives begin anew."""
+    workers, devices, every = log.num_workers, log.devices_per_worker, strategy.sync_every
+    torch.manual_seed(0)
+    shared = task.module()
+    outer = torch.optim.SGD(
+        shared.parameters(),
+        strategy.outer_lr,
+        momentum=strategy.outer_momentum,
+        nesterov=strategy.nesterov,
+    )
+    names = [name for name, _ in shared.named_parameters()]
+    history = {0: [p.detach().clone() for p in shared.parameters()]}
+    lives: dict[tuple[int, int], tuple[nn.Module, torch.optim.Optimizer]] = {}
+    parts = workers * devices * every
+    plan = SamplePlan(len(task.data[0]), parts * task.batch_size, 0)
+    for commit in log.commits:
+        history[commit.version] = [p.detach().clone() for p in shared.parameters()]
+        if commit.skipped:
+            continue
+        changes, total = [torch.zeros_like(p) for p in shared.parameters()], 0
+        for push in commit.pushes:
+            if push[:2] not in lives:
+                module = task.module()
+                lives[push[:2]] = module, task.optimizer(module)
+            module, optimizer = lives[push[:2]]
+            step, place = divmod(push.share, workers)
+            seen = 0
+            with torch.no_grad():
+                for p, value in zip(module.parameters(), history[push.pulled], strict=True):
+                    p.copy_(value)
+            for update in range(every):
+                index = [
+                    plan.share(step, (place * devices + device) * every + update, parts)
+                    for device in range(devices)
+                ]
+                count = sum(map(len, index))
+                if not count:
+                    continue
+                optimizer.zero_grad()
+                for part in filter(len, index):
+                    x, y = (column[torch.from_numpy(part.copy())] for column in task.data)
+                    (task.loss(module(x), y) * (len(part) / count)).backward()
+                optimizer.step()
+                seen += count
+            for change, p, base in zip(
+                changes, module.parameters(), history[push.pulled], strict=True
+            ):
+                change += (base - p.detach()) * seen
+            total += seen
+        for p, change in zip(shared.parameters(), changes, strict=True):
+            p.grad = change / total if total else None
+        outer.step()
+        history[commit.version] = [p.detach().clone() for p in shared.parameters()]
+    return dict(zip(names, history[max(history)], strict=True))
+
+
+def run(
+    task: Task, workers: int, steps: int, strategy: LocalStrategy, **options: Any
+) -> InProcessCluster:
+    options = {"keep_log": True, **options}
+    cluster = InProcessCluster(task.creator(), num_workers=workers, strategy=strategy, **options)
+    results = cluster.step(steps)
+    assert [type(result) for result in results] == [Result] * steps
+    assert [result.step for result in results] == list(range(1, steps + 1))
+    return cluster
+
+
+@pytest.mark.few(4)
+@grid(
+    optimizer=OPTIMIZERS,
+    size=[(1, 1, 1), (2, 1, 1), (3, 1, 2), (3, 2, 1), (3, 1, 3)],
+    grace=[None, 5.0],
+    servers=[1, 2],
+    shuffle=[None, 1, 2],
+)
+def test_equals_the_same_by_hand(
+    optimizer: str, size: tuple[int, int, int], grace: float | None, servers: int, shuffle: int
+) -> None:
+    workers, devices, quorum = size
+    task = task_of(optimizer)
+    strategy = LocalStrategy(
+        sync_every=3,
+        quorum=quorum,
+        grace=grace,
+        outer_lr=0.4,
+        outer_momentum=0.5,
+        nesterov=True,
+        num_servers=servers,
+        chunk_bytes=48,
+    )
+    cluster = run(task, workers, 12, strategy, devices_per_worker=devices, shuffle=shuffle)
+    log, found = cluster.log(), cluster.weights()
+    assert difference(found, by_hand(task, log, strategy)) < 1e-12
+    assert same_bits(replay(log, task.creator()), found)
+    check_counts(cluster, log)
+    shares = sorted(push.share for commit in log.commits for push in commit.pushes)
+    assert shares == list(range(12 * workers))
+
+
+def simulated(
+    task: Task,
+    workers: int,
+    strategy: LocalStrategy,
+    act: Callable[[DistributedSGD, Simulation], object],
+    creator: Any = None,
+    seed: int = 1,
+) -> tuple[Weights, CommitLog]:
+    """The weights and the log after what a user does, on virtual time."""
+    simulation = Simulation(seed)
+    config = run_config(keep_log=True, failure=FailureConfig(patience=math.inf))
+    with (
+        quiet(),
+        simulation.running(),
+        DistributedSGD(
+            creator or task.creator(), workers, strategy=strategy, run_config=config
+        ) as trainer,
+    ):
+        act(trainer, simulation)
+        return trainer.weights(), trainer.log()
+
+
+def timed(task: Task, seconds: Sequence[float], clock: Callable[[], float]) -> Any:
+    """A model creator whose worker i takes so long for a batch, and by worker when each batch has ended."""
+    ends: list[list[float]] = [[] for _ in seconds]
+
+    def create(worker_index: int, device_index: int) -> Any:
+        def take_time(*_: Any) -> None:
+            pause(seconds[worker_index])
+            ends[worker_index].append(clock())
+
+        model = task.creator()(worker_index, device_index)
+        model.module.register_forward_hook(take_time)
+        return model
+
+    return create, ends
+
+
+@pytest.mark.parametrize(
+    ("seconds", "quorum", "least"),
+    [
+        ([0.1, 0.1, 0.1, 0.5], 1, 0.95),
+        ([0.1, 0.1, 0.1, 0.5], 3, 0.9),  # whom the slow one overtakes waits for the next round
+        ([0.2, 0.04], 1, 0.95),
+    ],
+)
+def test_one_slow_worker_holds_up_nobody(seconds: list[float], quorum: int, least: float) -> None:
+    """All together compute nearly what each would alone; synchronously they would not."""
+    task = task_of("momentum", 3000)
+    shares = []
+    for steps, needed in ((40, quorum), (12, None)):
+        strategy = LocalStrategy(sync_every=5, quorum=needed, num_servers=1)
+        create, ends = timed(task, seconds, lambda: system().now())
+
+        def act(trainer: DistributedSGD, simulation: Simulation, steps: int = steps) -> None:
+            trainer.fit(steps=steps, progress=False)
+
+        _, log = simulated(task, len(seconds), strategy, act, create)
+        assert {push.worker for commit in log.commits for push in commit.pushes} == set(
+            range(len(seconds))
+        )
+        begin, end = max(e[0] for e in ends), min(e[-1] for e in ends)
+        done = sum(begin < at <= end for each in ends for at in each)
+        shares.append(done / sum((end - begin) / each for each in seconds))
+    assert shares[1] < 0.6 < least <= shares[0]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("grace", [None, 0.4])
+def test_a_late_worker_that_dies_is_replaced_while_the_others_go_on(
+    workers: int, grace: float | None
+) -> None:
+    task = task_of("adam", 400)
+    strategy = LocalStrategy(sync_every=4, quorum=workers - 1, grace=grace, num_servers=2)
+    create, _ = timed(task, [0.3, *[0.05] * (workers - 1)], lambda: 0.0)
+
+    def act(trainer: DistributedSGD, simulation: Simulation) -> None:
+        victim = next(each for each in simulation.living() if "worker 0" in str(each))
+        simulation.at_event(150, lambda: simulation.world.kill(victim, "it was killed."))
+        trainer.fit(steps=30, progress=False)
+        assert [event.kind for event in trainer.stats().events] == ["replaced"]
+
+    found, log = simulated(task, workers, strategy, act, create)
+    pushes = [push for commit in log.commits for push in commit.pushes]
+    assert {push.incarnation for push in pushes if push.worker == 0} == {0, 1}
+    assert sorted(push.share for push in pushes) == list(range(30 * workers))
+    assert max(max(commit.staleness) for commit in log.commits) > 0
+    assert same_bits(replay(log, task.creator()), found)
+    assert difference(found, by_hand(task, log, strategy)) < 1e-12
+
+
+def test_a_checkpoint_goes_on_exactly(tmp_path: Path) -> None:
+    """Where every worker's change is in each round, so that both runs are made of the same rounds."""
+    task = task_of("adam")
+    strategy = LocalStrategy(
+        sync_every=4, quorum=2, grace=50.0, num_servers=1, outer_momentum=0.9, blend=0.25
+    )
+    whole, _ = simulated(task, 2, strategy, lambda t, _: t.fit(steps=9, progress=False))
+
+    def act(trainer: DistributedSGD, simulation: Simulation) -> None:
+        trainer.fit(steps=6, progress=False)
+        trainer.save(tmp_path / "saved")
+
+    simulated(task, 2, strategy, act)
+
+    def go_on(trainer: DistributedSGD, simulation: Simulation) -> None:
+        trainer.restore(tmp_path / "saved")
+        trainer.fit(steps=3, progress=False)
+
+    found, log = simulated(task, 2, strategy, go_on)
+    assert same_bits(found, whole)
+    assert log.commits[0].before == 12
+
+
+def test_workers_come_and_go_and_strategies_follow_each_other() -> None:
+    task = task_of("momentum", 96)
+    strategy = LocalStrategy(sync_every=4, quorum=2, num_servers=1)
+    create, _ = timed(task, [0.1, 0.02, 0.03, 0.3], lambda: 0.0)
+
+    def act(trainer: DistributedSGD, simulation: Simulation) -> None:
+        trainer.fit(steps=7, progress=False)
+        trainer.resize(num_workers=4)
+        trainer.fit(steps=7, progress=False)
+        for other in (
+            replace(strategy, quorum=3, grace=0.1),
+            LocalStrategy(sync_every=4, fragments=2),
+            AllreduceStrategy(),
+            strategy,
+        ):
+            trainer.set_strategy(other)
+            assert trainer.fit(steps=3, progress=False).step % 1 == 0
+        trainer.resize(num_workers=2)
+        assert trainer.fit(steps=4, progress=False).step == 30
+        with pytest.raises(ConfigurationError, match="quorum=2 with num_workers=1"):
+            trainer.resize(num_workers=1)
+
+    _, log = simulated(task, 3, strategy, act, create)
+    seen = Counter(at for part in log.samples() for at in [(part[0], n) for n in range(*part[1:])])
+    assert set(seen.values()) == {1}
+
+
+def test_a_round_with_infinity_leaves_no_trace() -> None:
+    task = task_of("adam", 60)
+    task.data[1][SamplePlan(60, 16, 0).share(1, 5, 8)[0]] = torch.inf
+    strategy = LocalStrategy(sync_every=4, quorum=1, nonfinite="skip", num_servers=1)
+    cluster = run(task, 2, 6, strategy, shuffle=3)
+    log, found = cluster.log(), cluster.weights()
+    assert sum(commit.skipped for commit in log.commits) > 0
+    assert same_bits(replay(log, task.creator()), found)
+    assert difference(found, by_hand(task, log, strategy)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quorum": 0, "num_servers": 1}, "quorum=0"),
+        ({"quorum": 2}, "quorum=2 without servers: .* give num_servers=1, say"),
+        ({"grace": 1.0}, "grace=1.0 without quorum: .* give quorum too, or leave grace out"),
+        ({"grace": 0.0, "quorum": 1, "num_servers": 1}, "grace=0.0"),
+        ({"quorum": 1, "num_servers": 1, "fragments": 2}, "fragments=2: .* leave fragments out"),
+        ({"quorum": 1, "num_servers": 1, "delay": 2}, "delay=2: .* leave delay out"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        LocalStrategy(**settings)
+
+
+def test_a_quorum_above_the_least_number_of_workers_is_refused() -> None:
+    strategy = LocalStrategy(quorum=3, num_servers=1)
+    with pytest.raises(ConfigurationError, match="quorum=3 with num_workers=2: .* at most 2"):
+        DistributedSGD(task_of("adam").creator(), 2, strategy=strategy)
+
+
+def test_embedding_tables_are_refused() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(Embedding(Table("rows", 4)), nn.Flatten(), nn.Linear(4, 1))
+
+    task = Task(net, sgd(), (torch.arange(8).view(-1, 1), torch.zeros(8, 1)), batch_size=2)
+    with pytest.raises(ConfigurationError, match="a quorum with embedding tables"):
+        InProcessCluster(
+            task.creator(), num_workers=2, strategy=LocalStrategy(quorum=1, num_servers=1)
+        )
