@@ -22,7 +22,13 @@ from steepest.core.engine.replicas import (
     summarize_batches,
 )
 from steepest.core.engine.server_chunk import ServerChunk
-from steepest.core.models.protocol import Arrive, Model, all_here, arriving_with
+from steepest.core.models.protocol import (
+    Arrive,
+    FollowsOwnUpdates,
+    Model,
+    all_here,
+    arriving_with,
+)
 from steepest.core.optim.portable import Record
 from steepest.core.optim.spec import OptimizerSpec, Schedule, ScheduleState
 from steepest.core.protocol.push_tracking import clip_factor
@@ -114,6 +120,7 @@ class LocalReplicas(Replicas):
         }
         if (arriving := arriving_with(models[0])) is not None:
             self._load(disassemble(self.layout, arriving.state, arriving.plain))
+        self._followers = [each for each in models if isinstance(each, FollowsOwnUpdates)]
         self._own_weights = OwnWeights()
         self._before: _Before | None = None  # the last share
         # the one before that, until it is known to be committed; None without a delay
@@ -140,6 +147,16 @@ class LocalReplicas(Replicas):
     def _is_update(self) -> bool:
         """True: each batch of a share is an update of the worker's own optimizer."""
         return True
+
+    @property
+    def hyper(self) -> None:
+        """None: what models say of their updates is for the worker's own optimizer."""
+        return
+
+    @property
+    def clip(self) -> None:
+        """None, likewise."""
+        return
 
     @property
     def arrivals(self) -> torch.Tensor:
@@ -175,6 +192,8 @@ class LocalReplicas(Replicas):
         self._has_come = not self.delays
         if self._has_come:
             arrive(None)
+        if not self.places(number):
+            self._tell_place((number, 0, 0), empty=True)
         self._begin(number)
         self._base.copy_(self.weights)
         self._computing, self._is_void = True, False
@@ -344,13 +363,17 @@ class LocalReplicas(Replicas):
 
     def _update(self, at: int, step: int) -> None:
         """Apply the gradients that are kept, as update number `at`, which is one of step `step`."""
-        if self._clip_norm is not None:
-            self._clip(self._clip_norm)
-        changed = with_rates(self._schedule.at(at), self.rates, step)
+        clip = super().clip or self._clip_norm
+        if clip is not None:
+            self._clip(clip)
+        said = super().hyper
+        changed = with_rates(self._schedule.at(at) if said is None else said, self.rates, step)
         hyper = self._spec.hyperparameters(changed)
         for held in self._held.values():
             held.apply(hyper, 1.0)
         self.weights_changed()
+        for model in self._followers:
+            model.go_on_by_itself()
 
     def _clip(self, greatest: float) -> None:
         """Clip the gradients of an update, those of rows too, by their norm together."""

@@ -90,7 +90,7 @@ def prepare(
             "steepest.prepare() was called twice: give it everything in one call, before the loop"
         )
     closures = {at: ByClosure(each) for at, each in enumerate(optimizers) if needs_closure(each)}
-    if closures and not (session.together and reduction == "mean"):
+    if closures and (session.local or not (session.together and reduction == "mean")):
         raise ConfigurationError(
             f"{type(optimizers[min(closures)]).__name__}, whose step() needs a closure, where workers do not wait for "
             "each other, or with reduction='sum': each evaluation is the mean over all workers; give "
@@ -142,6 +142,11 @@ def _lockstep(
         what = "an iterable data set without __len__"
     if data is None:
         what = "a loop without a loader"
+    if session.local:
+        raise ConfigurationError(
+            f'{what} with strategy="local": each batch of a loader is one update of the worker\'s own there, of a '
+            'single optimizer; give strategy="ps" or "allreduce"'
+        )
     if not session.together:
         raise ConfigurationError(
             f"{what} where workers do not wait for each other: all of them are to take the same steps; give "

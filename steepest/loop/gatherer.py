@@ -30,6 +30,7 @@ class Meets(Protocol):
     rank: int
     size: int
     together: bool
+    local: int
     turns: Turns
 
     @property
@@ -146,6 +147,11 @@ class Gatherer:
             )
         if loop.size == 1 or loop.stands_in:
             return alone(value)
+        if loop.local and self.region is not Region.END:
+            raise ConfigurationError(
+                'steepest.gather() between the batches of an epoch with strategy="local", where workers have weights '
+                "of their own and do not wait for each other: call it behind the loop over the loader"
+            )
         self.among_batches |= self.region is not Region.END
         place = self._place()
         none = self.region is Region.BEFORE and not loop.has_samples

@@ -71,6 +71,7 @@ class LoopModel(TorchModel):
         self._writes = LoopWrites()
         self._overlap = Overlap(self._leave)
         self._where = Where(0, 0, (0, 1))
+        self._of_round: dict[str, torch.Tensor] = {}  # buffers where a round of own updates begins
         self._share_of: Callable[[int], Indices | None] | None = None
         if self.tables:
             raise ConfigurationError(
@@ -230,10 +231,7 @@ class LoopModel(TorchModel):
         samples, whole = (1, 1) if self._share is None else self._share
         if isinstance(batch, Drawn):
             samples = batch.samples
-        if session.is_undone(self._where):
-            buffers = super().state()
-            session.begin_anew(session.state())
-            super().load_state(buffers)
+        self._begin_anew_if_undone()
         self._ready = ready
         may_leave = self.take_back is not None and session.leaves_early
         try:
@@ -260,6 +258,16 @@ class LoopModel(TorchModel):
         if session.sums:
             loss /= max(session.samples, 1)
         return Computed(loss, self._weight, 0 if session.has_ended else samples, found)
+
+    def _begin_anew_if_undone(self) -> None:
+        """Begin the loop anew, from its last state, if the step that it awaits was dealt out in another way."""
+        session = self.session
+        if session.is_undone(self._where):
+            buffers = self._buffers()
+            session.begin_anew(session.state())
+            super().load_state(buffers)
+        if session.local and not session.is_in_round:
+            self._of_round = super().state()
 
     def _take(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
         factor = self.session.factor
@@ -288,6 +296,14 @@ class LoopModel(TorchModel):
         except ModelError as error:
             self.session.fail(error)
 
+    def go_on_by_itself(self) -> None:
+        """Let the loop go on behind an `optimizer.step()` whose update is the worker's own, see `Session.updated`."""
+        try:
+            with self._turn():
+                self.session.updated()
+        except ModelError as error:
+            self.session.fail(error)
+
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
         """Move the parameters into flat vectors; gradients that the loop has computed stay its own."""
         kept = {name: parameter.grad for name, parameter in self._parameters.items()}
@@ -297,7 +313,11 @@ class LoopModel(TorchModel):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return buffers and the like, and the state of the loop."""
-        return {**super().state(), LOOP_STATE: pack(self.session.state(), self.session.batches)}
+        return {**self._buffers(), LOOP_STATE: pack(self.session.state(), self.session.batches)}
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return buffers and the like as they are where the loop's state begins."""
+        return self._of_round if self.session.is_in_round else super().state()
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the values that `state` returned; a loop that stands elsewhere in the job is begun anew."""
@@ -359,16 +379,18 @@ class LoopCreator:
         function: the user's.
         seed: of the job.
         together: whether every worker contributes to each update.
+        local: batches of a round of updates that workers make by themselves; 0 where servers make each update.
     """
 
     function: Callable[[], Any]
     seed: int = 0
     together: bool = True
+    local: int = 0
 
     def __call__(self, worker_index: int, device_index: int) -> LoopModel:
         """Begin the function in a worker's process; see `steepest.core.engine.job.ModelCreator`."""
         spare_compiler()
         size = step_size().batches
-        session = Session(self.function, worker_index, size, self.seed, self.together)
+        session = Session(self.function, worker_index, size, self.seed, self.together, self.local)
         model: LoopModel = session.begin()
         return model

@@ -24,7 +24,6 @@ from steepest.observe.display import ENDLESS
 from steepest.observe.history import History
 from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
-from steepest.strategies.local import LocalStrategy
 from steepest.strategies.named import as_strategy
 
 _IN_LOCKSTEP = -1
@@ -107,15 +106,16 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         raise ConfigurationError(
             f"steepest.run() was given {function!r:.200}: give a function without arguments that trains"
         )
-    if strategy == "local" or isinstance(strategy, LocalStrategy):
+    reports, chosen = Reports(), as_strategy(strategy)
+    if chosen.local and chosen.delay:
         raise ConfigurationError(
-            'strategy="local" with a loop of your own is not supported yet: give "ps", "allreduce", "async", "ssp" or '
-            '"simple", where the network is slow with compression=; or train by DistributedSGD and TorchModel'
+            f"delay={chosen.delay} with a loop of your own, which would run on before it is known whether its last "
+            "round counts: leave delay out (fragments= lets a link carry less at a time); or train by DistributedSGD "
+            "and TorchModel"
         )
-    reports = Reports()
-    together = as_strategy(strategy).rule.together
+    local = chosen.updates if chosen.local else 0
     with DistributedSGD(
-        LoopCreator(function, seed, together),
+        LoopCreator(function, seed, chosen.rule.together, local),
         num_workers,
         gpu=gpu,
         strategy=strategy,

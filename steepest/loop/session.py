@@ -19,7 +19,7 @@ from steepest.errors import ConfigurationError
 from steepest.loop.closures import ByClosure, step_by_closure
 from steepest.loop.gatherer import Gatherer
 from steepest.loop.gathering import GatheringParts, Region
-from steepest.loop.kept import Kept
+from steepest.loop.kept import Kept, pack, unpack
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.losses import Losses, watched
 from steepest.loop.prepared import Ask, Batch, Prepared, Progress, Reported
@@ -44,6 +44,7 @@ class Session:
         size: number of workers.
         seed: of the job.
         together: whether every worker contributes to each update.
+        local: batches of each round of updates that workers make by themselves; 0 where servers make each update.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class Session:
         size: int,
         seed: int = 0,
         together: bool = True,
+        local: int = 0,
     ) -> None:
         self.rank, self.size, self.seed, self.together = rank, size, seed, together
+        self.local = local
         self.unseen = Unseen()  # writes to gradients that torch does not count
         self.prepared: Prepared | None = None
         self._function = function
@@ -93,6 +96,7 @@ class Session:
         self._since_report = 0  # samples
         self._kept: Kept | None = None
         self._before: dict[str, Any] = {"kept": {}}  # see `_begin_step`
+        self._round: torch.Tensor | None = None  # the state where a round of own updates begins
         self._schedules = Schedules(self)
         self._committed = 0  # steps of the job that are known to be
         self._passed = 0  # steps of the job of which the loop has seen the end
@@ -174,6 +178,8 @@ class Session:
         taken = None if self._taken is None else self._taken.where
         if self.gatherer.wanted is not None and self.gatherer.wanted.who != (self.rank, self.size):
             return True
+        if self.local and taken == where and self._asked is not Ask.COMMIT:
+            return True  # the batch was seen, and made no update
         return taken is not None and taken != where and not where.follows(taken)
 
     def pass_by(self, where: Where) -> None:
@@ -193,6 +199,11 @@ class Session:
         self._committed = max(self._committed, steps)
         over = self._asked is Ask.BATCH and self._is_over and self._passed <= steps
         if (self._asked is Ask.COMMIT and awaited) or over or self._asked is Ask.PARTS:
+            self._go_on(waits=False)
+
+    def updated(self) -> None:
+        """Let the loop go on where it awaits an update that is the worker's own, and not the last of its round."""
+        if self._asked is Ask.COMMIT and self._taken is not None and self._taken.where.has_more:
             self._go_on(waits=False)
 
     def fail(self, error: BaseException) -> None:
@@ -239,6 +250,9 @@ class Session:
             found = self._boundary.state({} if self._kept is None else self._kept.state())
             if found is not None:
                 return found
+        if self.is_in_round:
+            assert self._round is not None
+            return unpack(self._round)
         state = self._state()
         if self._is_in_step:  # its batch is taken again
             kept = state["kept"] | self._before["kept"]
@@ -258,6 +272,14 @@ class Session:
         in_batch = self._asked is Ask.PARTS and self.gatherer.region is Region.BEFORE
         return self._asked is Ask.COMMIT or in_batch
 
+    @property
+    def is_in_round(self) -> bool:
+        """Whether the loop has begun a round of own updates that is not committed: all of it is taken again."""
+        begun = self._taken is not None and self._round is not None
+        if not (self.local and begun and self._asked) or self._taken is None:
+            return False
+        return self._taken.where.has_more or self._asked is Ask.COMMIT
+
     def _begin_step(self) -> None:
         """Note what is the state of a worker that takes the step from here on that the loop begins now."""
         numbers = {} if self._kept is None else self._kept.numbers()
@@ -266,6 +288,7 @@ class Session:
             "since": self._since_report,
             "kept": numbers,
         }
+        self._round = pack(self.state_at("", objects=True)) if self.local else None
 
     def _state(self, at: str = "", objects: bool = True) -> dict[str, Any]:
         """Return the present state.
@@ -285,6 +308,7 @@ class Session:
             "epoch": self._epoch,
             **self._schedules.state(),
             "gathers": self.gatherer.among_batches,
+            "local": self.local,
             "lockstep": None if self.lockstep is None else self.lockstep.state(),
             "frozen": None if self.prepared is None else self.prepared.model.frozen,
             "closures": self._of_closures() if objects else [],
@@ -479,7 +503,8 @@ class Session:
             prepared.model.freeze(state["frozen"])
         for each, own in zip(prepared.closures.values(), state.get("closures", ()), strict=False):
             each.optimizer.load_state_dict(own)
-        self._schedules.take(state)
+        if state.get("local", 0) == self.local:  # else schedulers have counted something else
+            self._schedules.take(state)
         if self._kept is not None:
             self._kept.load(state["kept"])
 
@@ -487,7 +512,7 @@ class Session:
         """Have schedulers count after a step of the job."""
         assert self.prepared is not None
         self.prepared.tell_schedulers()
-        self._schedules.begin(step, together=self.together)
+        self._schedules.begin((step + 1) * (self.local or 1) - 1, together=self.together)
 
     def _begin_to_stand_in(self, state: Mapping[str, Any]) -> None:
         """Go to the end of a step, or of an epoch, where other workers gather; `state` is taken there."""
@@ -565,7 +590,8 @@ class Session:
     def _see(self, where: Where) -> None:
         """Note what the place of a step says of the epoch after it."""
         if where.epoch is not None:
-            self._next_epoch = max(self._next_epoch, where.epoch + where.is_last)
+            over = where.is_last and not where.has_more
+            self._next_epoch = max(self._next_epoch, where.epoch + over)
 
     def next_batch(self) -> Any:
         """Return the next batch of the present epoch; StopIteration at its end."""
@@ -591,8 +617,10 @@ class Session:
                 f"the loop over the loader was left in epoch {epoch} before its end, and begun anew: go through all "
                 "batches of an epoch, or return"
             )
-        if self._taken is None or self._taken.where.step != pending.where.step:
+        taken = None if self._taken is None else self._taken.where
+        if taken is None or taken.step != pending.where.step:
             self._begin_step()
+        if taken is None or self._own_updates(taken) != self._own_updates(pending.where):
             self.whole += pending.whole
         self._pending, self._taken, self._stepped = None, pending, False
         self._see(pending.where)
@@ -710,6 +738,8 @@ class Session:
             self.weight = self._weight_of(lockstep)
             self.samples = 1 if lockstep.samples is None else lockstep.samples
             self.whole = self.size if lockstep.samples is None else lockstep.whole
+        if self.local and self._taken is not None:
+            self._schedules.catch_up(self._own_updates(self._taken.where) - 1)
         changed = prepared.model.optimizer_spec.changed(prepared.groups)
         self.hyper = changed if any(changed) else None
         self.stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -795,6 +825,21 @@ class Session:
         if self._taken is None:
             return self._passed - 1
         return self._taken.where.step - self._taken.where.has_more
+
+    @property
+    def at_update(self) -> int:
+        """The number of the last update of which the loop has taken all batches, see `steepest.loop.ticks.Counts`."""
+        if self.local and self._taken is not None and self._taken.where.has_more:
+            return self._own_updates(self._taken.where, 1) - 1
+        return (self.at_step + 1) * (self.local or 1) - 1
+
+    def _own_updates(self, where: Where, more: int = 0) -> int:
+        """Return how many updates there are before a batch, and so many batches more: steps', or a worker's own."""
+        if not self.local:
+            return where.step
+        part, parts = where.part
+        each = parts // self.size  # batches of a round
+        return where.step * self.local + (part % each + more) * self.local // each
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Take values of the user's, for the driver."""

@@ -15,8 +15,8 @@ class Counts(Protocol):
     batches: int  # that it has taken
 
     @property
-    def at_step(self) -> int:
-        """The number of the job's last step of which the loop has taken all batches."""
+    def at_update(self) -> int:
+        """The number of the last update of which the loop has taken all batches: a step's, or a worker's own."""
         ...
 
     @property
@@ -36,7 +36,10 @@ class Ticks:
         self._loop = loop
         own = type(scheduler)
         self._step: Callable[..., None] = partial(own.step, scheduler)
-        self.at, self._batches = -1, 0  # at its last step: the job's, and the worker's batches
+        self.at, self._batches = (
+            -1,
+            0,
+        )  # at its last step: the last update, and the worker's batches
         self.by_step = False  # whether that was after a step of the optimizer
         self._counts_calls = False
         # an attribute of the scheduler's own would be part of its state_dict()
@@ -50,7 +53,7 @@ class Ticks:
         return since if self._counts_calls or since > 1 else None
 
     def begin(self, step: int, behind: int = 0, unticked: int | None = None) -> None:
-        """Begin to count after a step of the job.
+        """Begin to count after an update.
 
         Args:
             step: its number.
@@ -62,12 +65,18 @@ class Ticks:
         self._counts_calls = unticked is not None
         self.at, self._batches = step, self._loop.batches - (unticked or 0)
 
+    def catch_up(self, update: int) -> None:
+        """Step the scheduler for the updates up to one, of which this worker has had no samples, if it counts them."""
+        while self.by_step and self.at < update:
+            self.at += 1
+            self._step()
+
     def tick(self, *arguments: Any, **named: Any) -> None:
         """Step the scheduler as often as the job has stepped, if it is stepped by step."""
         if self._loop.in_lockstep:
             self._step(*arguments, **named)
             return
-        now, batches = self._loop.at_step, self._loop.batches
+        now, batches = self._loop.at_update, self._loop.batches
         since = batches - self._batches
         self._counts_calls |= since > 1
         by_step = since == 1 and not (self._counts_calls or arguments or named)
@@ -104,8 +113,13 @@ class Schedules:
         """Note what `state` has returned, for `begin`."""
         self._ticked, self._unticked = state["ticked"], state.get("unticked", [])
 
+    def catch_up(self, update: int) -> None:
+        """Have schedulers that count updates be as they are after one that others have made."""
+        for ticks in self._ticks:
+            ticks.catch_up(update)
+
     def begin(self, step: int, *, together: bool) -> None:
-        """Have schedulers count after a step of the job; those of the worker whose state was taken may be behind."""
+        """Have schedulers count after an update; those of the worker whose state was taken may be behind."""
         none: list[int | None] = [None] * len(self._ticks)
         found = self._ticked if together and self._ticked else none
         unticked = self._unticked or none

@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
-from steepest import LocalStrategy
 from steepest.errors import ConfigurationError
 from tests.own_loop_runs import run
 from tests.simulated_programs import quiet
@@ -22,14 +21,6 @@ pytest.importorskip("numba", reason="embedding tables need it")
 def _simulated() -> Iterator[None]:
     with quiet():
         yield
-
-
-@pytest.mark.parametrize("strategy", ["local", LocalStrategy(sync_every=4)])
-def test_local_sgd_is_refused(strategy: Any) -> None:
-    with pytest.raises(
-        ConfigurationError, match='"local" with a loop of your own is not supported'
-    ):
-        steepest.run(lambda: None, strategy=strategy)
 
 
 def with_tables() -> None:

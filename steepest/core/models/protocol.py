@@ -295,6 +295,14 @@ class FollowsCommits(Protocol):
 
 
 @runtime_checkable
+class FollowsOwnUpdates(Protocol):
+    """An ability of a model: it does more than to compute gradients, where workers have an optimizer of their own."""
+
+    def go_on_by_itself(self) -> None:
+        """Note that the worker has made an update of its own with the model's last gradient."""
+
+
+@runtime_checkable
 class SaysHyper(Protocol):
     """An ability of a model: the updates of its gradients have hyperparameters that no schedule says."""
 
