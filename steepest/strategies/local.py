@@ -15,6 +15,7 @@ from steepest.core.protocol.commit_rules import CommitAll, CommitQuorum, CommitR
 from steepest.core.strategies.strategy import ServerStrategy
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import ConfigurationError
+from steepest.strategies.delayed_nesterov import DelayedNesterov
 from steepest.strategies.formats import WithFormats
 from steepest.validation import require_choice, require_count, require_number, require_positive
 
@@ -56,6 +57,10 @@ class LocalStrategy(WithFormats, ServerStrategy):
             2019).
         outer_momentum, nesterov: momentum of the outer SGD, and whether it is Nesterov's; DiLoCo
             (Douillard et al. 2023) has ``outer_lr=0.7, outer_momentum=0.9, nesterov=True``.
+        delayed_nesterov: N for rounds of few workers' changes, of which each is applied at once as 1/N of an
+            update, and the momentum moves once in N of them by their mean (Liu et al. 2024, delayed
+            Nesterov, arXiv:2401.09135): about ``num_workers / quorum``. With 1 it is
+            ``nesterov=True``; None for torch's SGD. Needs `outer_momentum`.
         num_servers: server processes; None for no servers: each worker averages one slice, as in
             "allreduce".
         replication: how many servers or workers hold each slice; with 2 any one may die. What is
@@ -88,6 +93,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     nesterov: bool = False
+    delayed_nesterov: int | None = None
     hierarchical: bool = True
     compression: Compression | str | None = None
 
@@ -116,6 +122,14 @@ class LocalStrategy(WithFormats, ServerStrategy):
             raise ConfigurationError(
                 "nesterov=True with outer_momentum=0: give the momentum too, 0.9 say"
             )
+        if self.delayed_nesterov is not None:
+            require_count("delayed_nesterov", self.delayed_nesterov)
+            if self.nesterov or not self.outer_momentum:
+                raise ConfigurationError(
+                    f"delayed_nesterov={self.delayed_nesterov} with nesterov={self.nesterov} and outer_momentum="
+                    f"{self.outer_momentum}: it is Nesterov's momentum itself; give outer_momentum, 0.9 say, and "
+                    "leave nesterov out"
+                )
         self._check_wire()
         if self.in_workers and None not in (self.compression, self.wire_dtype):
             raise ConfigurationError(
@@ -200,9 +214,15 @@ class LocalStrategy(WithFormats, ServerStrategy):
     def server_optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         """Return the outer SGD, which takes the mean change of the weights for a gradient."""
         stand_in = torch.nn.Parameter(torch.zeros(1))
-        sgd = torch.optim.SGD(
-            [stand_in], self.outer_lr, momentum=self.outer_momentum, nesterov=self.nesterov
-        )
+        sgd: torch.optim.Optimizer
+        if self.delayed_nesterov is None:
+            sgd = torch.optim.SGD(
+                [stand_in], self.outer_lr, momentum=self.outer_momentum, nesterov=self.nesterov
+            )
+        else:
+            sgd = DelayedNesterov(
+                [stand_in], self.outer_lr, self.outer_momentum, self.delayed_nesterov
+            )
         outer = OptimizerSpec.read(sgd, {id(stand_in): ""})
         ((_, hyper),) = outer.groups
         return replace(outer, groups=((tuple(sorted(spec.trainable())), hyper),))

@@ -19,6 +19,7 @@ from steepest.core.engine.commit_log import CommitLog
 from steepest.core.messages.driver import Result
 from steepest.core.system import system
 from steepest.errors import ConfigurationError
+from steepest.strategies.delayed_nesterov import DelayedNesterov
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster, replay
 from tests.modes import check_counts
@@ -37,17 +38,46 @@ def task_of(optimizer: str, count: int = 50) -> Task:
     return Task(optimizer=OPTIMIZERS[optimizer], data=samples(count), batch_size=2)
 
 
+class Outer:
+    """The outer optimizer, as the paper of delayed Nesterov writes it or torch's SGD."""
+
+    def __init__(self, module: nn.Module, strategy: LocalStrategy) -> None:
+        self.parameters, self.strategy = list(module.parameters()), strategy
+        momentum, nesterov = strategy.outer_momentum, strategy.nesterov
+        self.sgd = torch.optim.SGD(
+            module.parameters(), strategy.outer_lr, momentum=momentum, nesterov=nesterov
+        )
+        self.updates = 0
+        self.buffered = [torch.zeros_like(p) for p in self.parameters]
+        self.moved = [torch.zeros_like(p) for p in self.parameters]
+
+    @torch.no_grad()
+    def step(self, changes: list[torch.Tensor]) -> None:
+        every, rate = self.strategy.delayed_nesterov, self.strategy.outer_lr
+        if every is None:
+            for p, change in zip(self.parameters, changes, strict=True):
+                p.grad = change
+            self.sgd.step()
+            return
+        self.updates += 1
+        for at, (p, change) in enumerate(zip(self.parameters, changes, strict=True)):
+            self.buffered[at] += change
+            update = change / every
+            if self.updates % every == 0:
+                self.moved[at] = (
+                    self.strategy.outer_momentum * self.moved[at] + self.buffered[at] / every
+                )
+                update = update + self.strategy.outer_momentum * self.moved[at]
+                self.buffered[at].zero_()
+            p -= rate * update
+
+
 def by_hand(task: Task, log: CommitLog, strategy: LocalStrategy) -> Weights:
     """The rounds of a log in plain torch, one change after the other; a worker's later lives begin anew."""
     workers, devices, every = log.num_workers, log.devices_per_worker, strategy.sync_every
     torch.manual_seed(0)
     shared = task.module()
-    outer = torch.optim.SGD(
-        shared.parameters(),
-        strategy.outer_lr,
-        momentum=strategy.outer_momentum,
-        nesterov=strategy.nesterov,
-    )
+    outer = Outer(shared, strategy)
     names = [name for name, _ in shared.named_parameters()]
     history = {0: [p.detach().clone() for p in shared.parameters()]}
     lives: dict[tuple[int, int], tuple[nn.Module, torch.optim.Optimizer]] = {}
@@ -87,9 +117,8 @@ def by_hand(task: Task, log: CommitLog, strategy: LocalStrategy) -> Weights:
             ):
                 change += (base - p.detach()) * seen
             total += seen
-        for p, change in zip(shared.parameters(), changes, strict=True):
-            p.grad = change / total if total else None
-        outer.step()
+        if total:
+            outer.step([change / total for change in changes])
         history[commit.version] = [p.detach().clone() for p in shared.parameters()]
     return dict(zip(names, history[max(history)], strict=True))
 
@@ -112,9 +141,15 @@ def run(
     grace=[None, 5.0],
     servers=[1, 2],
     shuffle=[None, 1, 2],
+    delayed=[None, 3],
 )
 def test_equals_the_same_by_hand(
-    optimizer: str, size: tuple[int, int, int], grace: float | None, servers: int, shuffle: int
+    optimizer: str,
+    size: tuple[int, int, int],
+    grace: float | None,
+    servers: int,
+    shuffle: int,
+    delayed: int | None,
 ) -> None:
     workers, devices, quorum = size
     task = task_of(optimizer)
@@ -124,7 +159,8 @@ def test_equals_the_same_by_hand(
         grace=grace,
         outer_lr=0.4,
         outer_momentum=0.5,
-        nesterov=True,
+        nesterov=delayed is None,
+        delayed_nesterov=delayed,
         num_servers=servers,
         chunk_bytes=48,
     )
@@ -232,7 +268,14 @@ def test_a_checkpoint_goes_on_exactly(tmp_path: Path) -> None:
     """Where every worker's change is in each round, so that both runs are made of the same rounds."""
     task = task_of("adam")
     strategy = LocalStrategy(
-        sync_every=4, quorum=2, grace=50.0, num_servers=1, outer_momentum=0.9, blend=0.25
+        sync_every=4,
+        quorum=2,
+        grace=50.0,
+        num_servers=2,
+        replication=2,
+        outer_momentum=0.9,
+        delayed_nesterov=4,  # the buffer is saved half full
+        blend=0.25,
     )
     whole, _ = simulated(task, 2, strategy, lambda t, _: t.fit(steps=9, progress=False))
 
@@ -295,6 +338,12 @@ def test_a_round_with_infinity_leaves_no_trace() -> None:
         ({"quorum": 0, "num_servers": 1}, "quorum=0"),
         ({"quorum": 2}, "quorum=2 without servers: .* give num_servers=1, say"),
         ({"grace": 1.0}, "grace=1.0 without quorum: .* give quorum too, or leave grace out"),
+        ({"delayed_nesterov": 0, "outer_momentum": 0.9}, "delayed_nesterov=0"),
+        ({"delayed_nesterov": 2}, "outer_momentum=0.0: .* give outer_momentum, 0.9 say"),
+        (
+            {"delayed_nesterov": 2, "outer_momentum": 0.9, "nesterov": True},
+            "nesterov=True .* leave nesterov out",
+        ),
         ({"grace": 0.0, "quorum": 1, "num_servers": 1}, "grace=0.0"),
         ({"quorum": 1, "num_servers": 1, "fragments": 2}, "fragments=2: .* leave fragments out"),
         ({"quorum": 1, "num_servers": 1, "delay": 2}, "delay=2: .* leave delay out"),
@@ -305,6 +354,42 @@ def test_settings_that_do_not_go_together_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         LocalStrategy(**settings)
+
+
+def test_delayed_nesterov_of_each_update_is_nesterovs() -> None:
+    """In torch's form, whose momentum is applied before it moves."""
+    start = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ours, torchs = (nn.Parameter(start.clone()) for _ in range(2))
+    both = (
+        (ours, DelayedNesterov([ours], 0.3, 0.9, 1)),
+        (torchs, torch.optim.SGD([torchs], 0.3, momentum=0.9, nesterov=True)),
+    )
+    for _ in range(6):
+        for parameter, optimizer in both:
+            optimizer.zero_grad()
+            (parameter.pow(3) / 3).sum().backward()
+            optimizer.step()
+    assert difference({"": ours.detach()}, {"": torchs.detach()}) < 1e-14
+
+
+def test_a_servers_death_loses_nothing_of_delayed_nesterov() -> None:
+    task = task_of("momentum", 200)
+    strategy = LocalStrategy(
+        sync_every=2, quorum=1, num_servers=2, replication=2, outer_momentum=0.8, delayed_nesterov=5
+    )
+    create, _ = timed(task, [0.1, 0.13], lambda: 0.0)
+
+    def act(trainer: DistributedSGD, simulation: Simulation) -> None:
+        trainer.fit(steps=7, progress=False)
+        victim = next(each for each in simulation.living() if "server 1" in str(each))
+        simulation.world.kill(victim, "it was killed.")
+        trainer.fit(steps=7, progress=False)
+        assert len(trainer.stats().events) == 1
+
+    found, log = simulated(task, 2, strategy, act, create)
+    commits = tuple(commit for part in log.parts for commit in part.commits)
+    assert commits[-1].version == sum(len(commit.pushes) for commit in commits) == 28
+    assert difference(found, by_hand(task, replace(log, commits=commits), strategy)) < 1e-12
 
 
 def test_a_quorum_above_the_least_number_of_workers_is_refused() -> None:
