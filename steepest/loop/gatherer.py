@@ -16,6 +16,7 @@ from steepest.loop.gathering import (
     GatheringPlace,
     Gatherings,
     Region,
+    Seat,
     alone,
     joined,
     packed,
@@ -83,11 +84,27 @@ class Gatherer:
         """Begin with a loop that has not run yet."""
         self.gatherings.end(False)
         self.region, self.number, self._nth = Region.BEFORE, 0, 0
+        self._dealt_to: Seat | None = None  # as whom the loop has begun its batch
         self.wanted: GatheringParts | None = None
         self.order: Sequence[list[int]] = []
         self._held: HeldGenerators | None = None  # as they were when it began to wait in vain
 
+    @property
+    def _seat(self) -> Seat:
+        """As whom the loop takes part, as far as it has been told."""
+        return Seat(self._loop.rank, self._loop.size, self.gatherings.drops)
+
     # -- for the worker's thread ---------------------------------------------------------------
+
+    def has_lost_its_seat(self, *, in_batch: bool, now: Seat | None = None) -> bool:
+        """Whether the loop takes part as another than it is `now`, in a gathering or, if it is in one, in a batch."""
+        now = now or self._seat
+        if self.wanted is not None:
+            return self.wanted.seat != now
+        if self._dealt_to is None or not in_batch:
+            return False
+        gathered = self.region is Region.BEFORE and self._nth > 0
+        return now != (self._dealt_to if gathered else self._dealt_to._replace(drops=now.drops))
 
     def put(self, wanted: GatheringParts) -> None:
         """Wait for parts from now on; the worker's own are sent to the others."""
@@ -118,8 +135,10 @@ class Gatherer:
 
     def enter(self, region: Region, number: int) -> None:
         """Note in which part of the loop gatherings are from now on."""
-        if (region, number) != (self.region, self.number):
+        if (region, number) != (self.region, self.number) or self._dealt_to is None:
             self.region, self.number, self._nth = region, number, 0
+            if region is Region.BEFORE:
+                self._dealt_to = self._seat
 
     def _place(self) -> GatheringPlace:
         """Return the place of a gathering that begins."""
@@ -128,8 +147,7 @@ class Gatherer:
 
     def _ask(self, place: GatheringPlace, own: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of all workers at a place."""
-        who = self._loop.rank, self._loop.size
-        found: list[torch.Tensor] = self._loop.turns.ask(GatheringParts(place, own, who))
+        found: list[torch.Tensor] = self._loop.turns.ask(GatheringParts(place, own, self._seat))
         return found
 
     def gather(self, value: Any) -> Any:

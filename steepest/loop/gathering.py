@@ -39,6 +39,14 @@ class GatheringPlace(NamedTuple):
     nth: int  # how often it has gathered there before
 
 
+class Seat(NamedTuple):
+    """As whom a loop takes part in what is gathered, and in a batch."""
+
+    rank: int
+    size: int  # workers
+    drops: int = 0  # how often all that was gathered had been dropped before
+
+
 @dataclass(frozen=True)
 class GatheringParts:
     """What a loop asks for that gathers: the parts of all workers.
@@ -46,12 +54,12 @@ class GatheringParts:
     Attributes:
         place: of the gathering.
         own: this worker's part.
-        who: the worker's number, and that of all workers.
+        seat: as whom it asks.
     """
 
     place: GatheringPlace
     own: torch.Tensor
-    who: tuple[int, int]
+    seat: Seat
 
 
 class Gatherings:
@@ -60,6 +68,7 @@ class Gatherings:
     def __init__(self) -> None:
         self._parts: dict[GatheringPlace, dict[int, torch.Tensor]] = {}
         self._member: MemberCollective | None = None
+        self.drops = 0  # how often all was dropped
         self._wait: Callable[[Callable[[], bool]], None] | None = None
         self._late: list[tuple[int, Part]] = []  # for workers that could not be reached
         self._again = 0.0
@@ -75,7 +84,7 @@ class Gatherings:
     def meet(self, member: MemberCollective, wait: Callable[[Callable[[], bool]], None]) -> None:
         """Send to other workers from now on over a collective, and tell them what is known here."""
         if self._member is not None and self._member.size != member.size:
-            self._parts.clear()  # whose loops are begun anew
+            self.drop()
         self._member, self._wait, self._late = member, wait, []
         member.take_part = self._take
         self._here = set()
@@ -107,13 +116,14 @@ class Gatherings:
                 self._tell(place, rank, parts[rank])
 
     @property
-    def who(self) -> tuple[int, int] | None:
-        """The worker's present number, and that of all workers; None before it knows the others."""
-        return None if self._member is None else (self._member.rank, self._member.size)
+    def seat(self) -> Seat | None:
+        """As whom the worker takes part now; None before it knows the others."""
+        member = self._member
+        return None if member is None else Seat(member.rank, member.size, self.drops)
 
     def put(self, wanted: GatheringParts) -> None:
         """Send the worker's own part to all others, unless a predecessor of the worker has done so."""
-        parts, rank = self._parts.setdefault(wanted.place, {}), wanted.who[0]
+        parts, rank = self._parts.setdefault(wanted.place, {}), wanted.seat.rank
         if rank not in parts:
             parts[rank] = wanted.own
             self._tell(wanted.place, rank, wanted.own)
@@ -122,7 +132,7 @@ class Gatherings:
         """Return all parts by rank; None where some have not come."""
         self._send_late()
         parts = self._parts.get(wanted.place, {})
-        if len(parts) < wanted.who[1]:
+        if len(parts) < wanted.seat.size:
             return None
         return [part for _, part in sorted(parts.items())]
 
@@ -130,6 +140,11 @@ class Gatherings:
         """Return when all parts are here; what ends the wait is raised."""
         assert self._wait is not None
         self._wait(lambda: self.found(wanted) is not None)
+
+    def drop(self) -> None:
+        """Drop all that was gathered, whose places may come again with other batches: loops amid one begin it anew."""
+        self._parts.clear()
+        self.drops += 1
 
     def drop_before(self, number: int) -> None:
         """Drop what was gathered in earlier steps: all workers are past these."""

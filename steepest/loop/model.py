@@ -111,6 +111,10 @@ class LoopModel(TorchModel):
         self._share_of = share_of
         self.session.gatherer.gatherings.meet(member, wait)
 
+    def forget_gathered(self) -> None:
+        """Drop what was gathered, see `steepest.core.models.protocol.Gathers`."""
+        self.session.gatherer.gatherings.drop()
+
     def unfrozen(self) -> frozenset[str]:
         """Return the names of the optimizer's parameters that are not trained yet, and require a gradient by now."""
         frozen = self.optimizer_spec.trainable() - self._trainable

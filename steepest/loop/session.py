@@ -176,7 +176,8 @@ class Session:
     def is_undone(self, where: Where) -> bool:
         """Return whether the loop has to begin anew: the step that it awaits was dealt out in another way."""
         taken = None if self._taken is None else self._taken.where
-        if self.gatherer.wanted is not None and self.gatherer.wanted.who != (self.rank, self.size):
+        in_batch = taken == where if self.lockstep is None else self.lockstep.inside
+        if self.gatherer.has_lost_its_seat(in_batch=in_batch):
             return True
         if self.local and taken == where and self._asked is not Ask.COMMIT:
             return True  # the batch was seen, and made no update
@@ -221,13 +222,12 @@ class Session:
             self._reports = self._handed[1] + self._reports
             self._handed = (-1, [])
         self._next_epoch = max(self._next_epoch, epoch)
+        now = self.gatherer.gatherings.seat
+        amid = self.lockstep is not None and self.lockstep.inside
+        if now is not None and self.gatherer.has_lost_its_seat(in_batch=amid, now=now):
+            self.rank, self.size = now.rank, now.size
+            self.begin_anew(self.state())
         while self._asked is not None and not self._waits_for_the_job:
-            if self.gatherer.wanted is not None and self.gatherer.gatherings.who not in (
-                None,
-                self.gatherer.wanted.who,
-            ):
-                self.rank, self.size = self.gatherer.gatherings.who or (self.rank, self.size)
-                self.begin_anew(self.state())
             self._go_on()
         self._raise_error()
         reports, self._reports = self._reports, []
@@ -330,6 +330,7 @@ class Session:
         if self._asked is not Ask.BEGIN:
             if state["step"] == self._steps:
                 return
+            self.gatherer.gatherings.drop()
             self.begin_anew(state)
         self._arriving = state
 

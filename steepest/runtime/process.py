@@ -283,6 +283,8 @@ class ProcessActor:
             self._retained = RetainedChunks(self._servers if change else ())
         self._change = change
         self._servers = []
+        if change == 0 and self._replicas is not None:
+            self._replicas.forget_gathered()
         for model in self._models:
             model.relayout(cut)
         if not self._models:

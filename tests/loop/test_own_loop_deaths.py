@@ -291,12 +291,35 @@ def gathering_twice(parts: Parts, epochs: int) -> None:
                 parts.optimizer.step()
 
 
-def test_a_loop_whose_step_a_change_has_voided_waits_until_it_is_taken_again() -> None:
+def check_gathering_twice(strategy: str, seed: int) -> None:
     optimizer = sgd(lr=0.02, momentum=0.5)
-    script = Script(gathering_twice, optimizer=optimizer, any_steps=True, data=samples(12))
-    found = struck(script, STRATEGIES["ps, two copies"], 101, deaths=2)
+    script = Script(
+        gathering_twice, optimizer=optimizer, any_steps=True, epochs=3, data=samples(12)
+    )
+    found = struck(script, STRATEGIES[strategy], seed, deaths=2)
     if found.same_workers:
         assert difference(found.weights, script.alone(WORKERS)) < 1e-11
+
+
+def test_a_loop_whose_step_a_change_has_voided_waits_until_it_is_taken_again() -> None:
+    check_gathering_twice("ps, two copies", 101)
+
+
+@pytest.mark.parametrize(("strategy", "seed"), [("allreduce", 202), ("allreduce, two copies", 215)])
+def test_a_worker_joins_amid_a_batch_that_the_others_have_begun_with_fewer(
+    strategy: str, seed: int
+) -> None:
+    check_gathering_twice(strategy, seed)
+
+
+def test_one_worker_fewer_and_one_more_before_the_loop_that_gathers_has_a_turn() -> None:
+    check_gathering_twice("ps", 208)
+
+
+def test_what_was_gathered_in_steps_that_are_lost_is_not_taken_for_what_is_gathered_there_now() -> (
+    None
+):
+    check_gathering_twice("ps", 216)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -218,6 +218,12 @@ class Replicas:
             if isinstance(model, Gathers):
                 model.meet(member, wait, partial(self._last_share, replica))
 
+    def forget_gathered(self) -> None:
+        """Have models drop what they have gathered of all workers, see `Gathers`."""
+        for model in self.models:
+            if isinstance(model, Gathers):
+                model.forget_gathered()
+
     def _last_share(self, replica: int, step: int) -> Indices | None:
         """Return the samples of a replica's last micro-batch of a step; None where they are not known."""
         number = step * self._places.shares + self.worker

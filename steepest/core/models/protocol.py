@@ -350,6 +350,9 @@ class Gathers(Protocol):
                 they are not known.
         """
 
+    def forget_gathered(self) -> None:
+        """Drop what was gathered: the job goes on with other state, perhaps of an earlier step."""
+
 
 @runtime_checkable
 class AsksForClipping(Protocol):
