@@ -80,8 +80,8 @@ class ModelTables:
             )
         if strategy.local and not strategy.rule.together:
             raise ConfigurationError(
-                "a quorum with embedding tables: workers change rows that they read at other times than weights; "
-                "leave quorum out"
+                "a quorum, or pace='speed', with embedding tables: workers change rows that they read at other times "
+                "than weights; leave them out"
             )
         if (fragments := strategy.cut.fragments) > 1:
             raise ConfigurationError(

@@ -97,6 +97,7 @@ class LocalReplicas(Replicas):
         super().__init__(models, devices, share, memory)
         self._accumulate = share.accumulate
         self._updates = share.updates
+        self._updates_of_step = share.updates_of_step
         self._updates_before = updates_before
         self._clip_norm = clip_norm
         self._schedule = Schedule(spec)
@@ -215,13 +216,25 @@ class LocalReplicas(Replicas):
 
     def _train(self, number: int, metrics: bool, arrive: Arrive) -> WorkerResult | None:
         """Make a share's updates from the worker's own weights; None where what it began from was left out."""
-        step = self._places.step_of(number)
-        first = self._updates_before(step)
         parts: list[Batches] = []
         self._own_weights.write(self.layout, self.weights)
+        for share in range(number, number + self.leased_shares):
+            if not self._train_share(share, parts, metrics, arrive):
+                return None
+        return summarize_batches(parts)
+
+    def _train_share(
+        self, number: int, parts: list[Batches], metrics: bool, arrive: Arrive
+    ) -> bool:
+        """Make the updates of one share, and add what they give; False where what it began from was left out."""
+        step = self._places.step_of(number)
+        first = self._updates_before(step)
+        # where workers get as many shares as they compute in time, each is one update of the step
+        of_step = self._updates_of_step if self._updates < self._updates_of_step else 0
+        first += number % self._places.shares * of_step // self._places.shares
         for update in range(self._updates):
             if update == self._delay and not self._take_in(arrive):
-                return None
+                return False
             micros = range(update * self._accumulate, (update + 1) * self._accumulate)
             places = [place for place in self.places(number) if place[2] in micros]
             if places:
@@ -231,11 +244,11 @@ class LocalReplicas(Replicas):
                 except BaseException:
                     # told once the step before is known to be committed
                     if update < self._delay and not self._take_in(arrive):
-                        return None
+                        return False
                     raise
             if self.between_batches is not None:
                 self.between_batches()
-        return summarize_batches(parts)
+        return True
 
     def _take_in(self, arrive: Arrive) -> bool:
         """Wait for the weights of the share's version, and go on with them; False where its beginning is void."""

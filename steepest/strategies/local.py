@@ -53,6 +53,10 @@ class LocalStrategy(WithFormats, ServerStrategy):
             Needs `num_servers`; not together with `fragments`, `delay` and embedding tables.
         grace: seconds for which a round waits for further changes once `quorum` have come, by the
             coordinator's clock. What had come is in the log, so that a replay does not depend on time.
+        pace: "equal" for `sync_every` batches of each worker between two exchanges; "speed" for so many of the fastest,
+            and of the others as many as they compute meanwhile (dynamic local updates, Liu et al. 2024,
+            arXiv:2401.09135), by the times of their earlier ones: so that none waits for another, also with
+            all workers' changes in each round. Needs `num_servers`, as `quorum` does.
         outer_lr: learning rate of the outer SGD; 1 without momentum averages the weights (Stich
             2019).
         outer_momentum, nesterov: momentum of the outer SGD, and whether it is Nesterov's; DiLoCo
@@ -90,6 +94,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
     blend: float = 0.0
     quorum: int | None = None
     grace: float | None = None
+    pace: str = "equal"
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     nesterov: bool = False
@@ -146,20 +151,33 @@ class LocalStrategy(WithFormats, ServerStrategy):
                     f"grace={self.grace} without quorum: it is how long a round waits for further changes once "
                     "quorum workers' have come; give quorum too, or leave grace out"
                 )
-        if self.quorum is None:
+        require_choice("pace", self.pace, ("equal", "speed"))
+        if not self._has_rounds:
             return
-        require_count("quorum", self.quorum)
+        what = f"pace={self.pace!r}"
+        if self.quorum is not None:
+            what = f"quorum={require_count('quorum', self.quorum)}"
         if self.in_workers:
             raise ConfigurationError(
-                f"quorum={self.quorum} without servers: a slow worker would hold up the slice that it averages for "
+                f"{what} without servers: a slow worker would hold up the slice that it averages for "
                 "the others; give num_servers=1, say"
             )
         for name, least in (("fragments", 1), ("delay", 0)):
             if (given := getattr(self, name)) > least:
                 raise ConfigurationError(
-                    f"quorum={self.quorum} with {name}={given}: with a quorum workers exchange the whole model, and "
-                    f"wait for what becomes of it; leave {name} out, or quorum"
+                    f"{what} with {name}={given}: workers exchange the whole model then, and "
+                    f"wait for what becomes of it; leave {name} out, or the other"
                 )
+
+    @property
+    def _has_rounds(self) -> bool:
+        """Whether samples are leased, and rounds made of the changes that have come."""
+        return self.quorum is not None or self.pace == "speed"
+
+    @property
+    def updates_of_share(self) -> int:
+        """Batches of each replica in a share of samples: a single one where a worker gets several shares."""
+        return 1 if self.pace == "speed" else self.updates
 
     def check_workers(self, num_workers: int) -> None:
         """Check that there are as many workers as a round needs."""
@@ -172,9 +190,10 @@ class LocalStrategy(WithFormats, ServerStrategy):
     @property
     def rule(self) -> CommitRule:
         """Which workers' changes make a round."""
-        if self.quorum is None:
+        if not self._has_rounds:
             return CommitAll()
-        return CommitQuorum(self.quorum, self.grace or 0.0)
+        shares = self.updates // self.updates_of_share
+        return CommitQuorum(self.quorum, self.grace or 0.0, shares)
 
     @property
     def copies(self) -> int:

@@ -183,19 +183,22 @@ def test_a_quorum_makes_a_round_of_all_that_have_come() -> None:
 @given(
     first=st.integers(0, 9),
     moves=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=60),
+    most=st.integers(1, 4),
 )
 def test_every_lease_has_one_holder_and_the_lowest_free_one_goes_out_next(
-    first: int, moves: list[tuple[int, int]]
+    first: int, moves: list[tuple[int, int]], most: int
 ) -> None:
     ledger = Ledger(first)
     out: list[int] = []
     used: set[int] = set()
     for move, which in moves:
         if move == 0:
-            free = set(range(first, first + 100)) - used - set(out)
-            lease = ledger.take()
-            assert lease == min(free)
-            out.append(lease)
+            free = set(range(first, first + 300)) - used - set(out)
+            leased = ledger.take(most)
+            assert leased[0] == min(free)
+            assert set(leased) <= free
+            assert len(leased) == most or leased[-1] + 1 not in free
+            out += leased
         elif out:
             lease = out.pop(which % len(out))
             if move == 1:

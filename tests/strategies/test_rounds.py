@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -82,6 +84,8 @@ def by_hand(task: Task, log: CommitLog, strategy: LocalStrategy) -> Weights:
     history = {0: [p.detach().clone() for p in shared.parameters()]}
     lives: dict[tuple[int, int], tuple[nn.Module, torch.optim.Optimizer]] = {}
     parts = workers * devices * every
+    of_step = workers * every if strategy.pace == "speed" else workers  # shares
+    of_share = 1 if strategy.pace == "speed" else every  # updates
     plan = SamplePlan(len(task.data[0]), parts * task.batch_size, 0)
     for commit in log.commits:
         history[commit.version] = [p.detach().clone() for p in shared.parameters()]
@@ -93,19 +97,24 @@ def by_hand(task: Task, log: CommitLog, strategy: LocalStrategy) -> Weights:
                 module = task.module()
                 lives[push[:2]] = module, task.optimizer(module)
             module, optimizer = lives[push[:2]]
-            step, place = divmod(push.share, workers)
             seen = 0
             with torch.no_grad():
                 for p, value in zip(module.parameters(), history[push.pulled], strict=True):
                     p.copy_(value)
-            for update in range(every):
+            for share, update in itertools.product(push.shares, range(of_share)):
+                step, place = divmod(share, of_step)
                 index = [
-                    plan.share(step, (place * devices + device) * every + update, parts)
+                    plan.share(step, (place * devices + device) * of_share + update, parts)
                     for device in range(devices)
                 ]
                 count = sum(map(len, index))
                 if not count:
                     continue
+                if task.learning_rate is not None:
+                    at = step * every + place * (every // of_share) // of_step * of_share + update
+                    if strategy.pace == "speed":
+                        at = step * every + place // workers
+                    optimizer.param_groups[0]["lr"] = task.learning_rate(at)
                 optimizer.zero_grad()
                 for part in filter(len, index):
                     x, y = (column[torch.from_numpy(part.copy())] for column in task.data)
@@ -171,6 +180,62 @@ def test_equals_the_same_by_hand(
     check_counts(cluster, log)
     shares = sorted(push.share for commit in log.commits for push in commit.pushes)
     assert shares == list(range(12 * workers))
+
+
+@pytest.mark.few(3)
+@grid(
+    size=[(1, 1), (2, 1), (3, 1), (3, 2)],
+    quorum=[None, 1],
+    shuffle=[1, 2],
+    paces=[(1.0, 1.0, 1.0), (0.1, 0.3, 0.5), (3.0, 1.0, 2.0)],
+)
+def test_each_computes_as_much_as_its_pace_allows(
+    size: tuple[int, int], quorum: int | None, shuffle: int, paces: tuple[float, ...]
+) -> None:
+    """The paces are told as the workers' reports come; the log has who computed what."""
+    workers, devices = size
+    task = replace(task_of("adam", 70), learning_rate=lambda step: 0.02 / (1 + step))
+    strategy = LocalStrategy(
+        sync_every=5, pace="speed", quorum=quorum, num_servers=2, chunk_bytes=48
+    )
+    cluster = InProcessCluster(
+        task.creator(),
+        num_workers=workers,
+        devices_per_worker=devices,
+        strategy=strategy,
+        keep_log=True,
+        shuffle=shuffle,
+    )
+    cluster.coordinator._state.history.paces = told = dict(enumerate(paces[:workers]))
+    cluster.coordinator._state.history.add_timings = lambda *_: None  # type: ignore[method-assign]
+    results = cluster.step(12)
+    assert [result.step for result in results] == list(range(1, 13))
+    log, found = cluster.log(), cluster.weights()
+    pushes = [push for commit in log.commits for push in commit.pushes]
+    fastest = min(told.values())
+    for worker, pace in told.items():
+        counts = [push.length for push in pushes if push.worker == worker]
+        assert max(counts) == round(5 * fastest / pace)
+    assert sorted(s for push in pushes for s in push.shares) == list(range(12 * workers * 5))
+    assert pickle.loads(pickle.dumps(pushes)) == pushes
+    assert difference(found, by_hand(task, log, strategy)) < 1e-12
+    assert same_bits(replay(log, task.creator()), found)
+
+
+def test_with_all_changes_in_each_round_a_slow_worker_holds_up_nobody() -> None:
+    """Once its pace is known: it computes fewer batches."""
+    task, seconds = task_of("momentum", 9000), [0.1, 0.1, 0.1, 0.5]
+    strategy = LocalStrategy(sync_every=50, pace="speed", num_servers=1)
+    create, ends = timed(task, seconds, lambda: system().now())
+    _, log = simulated(task, 4, strategy, lambda t, _: t.fit(steps=20, progress=False), create)
+    known = [commit for commit in log.commits if {p.worker for p in commit.pushes} == {0, 1, 2, 3}]
+    assert len(known) > 15
+    assert [p.length for p in known[0].pushes] == [50] * 4
+    assert all([p.length for p in commit.pushes] == [50, 50, 50, 10] for commit in known[1:])
+    begin = sorted(ends[0])[50]  # all have computed for the first time
+    begin, end = max(begin, sorted(ends[3])[50]), min(each[-1] for each in ends)
+    done = sum(begin < at <= end for each in ends for at in each)
+    assert done >= 0.95 * sum((end - begin) / each for each in seconds)
 
 
 def simulated(
@@ -344,6 +409,9 @@ def test_a_round_with_infinity_leaves_no_trace() -> None:
             {"delayed_nesterov": 2, "outer_momentum": 0.9, "nesterov": True},
             "nesterov=True .* leave nesterov out",
         ),
+        ({"pace": "fast"}, "pace='fast'"),
+        ({"pace": "speed"}, "pace='speed' without servers: .* give num_servers=1, say"),
+        ({"pace": "speed", "num_servers": 1, "delay": 1}, "pace='speed' with delay=1"),
         ({"grace": 0.0, "quorum": 1, "num_servers": 1}, "grace=0.0"),
         ({"quorum": 1, "num_servers": 1, "fragments": 2}, "fragments=2: .* leave fragments out"),
         ({"quorum": 1, "num_servers": 1, "delay": 2}, "delay=2: .* leave delay out"),
@@ -403,7 +471,7 @@ def test_embedding_tables_are_refused() -> None:
         return nn.Sequential(Embedding(Table("rows", 4)), nn.Flatten(), nn.Linear(4, 1))
 
     task = Task(net, sgd(), (torch.arange(8).view(-1, 1), torch.zeros(8, 1)), batch_size=2)
-    with pytest.raises(ConfigurationError, match="a quorum with embedding tables"):
+    with pytest.raises(ConfigurationError, match="a quorum, or .* with embedding tables"):
         InProcessCluster(
             task.creator(), num_workers=2, strategy=LocalStrategy(quorum=1, num_servers=1)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ class _PushFields(NamedTuple):
     pulled: int
     share: int
     more: tuple[Any, ...] = ()
+    length: int = 1
 
 
 class LoggedPush(_PushFields):
@@ -33,7 +34,7 @@ class LoggedPush(_PushFields):
         worker, incarnation, sequence: the name of the push.
         pulled: the version whose weights it was computed from.
         share: its samples: with n shares in a step, part ``share % n`` of step ``share // n`` of
-            the plan.
+            the plan; those of `length` shares, from that one on.
         more: what a replay needs to know of it besides, as the worker's `Exchange.logged` says; such as of which
             versions were parts of the weights that it has asked for in the middle of the step.
     """
@@ -41,13 +42,26 @@ class LoggedPush(_PushFields):
     __slots__ = ()
 
     def __new__(
-        cls, worker: int, incarnation: int, sequence: int, pulled: int, share: int, *more: Any
+        cls,
+        worker: int,
+        incarnation: int,
+        sequence: int,
+        pulled: int,
+        share: int | Sequence[int],
+        *more: Any,
     ) -> LoggedPush:
         """Return the push of an entry of the coordinator's log, which has what is `more` behind the rest."""
-        return super().__new__(cls, worker, incarnation, sequence, pulled, share, more)
+        first, length = (share, 1) if isinstance(share, int) else share
+        return super().__new__(cls, worker, incarnation, sequence, pulled, first, more, length)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return (*self[:5], *self.more)
+        share = self.share if self.length == 1 else (self.share, self.length)
+        return (*self[:4], share, *self.more)
+
+    @property
+    def shares(self) -> range:
+        """The numbers of its shares."""
+        return range(self.share, self.share + self.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,5 +152,6 @@ class CommitLog:
         """
         for part in self.parts:
             if part.plan is not None:
-                for push in (push for commit in part.commits for push in commit.pushes):
-                    yield from part.plan.places(push.share, *part.cuts)
+                pushes = (push for commit in part.commits for push in commit.pushes)
+                for share in (share for push in pushes for share in push.shares):
+                    yield from part.plan.places(share, *part.cuts)

@@ -292,7 +292,8 @@ class Job:
     @property
     def parts(self) -> int:
         """The number of batches in one step."""
-        return self.shares * self.devices_per_worker * self.micro_batches * self.strategy.updates
+        of_share = self.micro_batches * self.strategy.updates_of_share
+        return self.shares * self.devices_per_worker * of_share
 
     def updates_before(self, step: int) -> int:
         """Return the number of updates of each weight before a step, which the schedule counts."""

@@ -97,6 +97,7 @@ class WorkShare:
     seed: int
     accumulate: int = 1  # micro-batches of each replica, one after the other, for one gradient
     updates: int = 1  # gradients of each replica in a step, see `steepest.local_sgd.replicas`
+    updates_of_step: int = 1  # of each replica in a step, in all of its shares
     leased: bool = False  # shares come one by one: the next one is not known beforehand
     varies: bool = False  # whether `accumulate` may change with the job's size
     replicas: int = 1  # of all workers together
@@ -137,6 +138,9 @@ class Replicas:
     """
 
     delays = False
+
+    #: how many leased shares `compute` takes together, from the one on that it is given
+    leased_shares = 1
 
     #: lets messages move, between two batches of a share that is begun early; None elsewhere
     between_batches: Callable[[], None] | None = None

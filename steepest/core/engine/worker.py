@@ -383,7 +383,10 @@ class Worker:
             self._stats = lease.stats
             if (lease.generation, lease.version) > self._granted:  # else it is a copy
                 self._granted = (lease.generation, lease.version)
-                self._lease = (lease.share, lease.version)
+                self._lease, self._replicas.leased_shares = (
+                    (lease.share, lease.version),
+                    lease.count,
+                )
                 self._exchange.committed(lease.committed)
                 self._replicas.decided(counts=lease.committed == self._exchange.sequence)
 

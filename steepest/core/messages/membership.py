@@ -100,6 +100,7 @@ class Lease(Body):
     stats: Annotated[bool, FLAG] = True  # as in `Grant`
     # sequence number of the worker's last push that is part of the weights; 0 for none
     committed: Annotated[int, COUNT] = 0
+    count: Annotated[int, COUNT] = 1  # how many shares from that one on
 
 
 @body(Kind.FAILED)

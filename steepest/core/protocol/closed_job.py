@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from steepest.core.messages import driver
@@ -20,10 +21,10 @@ from steepest.core.messages.membership import (
 )
 from steepest.core.messages.message import Kind, Message, Peer, PushId, worker_peer
 from steepest.core.messages.snapshots import Install, Installed, InstallRefused
-from steepest.core.protocol.commit_rules import Staged
+from steepest.core.protocol.commit_rules import CommitQuorum, Staged
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.membership import Made, Readers
-from steepest.core.protocol.push_tracking import Reports, StagedEach
+from steepest.core.protocol.push_tracking import Reported, Reports, StagedEach
 from steepest.core.protocol.step_summary import OpenStep
 from steepest.errors import ProtocolError, listed
 
@@ -61,8 +62,10 @@ class ClosedJob:
         self._installs: list[tuple[Peer, int]] = []  # requests that wait for all workers to join
         self._step = OpenStep()
         # Of commits whose pushes are not counted yet: generation, version before, reports and staleness
-        # by worker, norm.
-        self._unsettled: list[tuple[int, int, Reports, Mapping[int, int], float | None]] = []
+        # by worker, norm, versions after each push.
+        self._unsettled: list[
+            tuple[int, int, Reports, Mapping[int, int], float | None, Sequence[int]]
+        ] = []
         self._since = math.inf  # when the open version was begun, on the caller's clock
         self._now = math.inf  # until the caller first tells the time
 
@@ -296,8 +299,7 @@ class ClosedJob:
         if state.rule.together:
             out = self._begin_generation(reload=False) if state.version < self.limit else []
         else:
-            busy = len(state.leases.busy)
-            begun = state.version + -(-busy // self._pushes_per_version)
+            begun = state.version + -(-state.leases.out // self._pushes_per_version)
             self.limit = min(self.limit, begun + -begun % state.versions_per_step)
             out = self._go_on()
         stopped = driver.Stopped(state.generation, request.sequence, self.limit)
@@ -345,21 +347,43 @@ class ClosedJob:
         most = granted * self._pushes_per_version if several else math.inf
         out: Outgoing = []
         chosen = []
-        for worker, share in state.leases.lease(self.joined, most, self._now):
+        leased = state.leases.lease(self.joined, most, self._now, self._shares_wanted)
+        for worker, shares in leased:
             chosen.append(worker)
             last = state.leases.last_applied.get(worker, 0)
-            lease = Lease(state.generation, state.version, share, self._stats, last)
+            lease = Lease(
+                *(state.generation, state.version, shares[0]),
+                stats=self._stats,
+                committed=last,
+                count=len(shares),
+            )
             out.append((worker_peer(worker), lease.pack()))
         idle = () if granted else sorted(self.joined - set(state.leases.busy))
         behind = state.leases.behind([*chosen, *idle], state.version)
         return [[worker, 0] for worker in behind], out
 
+    def _shares_wanted(self, worker: int) -> int:
+        """Return how many shares a worker computes while the fastest computes as many as the rule has for it."""
+        rule, paces = self.state.rule, self.state.history.paces
+        most = rule.shares if isinstance(rule, CommitQuorum) else 1
+        if most == 1 or worker not in paces:
+            return most
+        fastest = min(
+            pace for other, pace in paces.items() if other in self.joined or other == worker
+        )
+        return max(1, min(most, round(most * fastest / max(paces[worker], 1e-9))))
+
     def committed(self, made: Made) -> tuple[Readers, Outgoing]:
         """Add pushes to the open step and lease the next shares, see `Membership.committed`."""
         state = self.state
         settled = made.reports, made.staleness, made.norm
-        before = state.version - state.made_by(len(made.pushes))
-        self._unsettled.append((state.generation, before, *settled))
+        before, after = state.version - made.versions, [state.version] * len(made.pushes)
+        if state.makes_rounds:
+            counts = [len(state.leases.shares_of(push.worker)) for push in made.pushes]
+            after = [before + count for count in accumulate(counts)]
+            for push, count, version in zip(made.pushes, counts, after, strict=True):
+                self._add_timings(push.worker, made.reports[push.worker], version, count)
+        self._unsettled.append((state.generation, before, *settled, after))
         self._since = self._now if state.version < self.limit else math.inf
         out: Outgoing = []
         if state.rule.together:
@@ -378,23 +402,38 @@ class ClosedJob:
     def settle(self) -> Outgoing:
         """Add committed pushes to their steps; return the results of whole ones."""
         out: Outgoing = []
-        history, per_step = self.state.history, self.state.versions_per_step
+        per_step = self.state.versions_per_step
         unsettled, self._unsettled = self._unsettled, []
-        for generation, before, reports, staleness, norm in unsettled:
+        for generation, before, reports, staleness, norm, after in unsettled:
             self._step.add_norm(norm)
-            for count, (worker, report) in enumerate(reports.items(), start=1):
+            ended, rounds = before // per_step, self.state.makes_rounds
+            for (worker, report), version in zip(reports.items(), after, strict=True):
                 assert isinstance(report, Report)
-                version = before + self.state.made_by(count)
-                step = (version - 1) // per_step
                 self._step.add(report, staleness[worker])
-                if report.samples:  # at an epoch's end a worker may have none, and computes nothing
-                    history.add_timings(worker, report.timings, step)
                 # a round may be of the end of one step and the beginning of the next
-                if version % per_step == 0 and (self.state.makes_rounds or count == len(reports)):
-                    summary = self._step.end(self._stats)
-                    result = driver.Result(generation, version, step + 1, **summary)
-                    out += [] if self._client is None else [(self._client, result.pack())]
+                if rounds:
+                    out += self._results(generation, ended, version // per_step)
+                    ended = version // per_step
+                else:
+                    self._add_timings(worker, report, version)
+            if not rounds:
+                out += self._results(generation, ended, after[-1] // per_step)
         return out
+
+    def _add_timings(self, worker: int, report: Reported, version: int, shares: int = 1) -> None:
+        """Note the pace of a worker whose push, of so many shares, is part of a version."""
+        # at an epoch's end a worker may have no samples, and computes nothing
+        if isinstance(report, Report) and report.samples:
+            step = (version - 1) // self.state.versions_per_step
+            self.state.history.add_timings(worker, report.timings, step, shares)
+
+    def _results(self, generation: int, ended: int, now: int) -> Outgoing:
+        """Return the result of the step that has ended since so many had, if one has."""
+        if now == ended:
+            return []
+        version = now * self.state.versions_per_step
+        result = driver.Result(generation, version, now, **self._step.end(self._stats))
+        return [] if self._client is None else [(self._client, result.pack())]
 
     def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
         """Let workers go on whose pushes came too late, see `Membership.dropped`."""

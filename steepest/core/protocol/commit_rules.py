@@ -178,17 +178,20 @@ class CommitEach:
 class CommitQuorum:
     """Rounds of as many pushes as have come in time; a late one is part of the next round.
 
-    The version counts pushes, so that a step has as many however they were divided into rounds.
+    The version counts shares of samples, so that a step has as many however they were divided into rounds.
 
     Args:
         quorum: how many pushes make a round; None for those of all workers that have begun one.
         grace: seconds for which further ones are waited for then.
+        shares: the most shares of samples that a worker is leased at a time: the fastest gets so many, others
+            as many as they compute meanwhile. A version is one of them.
 
     Reference: Decoupled DiLoCo, arXiv:2604.21428.
     """
 
     quorum: int | None = None
     grace: float = 0.0
+    shares: int = 1
     together = False
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
@@ -212,9 +215,9 @@ class CommitQuorum:
         return 1
 
     def pushes_per_step(self, workers: int) -> int:
-        """Return as many pushes as there are workers, whichever made them."""
-        return workers
+        """Return as many shares as all workers compute at the fastest's pace, whoever computes them."""
+        return workers * self.shares
 
     def versions_per_step(self, workers: int) -> int:
-        """Return as many as there are pushes in a step."""
-        return workers
+        """Return as many as there are shares in a step."""
+        return workers * self.shares

@@ -55,7 +55,7 @@ class CommitState:
         self.members = members
         self.servers = servers
         self.rule = rule
-        self.version = 0  # number of updates committed; with rounds of a quorum of pushes
+        self.version = 0  # number of updates committed; with rounds of a quorum of shares
         self.generation = 0  # number of the present membership; pushes of earlier ones are void
         # the newest version that clients may learn of; infinity where no server remembers
         self.logged = 0 if witnessed else math.inf
@@ -95,9 +95,11 @@ class CommitState:
         workers = frozenset(self.leases.busy) if self.makes_rounds else self.members
         return self.rule.decide(self.version, workers, complete)
 
-    def made_by(self, pushes: int) -> int:
-        """Return as how many versions a commit of so many pushes counts."""
-        return max(pushes * self.versions_per_step // self.pushes_per_step, 1)
+    def made_by(self, pushes: Sequence[Staged]) -> int:
+        """Return as how many versions a commit of some pushes counts."""
+        if not self.makes_rounds:
+            return 1
+        return sum(len(self.leases.shares_of(push.worker)) for push in pushes)
 
     def advance(self, versions: int = 1) -> None:
         """Begin the version after so many, which one commit has made."""

@@ -295,11 +295,13 @@ class Coordinator:
         clip, most = 1.0, clip_told_by(reports) or self._clip_norm
         if norm is not None and most is not None and not skip:
             clip = clip_factor(norm, most)
-        made = state.made_by(len(pushes))
+        made = state.made_by(pushes)
         entry = self._entry(made, pushes, reports, hyper, rate, skip, clip)
         state.history.add(entry, staleness.values(), skipped=skip)
         state.advance(made)
-        readers, answers = self.membership.committed(Made(pushes, reports, staleness, norm, skip))
+        readers, answers = self.membership.committed(
+            Made(pushes, reports, staleness, norm, skip, made)
+        )
         commit = CommitOrder(
             *(state.generation, state.version, rate, tuple(push.id for push in pushes), readers),
             hyper=hyper if any(hyper) else None,
@@ -323,9 +325,11 @@ class Coordinator:
         state = self._state
         entries: list[list[Any]] = []
         for push in pushes:
-            share: int | None = push.pulled * state.pushes_per_step + push.worker
+            share: int | list[int] | None = push.pulled * state.pushes_per_step + push.worker
             if not state.rule.together:
-                share = state.leases.share_of(push.worker)
+                share = None
+                if shares := state.leases.shares_of(push.worker):
+                    share = shares[0] if len(shares) == 1 else [shares[0], len(shares)]
             entry: list[Any] = [push.worker, push.incarnation, push.sequence, push.pulled, share]
             report = reports[push.worker]
             if isinstance(report, Report) and report.more:

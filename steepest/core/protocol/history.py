@@ -26,7 +26,7 @@ class CommitHistory:
         skipped: number of versions that changed nothing.
         dropped: number of pushes that will never be committed.
         staleness: number of committed pushes by their staleness, in versions.
-        paces: by worker, the seconds that it computes for one push, as a running mean.
+        paces: by worker, the seconds that it computes for one share of samples, as a running mean.
     """
 
     def __init__(self, keep_log: bool = False) -> None:
@@ -50,10 +50,14 @@ class CommitHistory:
         if self._log is not None:
             self._log.append(entry)
 
-    def add_timings(self, worker: int, timings: Mapping[str, float], step: int) -> None:
+    def add_timings(
+        self, worker: int, timings: Mapping[str, float], step: int, shares: int = 1
+    ) -> None:
         """Update a worker's pace, and whether it is a straggler."""
-        # timings: seconds by part of its push; without "compute" nothing changes; step: that the push is of.
+        # timings: seconds by part of its push, which is of so many shares; without "compute" nothing changes; step:
+        # that the push is of.
         if (seconds := timings.get("compute")) is not None:
+            seconds /= shares
             self.paces[worker] = seconds + 0.8 * (self.paces.get(worker, seconds) - seconds)
             self._compare(worker, step)
 

@@ -23,6 +23,7 @@ class Made(NamedTuple):
     staleness: Mapping[int, int]  # of these, by worker
     norm: float | None  # of the gradient; None where it is not known
     skipped: bool  # whether the version leaves them out, because of NaN or infinity
+    versions: int = 1  # as how many versions it counts
 
 
 class Membership(Protocol):

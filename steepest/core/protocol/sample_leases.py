@@ -6,7 +6,7 @@ A share is one part of one step's samples; its number counts the shares of all s
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,18 +28,29 @@ class Ledger:
     Example:
         >>> ledger = Ledger()
         >>> ledger.take(), ledger.take()
-        (0, 1)
+        (range(0, 1), range(1, 2))
         >>> ledger.give_back(0)
-        >>> ledger.take(), ledger.take()
-        (0, 2)
+        >>> ledger.take(3), ledger.take(3)
+        (range(0, 1), range(2, 5))
     """
 
     def __init__(self, following: int = 0, returned: Iterable[int] = ()) -> None:
         self.following = following
         self._returned = sorted(returned)
 
-    def take(self) -> int:
-        """Lease the lowest free number, and return it."""
+    def take(self, most: int = 1) -> range:
+        """Lease the lowest free number, and those that follow it and are free, up to `most` in all; return them."""
+        first = last = self._take()
+        while last - first + 1 < most and self._lowest == last + 1:
+            last = self._take()
+        return range(first, last + 1)
+
+    @property
+    def _lowest(self) -> int:
+        """The lowest free number."""
+        return self._returned[0] if self._returned else self.following
+
+    def _take(self) -> int:
         if self._returned:
             return heapq.heappop(self._returned)
         self.following += 1
@@ -63,9 +74,15 @@ class Ledger:
 class _Busy:
     """The lease of a worker whose push is neither committed nor dropped."""
 
-    share: int | None  # its number; None once it is free for other workers
+    shares: range  # their numbers
     since: float  # when it was leased, in seconds on the caller's clock
     push: PushId | None = None  # which the worker has reported for it
+    is_free: bool = False  # whether other workers may have them
+
+    @property
+    def held(self) -> range:
+        """The shares that nobody else may have."""
+        return range(0) if self.is_free else self.shares
 
 
 class Leases:
@@ -88,29 +105,41 @@ class Leases:
         """The workers that have a lease: their pushes are neither committed nor dropped."""
         return tuple(self._busy)
 
-    def share_of(self, worker: int) -> int | None:
-        """Return the share that is leased to a worker; None if none is or it is free for others."""
-        return self._busy[worker].share if worker in self._busy else None
+    @property
+    def out(self) -> int:
+        """How many shares busy workers compute, those that are free for others included."""
+        return sum(len(busy.shares) for busy in self._busy.values())
+
+    def shares_of(self, worker: int) -> range:
+        """Return the shares that are leased to a worker; none if none are or they are free for others."""
+        return self._busy[worker].held if worker in self._busy else range(0)
 
     def state(self) -> list[int]:
         """Return the shares another coordinator may lease: the lowest never leased, then those below not committed."""
-        out = [busy.share for busy in self._busy.values() if busy.share is not None]
+        out = [share for busy in self._busy.values() for share in busy.held]
         return [self.ledger.following, *sorted([*self.ledger.returned, *out])]
 
-    def lease(self, joined: Collection[int], most: float, now: float) -> list[tuple[int, int]]:
-        """Lease free shares to idle joined workers, the slowest first; return (worker, share) of each."""
-        # most: how many workers may be busy, perhaps infinity; now: in seconds on the caller's clock.
+    def lease(
+        self,
+        joined: Collection[int],
+        most: float,
+        now: float,
+        wanted: Callable[[int], int] = lambda worker: 1,
+    ) -> list[tuple[int, range]]:
+        """Lease free shares to idle joined workers, the slowest first; return (worker, shares) of each."""
+        # most: how many shares may be out, perhaps infinity; now: in seconds on the caller's clock; wanted: how many a
+        # worker gets at most.
         leased = []
         clocks = {worker: self.clocks[worker] for worker in joined}
         for worker in sorted(
             joined - self._busy.keys(), key=lambda worker: (self.clocks[worker], worker)
         ):
-            if len(self._busy) >= most:
+            if (left := most - self.out) <= 0:
                 break
             if self._rule.may_go_on(worker, clocks):
-                share = self.ledger.take()
-                self._busy[worker] = _Busy(share, now)
-                leased.append((worker, share))
+                shares = self.ledger.take(int(min(wanted(worker), left)))
+                self._busy[worker] = _Busy(shares, now)
+                leased.append((worker, shares))
         return leased
 
     def restore(self, shares: Sequence[int]) -> None:
@@ -140,17 +169,14 @@ class Leases:
 
     def drop(self, pushes: Iterable[Staged]) -> list[int]:
         """End the leases of dropped pushes; return their shares that are neither free nor leased now; see `free`."""
-        return [
-            share for push in pushes if (share := self._busy.pop(push.worker).share) is not None
-        ]
+        return [share for push in pushes for share in self._busy.pop(push.worker).held]
 
     def give_back(self, workers: Iterable[int]) -> None:
         """Make the shares of busy workers free for others; these workers still compute them."""
         for worker in workers:
             busy = self._busy[worker]
-            if busy.share is not None:
-                self.ledger.give_back(busy.share)
-                busy.share = None
+            self.free(busy.held)
+            busy.is_free = True
 
     def begin(self, worker: int, version: int, joined: Collection[int]) -> None:
         """Add a joining worker, with the present version's weights and a clock not below the lowest of the others."""

@@ -63,6 +63,11 @@ class Strategy:
         return 1
 
     @property
+    def updates_of_share(self) -> int:
+        """Those of a share of samples, of which a worker may get several at a time: all."""
+        return self.updates
+
+    @property
     def local(self) -> bool:
         """Whether workers apply the model's optimizer to weights of their own, and push their changes."""
         return False
