@@ -1,14 +1,17 @@
-"""The time of a step in a loop of the user's own, beside `fit` and DistributedDataParallel, with two workers.
+"""The time of a step in a loop of the user's own, beside `fit` and other libraries' loops, with two workers.
 
-    python -m benchmarks.own_loop                       # both workloads, about three minutes
-    python -m benchmarks.own_loop --model convnet --rounds 5
+    python -m benchmarks.own_loop                       # both workloads, about four minutes
+    python -m benchmarks.own_loop --model convnet --rounds 5 --shipped
+    python -m benchmarks.own_loop --model mlp --strategies allreduce --rivals accelerate fabric    # in 12 GB
 
 The same script in each: a DataLoader whose data set reads a batch at once, zero_grad, forward, backward, step. ``fit``
 has that loader in a `TorchModel`. ``loop`` is `steepest.prepare` and `steepest.epochs` around the script's own loop.
 ``ddp kept`` is DistributedDataParallel as in ``benchmarks.overhead``, without a loader, with the C library told to keep
-freed memory, as steepest's workers do. Workloads, threads and turns are those of that benchmark: ratios are of the same
-round. Beside the time there is the processor time of a contender's processes but the driver, which says more where
-others use the machine.
+freed memory, as steepest's workers do. ``ddp loop``, ``accelerate`` and ``fabric`` are the same script, loader
+included, in DistributedDataParallel, Hugging Face's Accelerate and Lightning Fabric, with ``kept`` told the same; with
+``--shipped`` as they come, too. Those that are not installed are left out. Workloads, threads and turns are those of
+that benchmark: ratios are of the same round. Beside the time there is the processor time of a contender's processes but
+the driver, which says more where others use the machine.
 """
 
 from __future__ import annotations
@@ -22,18 +25,25 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import argparse
 import contextlib
 import functools
-from collections.abc import Sequence
+import importlib
+import itertools
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.overhead import Times, alternate, progress, ratios, ray_started, turn
-from benchmarks.rivals import KEPT, Local, Steepest, Trainer
+from benchmarks.rivals import DEADLINE, KEPT, WORKERS, Local, Steepest, Step, StepMaker, Trainer
 
+INSTALL = {"accelerate": "pip install accelerate", "fabric": "pip install lightning"}
+MODULES = {"accelerate": "accelerate", "fabric": "lightning.fabric"}
 STRATEGIES = ("ps", "allreduce")
 
 
@@ -111,17 +121,129 @@ def script(workload: Workload) -> None:
             optimizer.step()
 
 
+# --- the same script with other libraries ---
+
+
+def missing(rival: str) -> str:
+    """What to do for a rival that is not installed; "" if it is."""
+    try:
+        importlib.import_module(MODULES.get(rival, "torch"))
+    except ImportError as error:
+        return f"{rival} is left out: {error}; {INSTALL[rival]}"
+    return ""
+
+
+def _meet(rank: int, store: Path) -> None:
+    """Make one of the processes' group of this one, as their launchers do."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORKERS, "NODE_RANK": 0}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    dist.init_process_group(
+        *("gloo", store.as_uri(), timedelta(seconds=DEADLINE), WORKERS), rank=rank
+    )
+
+
+def _endless(batches: Any) -> Iterator[Any]:
+    return itertools.chain.from_iterable(itertools.repeat(batches))
+
+
+def ddp_loop(workload: Workload, rank: int, store: Path) -> Step:
+    """The script with DistributedDataParallel and a DistributedSampler."""
+    _meet(rank, store)
+    model = DistributedDataParallel(workload.build())
+    optimizer = workload.optimizer(model, fused=None)
+    rows = Rows(workload)
+    batches = _endless(
+        DataLoader(
+            rows,
+            batch_size=workload.batch_size,
+            sampler=DistributedSampler(rows),
+            collate_fn=_as_it_is,
+        )
+    )
+
+    def step() -> None:
+        x, y = next(batches)
+        optimizer.zero_grad()
+        F.nll_loss(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def accelerate_loop(workload: Workload, rank: int, store: Path) -> Step:
+    """The script with Hugging Face's Accelerate."""
+    _meet(rank, store)
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == WORKERS
+    built = workload.build()
+    model, optimizer, prepared = accelerator.prepare(
+        built, workload.optimizer(built, fused=None), loader(workload)
+    )
+    batches = _endless(prepared)
+
+    def step() -> None:
+        x, y = next(batches)
+        optimizer.zero_grad()
+        accelerator.backward(F.nll_loss(model(x), y))
+        optimizer.step()
+
+    return step
+
+
+def fabric_loop(workload: Workload, rank: int, store: Path) -> Step:
+    """The script with Lightning Fabric."""
+    _meet(rank, store)
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=WORKERS, strategy="ddp")
+    fabric.launch()
+    assert fabric.world_size == WORKERS
+    built = workload.build()
+    model, optimizer = fabric.setup(built, workload.optimizer(built, fused=None))
+    batches = _endless(fabric.setup_dataloaders(loader(workload)))
+
+    def step() -> None:
+        x, y = next(batches)
+        optimizer.zero_grad()
+        fabric.backward(F.nll_loss(model(x), y))
+        optimizer.step()
+
+    return step
+
+
+LOOPS: dict[str, StepMaker] = {
+    "ddp loop": ddp_loop,
+    "accelerate": accelerate_loop,
+    "fabric": fabric_loop,
+}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure, and print a table for each workload."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", nargs="*", default=["convnet", "mlp"], choices=WORKLOADS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, help="in a turn")
+    # all contenders' processes are there at the same time
+    parser.add_argument("--strategies", nargs="*", default=STRATEGIES, choices=STRATEGIES)
+    parser.add_argument("--rivals", nargs="*", default=list(LOOPS), choices=LOOPS)
+    parser.add_argument(
+        "--shipped", action="store_true", help="others with the C library as it is, too"
+    )
     chosen = parser.parse_args(arguments)
     for name in chosen.model:
         workload = WORKLOADS[name]
         contenders: list[Trainer] = [Local(f"ddp{KEPT}", workload)]
-        for strategy in STRATEGIES:
+        for rival in chosen.rivals:
+            if reason := missing(rival):
+                progress(reason)
+                continue
+            ways = (KEPT, "") if chosen.shipped else (KEPT,)
+            contenders += [Local(rival + way, workload, LOOPS[rival]) for way in ways]
+        for strategy in chosen.strategies:
             contenders += [
                 Fit(f"fit {strategy}", workload, strategy),
                 Loop(f"loop {strategy}", workload, strategy),
@@ -134,11 +256,18 @@ def main(arguments: list[str] | None = None) -> None:
             )
             for contender, seconds in times.items():
                 line = f"{contender:16s} {1000 * sorted(seconds)[len(seconds) // 2]:8.2f}"
-                for other in (f"ddp{KEPT}", contender.replace("loop", "fit")):
-                    if other in times and other != contender:
-                        shares = ratios(seconds, times[other])
-                        line += f"   {other}: " + " ".join(f"{v:.3f}" for v in shares.values())
+                for other in compared(contender, times):
+                    shares = ratios(seconds, times[other])
+                    line += f"   {other}: " + " ".join(f"{v:.3f}" for v in shares.values())
                 progress(line)
+
+
+def compared(contender: str, times: Times) -> list[str]:
+    """The others to whose times a contender's are compared."""
+    if not contender.startswith("loop"):
+        return [f"ddp{KEPT}"] if contender != f"ddp{KEPT}" else []
+    fit = contender.replace("loop", "fit")
+    return [name for name in times if name == fit or not name.startswith(("fit", "loop"))]
 
 
 def measure(contenders: list[Trainer], rounds: int, steps: int) -> tuple[Times, Times]:

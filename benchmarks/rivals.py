@@ -128,8 +128,18 @@ LOCAL_STEPS = {
 KEPT = " kept"  # with the C library told to keep freed memory, as steepest's workers do
 
 
+#: Makes what a local process does in a step: of a workload, as one of the processes, which meet in a file.
+StepMaker = Callable[[Workload, int, Path], Step]
+
+
 def _serve(
-    kind: str, workload: Workload, rank: int, store: Path, barrier: Barrier, pipe: Connection
+    kind: str,
+    make: StepMaker,
+    workload: Workload,
+    rank: int,
+    store: Path,
+    barrier: Barrier,
+    pipe: Connection,
 ) -> None:
     """Body of a local process: answer each number of steps with the seconds they took, until None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
@@ -139,7 +149,7 @@ def _serve(
             from steepest.core.tensors.allocator import keep_freed_memory
 
             keep_freed_memory()
-        step = LOCAL_STEPS[kind.removesuffix(KEPT)](workload, rank, store)
+        step = make(workload, rank, store)
         pipe.send(0.0)
         while pipe.poll(IDLE_DEADLINE) and (steps := pipe.recv()) is not None:
             barrier.wait(DEADLINE)
@@ -157,10 +167,17 @@ def _serve(
 
 
 class Local(Trainer):
-    """Two processes without Ray, started together by a barrier; the time is that of the slower one."""
+    """Two processes without Ray, started together by a barrier; the time is that of the slower one.
 
-    def __init__(self, name: str, workload: Workload) -> None:
+    Args:
+        name: of one of `LOCAL_STEPS`, perhaps with `KEPT` behind it.
+        workload: that it trains.
+        make: instead of that of `LOCAL_STEPS`.
+    """
+
+    def __init__(self, name: str, workload: Workload, make: StepMaker | None = None) -> None:
         super().__init__(name, workload)
+        self._make = make or LOCAL_STEPS[name.removesuffix(KEPT)]
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -172,7 +189,7 @@ class Local(Trainer):
         store = Path(self._directory.name, "store")
         for rank in range(WORKERS):
             mine, theirs = context.Pipe()
-            arguments = (self.name, self.workload, rank, store, barrier, theirs)
+            arguments = (self.name, self._make, self.workload, rank, store, barrier, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             self._pipes.append(mine)
             process.start()

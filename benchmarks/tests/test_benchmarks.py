@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import resnet101
+from benchmarks import own_loop, resnet101
 from benchmarks.models import Workload, compute
 from benchmarks.namespaces import HOST
 from benchmarks.network import BYTES, OVERHEAD
@@ -140,3 +140,15 @@ def test_the_floor_of_a_step_is_what_the_busiest_link_takes(alone: int) -> None:
     assert model <= optimum(hosts, alone, mbit) <= of_one <= floor(hosts, alone, mbit)
     assert optimum(hosts, hosts, mbit) == pytest.approx(model)
     assert floor(hosts, hosts, mbit) == pytest.approx(2 * model)
+
+
+def test_a_loop_is_compared_with_all_rivals_and_with_fit_of_its_strategy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = "ddp kept", "accelerate kept", "fit ps", "loop ps", "fit allreduce", "loop allreduce"
+    times = {name: [1.0] for name in names}
+    assert own_loop.compared("loop ps", times) == ["ddp kept", "accelerate kept", "fit ps"]
+    assert own_loop.compared("accelerate kept", times) == ["ddp kept"]
+    monkeypatch.setitem(own_loop.MODULES, "fabric", "no_such_module")
+    assert own_loop.missing("fabric").startswith("fabric is left out")
+    assert not own_loop.missing("ddp loop")
