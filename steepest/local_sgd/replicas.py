@@ -201,7 +201,7 @@ class LocalReplicas(Replicas):
         try:
             while (result := self._train(number, metrics, arrive)) is None:
                 self._begin_anew(number)
-            self._exchange_fragment(self._places.step_of(number), result.weight, chunk_ready)
+            self._exchange_fragment(self.batches.places.step_of(number), result.weight, chunk_ready)
             self._companion.end_share(chunk_ready, self._updates)
             self._pushed = number
         except BaseException:
@@ -227,11 +227,11 @@ class LocalReplicas(Replicas):
         self, number: int, parts: list[Batches], metrics: bool, arrive: Arrive
     ) -> bool:
         """Make the updates of one share, and add what they give; False where what it began from was left out."""
-        step = self._places.step_of(number)
+        step = self.batches.places.step_of(number)
         first = self._updates_before(step)
         # where workers get as many shares as they compute in time, each is one update of the step
         of_step = self._updates_of_step if self._updates < self._updates_of_step else 0
-        first += number % self._places.shares * of_step // self._places.shares
+        first += number % self.batches.places.shares * of_step // self.batches.places.shares
         for update in range(self._updates):
             if update == self._delay and not self._take_in(arrive):
                 return False
@@ -431,7 +431,7 @@ class LocalReplicas(Replicas):
         """Return the inner optimizer's and schedule's state, and weights of the worker's own; see `Replicas`."""
         # A share that was computed for a later step does not count, nor does a leased one that is not committed.
         kept = (each for each in (self._earlier, self._before) if each is not None)
-        later = (each for each in kept if self._places.step_of(each.number) >= step)
+        later = (each for each in kept if self.batches.places.step_of(each.number) >= step)
         before = (self._before if self._is_open else None) if self.leased else next(later, None)
         if before is not None:
             records, schedule, own = before.optimizer, before.schedule, before.own

@@ -14,13 +14,12 @@ import torch
 
 from steepest.core.data.batch_size import batch_size_of
 from steepest.core.data.protocol import Indices
-from steepest.core.data.sampler import SamplePlan, even_share, step_seed
+from steepest.core.data.sampler import SamplePlan, even_share
+from steepest.core.engine.batch_loader import BatchLoader
 from steepest.core.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.core.engine.companion import Companion
 from steepest.core.engine.exchange import Exchange
-from steepest.core.engine.generators import HeldGenerators, seed_everything
 from steepest.core.engine.gradient_sum import GradientSum
-from steepest.core.engine.open_streams import OpenStreams
 from steepest.core.engine.sample_places import Place, SamplePlaces
 from steepest.core.messages.fields import RateChanges
 from steepest.core.models.protocol import (
@@ -78,17 +77,6 @@ def memory_for(layout: ParameterLayout) -> Memory:
 
 
 @dataclass(frozen=True)
-class _Loaded:
-    """A batch that was loaded before its turn."""
-
-    place: Place
-    batch: Any  # None where loading it raised
-    error: BaseException | None
-    generators: HeldGenerators  # as they were after it was loaded
-    seconds: float  # that loading it took
-
-
-@dataclass(frozen=True)
 class WorkShare:
     """The part of each step's work that is a worker's."""
 
@@ -101,6 +89,11 @@ class WorkShare:
     leased: bool = False  # shares come one by one: the next one is not known beforehand
     varies: bool = False  # whether `accumulate` may change with the job's size
     replicas: int = 1  # of all workers together
+
+
+def _places(share: WorkShare, models: int) -> SamplePlaces:
+    """Return the places of a worker's batches."""
+    return SamplePlaces(models, share.shares, share.accumulate * share.updates)
 
 
 class _Able:
@@ -165,9 +158,12 @@ class Replicas:
         self.first_index = share.first_index
         self.worker = share.first_index // len(models)
         self._replicas = share.replicas
-        self._places = SamplePlaces(len(models), share.shares, accumulate * share.updates)
         self.leased = share.leased
-        self._seed = share.seed
+        self.batches = BatchLoader(
+            *(self.models, _places(share, len(models)), (share.first_index, share.replicas)),
+            leased=share.leased,
+            seed=share.seed,
+        )
         self._devices = tuple(devices)
         in_sum = accumulate == 1 and not share.varies  # whether replica 0 writes but once
         scratch = self._sum if in_sum and len(models) == 1 else self.layout.allocate()
@@ -184,13 +180,6 @@ class Replicas:
             self.weights.copy_(self._own[0][0])
         #: the state to begin with, until the first weights and frozen parameters have come
         self._first: Mapping[str, torch.Tensor] | None = {}
-        #: by replica: the share and number of the next micro-batch, and the iterator that yields it
-        self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
-        self._loaded: _Loaded | None = None  # a batch of a step to come
-        self._streams = OpenStreams(len(models))
-        self._division = (self.first_index, self._replicas)  # with which streams are open
-        # that loading a batch of the last share took while its weights were awaited
-        self.seconds_ahead = 0.0
         # where this worker's gradients go; None until a process hosts the worker
         self.exchange: Exchange | None = None
         self._companion = Companion()  # of that exchange
@@ -200,21 +189,14 @@ class Replicas:
         self.take_back: Callable[[], None] | None = None
 
     def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
-        """Set the sample plan, and the seed of the job."""
-        # plan: None when the data are streams, which go on where they are. Those that are divided are opened again
-        # where this worker has another part of them now.
-        division = (self.first_index, self._replicas)
-        redivided = division != self._division and _divides(self.models[0].data)
-        self._division = division
-        if plan is not None or self._places.plan is not None or redivided:
-            self._drop_batches()
-        self._places.use(plan)
-        self._seed = seed
+        """Set the sample plan, None for streams, and the seed of the job."""
+        if self.batches.use(plan, seed):
+            self._companion.forget()
 
     def use_exchange(self, exchange: Exchange) -> None:
         """Set `exchange`, and tell its companion of the batches from now on."""
         self.exchange, self._companion = exchange, exchange.companion
-        self._companion.attach(self.models, self.load, self.places)
+        self._companion.attach(self.models, self.batches.load, self.places)
 
     def meet(self, member: Any, wait: Callable[[Callable[[], bool]], None]) -> None:
         """Tell models that gather values of all workers how they reach these, see `Gathers`."""
@@ -230,17 +212,18 @@ class Replicas:
 
     def _last_share(self, replica: int, step: int) -> Indices | None:
         """Return the samples of a replica's last micro-batch of a step; None where they are not known."""
-        number = step * self._places.shares + self.worker
-        if self._places.plan is None or step < self._places.plan.start_step:
+        number = step * self.batches.places.shares + self.worker
+        if self.batches.places.plan is None or step < self.batches.places.plan.start_step:
             return None
-        found = list(islice(self._places.indices((number, replica, 0)), self._places.micros))
+        found = list(
+            islice(self.batches.places.indices((number, replica, 0)), self.batches.places.micros)
+        )
         return next((indices for indices in reversed(found) if len(indices)), None)
 
     def take_over(self, other: Replicas) -> None:
         """Continue where earlier replicas of the same models were in the data."""
-        self._batches, self._first = other._batches, other._first
-        self._loaded = other._loaded
-        self._streams, self._division = other._streams, other._division
+        self.batches.continue_from(other.batches)
+        self._first = other._first
 
     def begin_with(self, state: Mapping[str, torch.Tensor]) -> None:
         """Give every model a state (see `Model.state`)."""
@@ -267,10 +250,8 @@ class Replicas:
         # `accumulate` changes only if it `varies`.
         self.first_index = share.first_index
         self.worker = share.first_index // len(self.models)
-        plan, micros = self._places.plan, share.accumulate * share.updates
-        self._places = SamplePlaces(len(self.models), share.shares, micros)
-        self._places.use(plan)
         self._replicas = share.replicas
+        self.batches.divide(_places(share, len(self.models)), (share.first_index, share.replicas))
         if self.weights.data_ptr() != self._memory.data_ptr():
             self._memory.copy_(self.weights)
             self._move(self._memory)
@@ -358,112 +339,23 @@ class Replicas:
             for model in self._able.commits:
                 model.go_on(version)
 
-    def _next_batch(self, number: int, replica: int, micro: int, count: int) -> Any:
-        """Return the next micro-batch of one replica on this worker, of `count` that are not empty in the share."""
-        kept, source, places = self._batches[replica], self.models[replica].data, self._places
-        step, plan = places.step_of(number), places.plan
-        if kept is None or (plan is not None and kept[0] != (number, micro)):
-            if (divide := getattr(source, "divide", None)) is not None:
-                divide(self.first_index + replica, self._replicas)
-            if plan is None and _divides(source):
-                self._streams.begin(replica, source, step, micro)
-            shares = places.indices((number, replica, micro))
-            kept = (number, micro), source.open(shares, prefetch=not self.leased)
-        self._batches[replica] = None  # an iterator that raises is exhausted
-        try:
-            batch = next(kept[1])
-        except StopIteration:
-            raise ModelError(
-                "the source of the training data ended: its open() must yield a batch for each "
-                "share"
-            ) from None
-        if plan is None and _divides(source):
-            index = self.first_index + replica
-            self._streams.took(
-                replica, source, (step, micro), (index, self._replicas), places.micros
-            )
-        # In the next step the replica has the same place.
-        following = (number, micro + 1) if micro + 1 < count else (number + places.shares, 0)
-        self._batches[replica] = (following, kept[1])
-        return batch
-
     def places(self, number: int) -> list[Place]:
         """Return the places of a share's batches, in the order in which they are computed."""
-        return self._places.of(number)
+        return self.batches.places.of(number)
 
     def load_ahead(self, number: int) -> None:
         """Load the first batch of a share that is computed soon, unless one is loaded; raise where it is computed."""
-        if (
-            self._loaded is None
-            and not self._companion.takes_ahead
-            and (places := self.places(number))
-        ):
-            batch: Any = None
-            error: BaseException | None = None
-            began = self._now()
-            try:
-                batch = self._load_batch(places[0])
-            except BaseException as raised:  # noqa: BLE001 - the user's code may call sys.exit()
-                error = raised
-            seconds = self._now() - began
-            self._loaded = _Loaded(places[0], batch, error, HeldGenerators(), seconds)
-
-    def load(self, place: Place) -> Any:
-        """Seed all generators as for the batch of a place, and return the batch."""
-        if self._places.plan is not None:
-            return self._take_batch(place)
-        if (kept := self._streams.kept(place)) is not None:
-            self._seed_for(place)
-            return kept
-        batch = self._take_batch(place)
-        self._streams.keep(place, batch)
-        return batch
-
-    def skip_batches(self) -> None:
-        """Take further batches of streams if the last share is computed again: these would raise again."""
-        self._streams.forget_batches()
+        if not self._companion.takes_ahead:
+            self.batches.load_ahead(number)
 
     def stream_place(self) -> StreamPlace | None:
         """Return where the job is in its pass over a stream; None where that is not known."""
-        return self._streams.places[0]
+        return self.batches.stream_place
 
     def continue_streams(self, place: StreamPlace | None) -> None:
         """Set where the job is in its pass over streams that are opened from now on; None to begin them anew."""
-        self._streams.places = [place] * len(self.models)
-        if place is None and self._places.plan is None:
-            self._drop_batches()
-
-    def _drop_batches(self) -> None:
-        """Drop all batches that are loaded, and have sources opened again."""
-        self._streams.forget_batches()
-        self._batches = [None] * len(self.models)
-        self._loaded = None
-        self._companion.forget()
-
-    def _take_batch(self, place: Place) -> Any:
-        """Seed all generators as for the batch of a place; return it, perhaps loaded beforehand."""
-        loaded, self._loaded = self._loaded, None
-        if loaded is None or (loaded.place != place and self._places.plan is not None):
-            return self._load_batch(place)
-        self.seconds_ahead = loaded.seconds
-        if loaded.error is not None:
-            raise loaded.error
-        if loaded.place != place:  # a stream goes on where it is
-            self._seed_for(place)
-        else:
-            loaded.generators.go_on()
-        return loaded.batch
-
-    def _seed_for(self, place: Place) -> None:
-        """Seed all generators as for the batch of a place."""
-        step, part = self._places.step_of(place[0]), self._places.part_of(place)
-        seed_everything(step_seed(self._seed, step, part))
-
-    def _load_batch(self, place: Place) -> Any:
-        """Seed all generators for the batch of a place, and return the batch that the source has."""
-        self._seed_for(place)
-        number, replica, micro = place
-        return self._next_batch(number, replica, micro, self._places.counts(number)[replica])
+        if self.batches.continue_streams(place):
+            self._companion.forget()
 
     def look_ahead(self, number: int) -> None:
         """Look at the share after one whose gradient is pushed, if that is to be done now."""
@@ -503,7 +395,7 @@ class Replicas:
         """Tell a model of the place of its next batch, if it asks for that; see `Model`."""
         replica = place[1]
         if (model := self._able.data[replica]) is not None:
-            where = self._places.where(place)
+            where = self.batches.places.where(place)
             model.take_place(
                 where._replace(empty=empty, leased=self.leased),
                 self.first_index + replica,
@@ -523,14 +415,16 @@ class Replicas:
         collector = GradientSum(self.layout, self._sum, len(places), chunk_ready)
         results: list[Computed] = []
         companion = self._companion
-        loading = computing = self.seconds_ahead = 0.0
+        loading = computing = self.batches.seconds_ahead = 0.0
         for place in places:
             began, replica = self._now(), place[1]
-            batch = companion.take(place, self.load)
+            batch = companion.take(place, self.batches.load)
             loaded = self._now()
             companion.begin_batch(place)
             if (weighs := self._able.batches[replica]) is not None:
-                weighs.expect(self._places.share_of(place, places if self._is_update else None))
+                weighs.expect(
+                    self.batches.places.share_of(place, places if self._is_update else None)
+                )
             self._tell_place(place)
             if self._devices[replica].type != "cpu":
                 arrive(None)  # the model computes with copies on its device
@@ -547,7 +441,7 @@ class Replicas:
             companion.end_batch(result.weight)
             loading += loaded - began
             computing += self._now() - loaded
-        return results, loading + self.seconds_ahead, computing
+        return results, loading + self.batches.seconds_ahead, computing
 
     @property
     def may_take_back(self) -> bool:
@@ -608,7 +502,7 @@ class Replicas:
             with self._companion.rehearsal(model):
                 model.compute_gradients(batch, lambda *_: None, False)
             model.load_state(before)
-            self._batches[replica] = None
+            self.batches.reopen(replica)
 
     def evaluate(self, data: Any, batch_size: int | None, part: int, parts: int) -> WorkerResult:
         """Return loss and metrics over a part of a data set, computed by the first replica.
@@ -638,11 +532,6 @@ class Replicas:
             _expect(model, Share(len(share), len(share)))
             results.append(validate_computed(model.evaluate(batch)))
         return WorkerResult(*_mean(results), {"evaluate": self._now() - began})
-
-
-def _divides(source: Any) -> bool:
-    """Return whether a source gives each replica a part of its samples."""
-    return hasattr(source, "divide") and getattr(source, "divides", True)
 
 
 def _expect(model: Model, share: Share | None) -> None:

@@ -539,7 +539,7 @@ class Worker:
                     self._pushed, self._paused = before, True
                     return
                 if not isinstance(error, _AbandonedError):
-                    self._replicas.skip_batches()
+                    self._replicas.batches.skip()
                 self._fail(version, error)
                 return
         if self._defect is not None:
@@ -585,7 +585,7 @@ class Worker:
         self._reported += pulled
         stats: dict[str, Any] = {}
         if self._stats:
-            waited = self._waited + self._waiting - self._replicas.seconds_ahead
+            waited = self._waited + self._waiting - self._replicas.batches.seconds_ahead
             timings = {**result.timings, "wait": max(waited, 0.0)}
             stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
         moved = (self._exchange.bytes_pushed, pulled)

@@ -1,0 +1,203 @@
+"""The batches of one worker's replicas: loaded in the order of its shares, also before their turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from steepest.core.data.sampler import SamplePlan, step_seed
+from steepest.core.engine.generators import HeldGenerators, seed_everything
+from steepest.core.engine.open_streams import OpenStreams
+from steepest.core.engine.sample_places import Place, SamplePlaces
+from steepest.core.models.protocol import Model
+from steepest.core.system import system
+from steepest.errors import ModelError
+
+if TYPE_CHECKING:
+    from steepest.core.data.stream_place import StreamPlace
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A batch that was loaded before its turn."""
+
+    place: Place
+    batch: Any  # None where loading it raised
+    error: BaseException | None
+    generators: HeldGenerators  # as they were after it was loaded
+    seconds: float  # that loading it took
+
+
+class BatchLoader:
+    """Loads the batches of a worker's replicas, each once, with the random generators as its place wants them.
+
+    Used on the thread of the process' router.
+
+    Args:
+        models: one for each replica; batches are of their data.
+        places: of the batches among the samples of each step.
+        division: index of the first replica among those of the job, and how many these are.
+        leased: whether shares come one by one, so that the next one is not known beforehand.
+        seed: of the job.
+
+    Attributes:
+        places: as given; see `divide`.
+        seconds_ahead: that loading a batch of the last share took while its weights were awaited.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Model],
+        places: SamplePlaces,
+        division: tuple[int, int],
+        *,
+        leased: bool,
+        seed: int,
+    ) -> None:
+        self._now = system().now
+        self._models = models
+        self.places = places
+        self._division = division
+        self._opened = division  # with which streams are open
+        self._leased = leased
+        self._seed = seed
+        #: by replica: the share and number of the next micro-batch, and the iterator that yields it
+        self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
+        self._loaded: _Loaded | None = None  # a batch of a step to come
+        self._streams = OpenStreams(len(models))
+        self.seconds_ahead = 0.0
+
+    def use(self, plan: SamplePlan | None, seed: int) -> bool:
+        """Set the sample plan, and the seed of the job; return whether all loaded batches were dropped."""
+        # plan: None when the data are streams, which go on where they are. Those that are divided are opened again
+        # where this worker has another part of them now.
+        redivided = self._division != self._opened and _divides(self._models[0].data)
+        self._opened = self._division
+        dropped = plan is not None or self.places.plan is not None or redivided
+        if dropped:
+            self._drop()
+        self.places.use(plan)
+        self._seed = seed
+        return dropped
+
+    def divide(self, places: SamplePlaces, division: tuple[int, int]) -> None:
+        """Load another worker's batches, by the same plan."""
+        places.use(self.places.plan)
+        self.places, self._division = places, division
+
+    def continue_from(self, other: BatchLoader) -> None:
+        """Continue where an earlier loader of the same models was in the data."""
+        self._batches, self._loaded = other._batches, other._loaded
+        self._streams, self._opened = other._streams, other._opened
+
+    def reopen(self, replica: int) -> None:
+        """Have a replica's source opened again for its next batch."""
+        self._batches[replica] = None
+
+    @property
+    def stream_place(self) -> StreamPlace | None:
+        """Where the job is in its pass over a stream; None where that is not known."""
+        return self._streams.places[0]
+
+    def continue_streams(self, place: StreamPlace | None) -> bool:
+        """Set where the job is in its pass over streams that are opened from now on; None to begin them anew."""
+        # Return whether all loaded batches were dropped.
+        self._streams.places = [place] * len(self._models)
+        dropped = place is None and self.places.plan is None
+        if dropped:
+            self._drop()
+        return dropped
+
+    def skip(self) -> None:
+        """Take further batches of streams if the last share is computed again: these would raise again."""
+        self._streams.forget_batches()
+
+    def load_ahead(self, number: int) -> None:
+        """Load the first batch of a share that is computed soon, unless one is loaded; raise where it is computed."""
+        if self._loaded is None and (places := self.places.of(number)):
+            batch: Any = None
+            error: BaseException | None = None
+            began = self._now()
+            try:
+                batch = self._load(places[0])
+            except BaseException as raised:  # noqa: BLE001 - the user's code may call sys.exit()
+                error = raised
+            seconds = self._now() - began
+            self._loaded = _Loaded(places[0], batch, error, HeldGenerators(), seconds)
+
+    def load(self, place: Place) -> Any:
+        """Seed all generators as for the batch of a place, and return the batch."""
+        if self.places.plan is not None:
+            return self._take(place)
+        if (kept := self._streams.kept(place)) is not None:
+            self._seed_for(place)
+            return kept
+        batch = self._take(place)
+        self._streams.keep(place, batch)
+        return batch
+
+    def _drop(self) -> None:
+        """Drop all batches that are loaded, and have sources opened again."""
+        self._streams.forget_batches()
+        self._batches = [None] * len(self._models)
+        self._loaded = None
+
+    def _take(self, place: Place) -> Any:
+        """Seed all generators as for the batch of a place; return it, perhaps loaded beforehand."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None or (loaded.place != place and self.places.plan is not None):
+            return self._load(place)
+        self.seconds_ahead = loaded.seconds
+        if loaded.error is not None:
+            raise loaded.error
+        if loaded.place != place:  # a stream goes on where it is
+            self._seed_for(place)
+        else:
+            loaded.generators.go_on()
+        return loaded.batch
+
+    def _seed_for(self, place: Place) -> None:
+        """Seed all generators as for the batch of a place."""
+        step, part = self.places.step_of(place[0]), self.places.part_of(place)
+        seed_everything(step_seed(self._seed, step, part))
+
+    def _load(self, place: Place) -> Any:
+        """Seed all generators for the batch of a place, and return the batch that the source has."""
+        self._seed_for(place)
+        number, replica, micro = place
+        return self._next_batch(number, replica, micro, self.places.counts(number)[replica])
+
+    def _next_batch(self, number: int, replica: int, micro: int, count: int) -> Any:
+        """Return the next micro-batch of one replica on this worker, of `count` that are not empty in the share."""
+        kept, source, places = self._batches[replica], self._models[replica].data, self.places
+        step, plan = places.step_of(number), places.plan
+        if kept is None or (plan is not None and kept[0] != (number, micro)):
+            if (divide := getattr(source, "divide", None)) is not None:
+                divide(self._division[0] + replica, self._division[1])
+            if plan is None and _divides(source):
+                self._streams.begin(replica, source, step, micro)
+            shares = places.indices((number, replica, micro))
+            kept = (number, micro), source.open(shares, prefetch=not self._leased)
+        self._batches[replica] = None  # an iterator that raises is exhausted
+        try:
+            batch = next(kept[1])
+        except StopIteration:
+            raise ModelError(
+                "the source of the training data ended: its open() must yield a batch for each "
+                "share"
+            ) from None
+        if plan is None and _divides(source):
+            first, replicas = self._division
+            self._streams.took(
+                replica, source, (step, micro), (first + replica, replicas), places.micros
+            )
+        # In the next step the replica has the same place.
+        following = (number, micro + 1) if micro + 1 < count else (number + places.shares, 0)
+        self._batches[replica] = (following, kept[1])
+        return batch
+
+
+def _divides(source: Any) -> bool:
+    """Return whether a source gives each replica a part of its samples."""
+    return hasattr(source, "divide") and getattr(source, "divides", True)
