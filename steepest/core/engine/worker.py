@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from steepest.core.engine.between_turns import BetweenTurns, apart_from_models
+from steepest.core.engine.between_turns import BetweenTurns
 from steepest.core.engine.exchange import Exchange
-from steepest.core.engine.generators import HeldGenerators, about_to_change
-from steepest.core.engine.incoming_weights import Key
+from steepest.core.engine.generators import about_to_change
 from steepest.core.engine.replicas import Replicas, WorkerResult
+from steepest.core.engine.step_waits import AbandonedError, PausedError, StepWaits
 from steepest.core.engine.waiting_calls import WaitingCall, WaitingCalls, into_future
 from steepest.core.messages.gradients import Report
 from steepest.core.messages.membership import Failed, Grant, Join, Lease, Members
@@ -28,7 +27,6 @@ from steepest.errors import (
     MessageTooLargeError,
     ModelError,
     PeerLostError,
-    ShutdownError,
     describe_error,
     listed,
 )
@@ -36,14 +34,6 @@ from steepest.errors import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _MOST_METRICS = 10_000  # all workers' fit into one message
-
-
-class _AbandonedError(Exception):
-    """A step was given up in its middle; this is raised through the model's code."""
-
-
-class _PausedError(Exception):
-    """A step stops in its middle for calls that wait for its end, and is begun again afterwards."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +64,6 @@ class Worker:
         between: has the process' router move bytes during a step.
     """
 
-    # begins the push of a step whose weights were not here at its beginning; None for others
-    _begin_push: Callable[[], None] | None = None
-
     def __init__(
         self,
         index: int,
@@ -101,16 +88,11 @@ class Worker:
         self._between = between
         # `_is_ahead`: whether `_go_ahead` is to be called
         self._stepping = self._stopped = self._paused = self._is_ahead = False
-        # Of the step that is being computed: its weights until all are here, the messages that came
-        # meanwhile, whether a generation began meanwhile, and seconds of waiting for weights.
-        self._arriving: Key | None = None
-        self._deferred: list[tuple[Peer, Message]] = []
-        self._superseded = False
-        self._waiting = 0.0
-        self._calling = False  # whether a function between two steps runs
-        exchange.begin_life(incarnation, self._wait_until)
+        self._deferred: list[tuple[Peer, Message]] = []  # messages that came amid the present step
+        self._calls = WaitingCalls()
+        self._waits = StepWaits(exchange, between, self._a_call_waits)
+        exchange.begin_life(incarnation, self._waits.until)
         self._taken_within_steps = exchange.kinds
-        self._defect: BaseException | None = None  # raised by this process' own code, not a model's
         self._reported = 0  # bytes of weights in the reports so far
         self._limit = -1  # the version up to which steps are granted
         self._lease: tuple[int, int] | None = None  # share of the samples, version to compute from
@@ -123,8 +105,6 @@ class Worker:
             None  # the last gradient, while it may be asked for again
         )
         self._granted = (0, -1)  # generation and version of the last lease
-        self._calls = WaitingCalls()
-        self._failure: PeerLostError | None = None  # after which no newer version will come
         self._now = system().now
         self._since = self._now()  # when the last step or call began, or the role did
         self._waited = 0.0  # seconds between the last report and the weights that followed it
@@ -199,8 +179,8 @@ class Worker:
         if self._run_calls():  # weights may have come while a function waited for the exchange
             self._go_on()
             self._take_deferred()
-        if self._failure is not None and not self._stopped:
-            self._calls.fail(self._failure)
+        if self._waits.failure is not None and not self._stopped:
+            self._calls.fail(self._waits.failure)
 
     # -- Role ----------------------------------------------------------------------------------
 
@@ -219,7 +199,7 @@ class Worker:
         """
         if self._stepping and message.kind not in self._taken_within_steps:
             self._deferred.append((source, message))
-            self._superseded |= (
+            self._waits.superseded |= (
                 message.kind is Kind.MEMBERS and message.generation > self.generation
             )
             return
@@ -307,7 +287,7 @@ class Worker:
             elif self._begins_early():
                 share = self._next_share(self.version + 1)
                 if share is not None:
-                    self._arriving = (self.generation, self.version + 1)
+                    self._waits.arriving = (self.generation, self.version + 1)
                     self._waited = self._now() - self._pushed_at
                     self._step(share, self.version + 1)
 
@@ -326,7 +306,7 @@ class Worker:
 
     def give_up(self) -> Future[None]:
         """Take no more steps, abandon the present one if its weights are on their way; return a future of its end."""
-        self._stopped = self._superseded = True
+        self._stopped = self._waits.superseded = True
         return self.at_version(0, -1, lambda replicas: None)
 
     def leave(self) -> None:
@@ -338,17 +318,17 @@ class Worker:
         """Fail the calls that wait for weights, if the coordinator or a server is lost."""
         # The driver hears of the loss from other processes, or from Ray.
         if peer.role in ("coordinator", "server"):
-            self._failure = PeerLostError(f"worker {self._index}: {peer} is gone ({reason})")
-            self._calls.fail(self._failure)
+            self._waits.failure = PeerLostError(f"worker {self._index}: {peer} is gone ({reason})")
+            self._calls.fail(self._waits.failure)
 
     def tick(self, now: float) -> None:
         """Do nothing: the coordinator has each step's deadline."""
 
     def doing(self) -> str:
         """Return what the worker computes or waits for, in words, see `Role.doing`."""
-        share, arriving = self.computing, self._arriving
+        share, arriving = self.computing, self._waits.arriving
         since, pushed_at = self._since, self._pushed_at
-        if self._calling:
+        if self._waits.calling:
             text = "runs a function between two steps"
         elif share is not None and not self._stepping:
             text = f"loads the first batch of share {share}"
@@ -424,8 +404,8 @@ class Worker:
             return False
         # such a function may wait for what its models need, and no step begins meanwhile
         self._stepping, self._since = True, self._now()
-        self._calling = True
-        self._superseded = self._stopped
+        self._waits.calling = True
+        self._waits.superseded = self._stopped
         self._exchange.stand_at(self.generation, self.version)
         try:
             about_to_change()
@@ -434,10 +414,10 @@ class Worker:
                 missed = call.miss is not None and self._is_past(call.version)
                 call.miss() if call.miss is not None and missed else call.run()
         finally:
-            self._stepping = self._calling = False
+            self._stepping = self._waits.calling = False
         self._replicas.forget_writes()
-        if self._defect is not None:
-            raise self._defect
+        if self._waits.defect is not None:
+            raise self._waits.defect
         self._run_calls(begins)  # those that came while these waited
         return True
 
@@ -445,76 +425,14 @@ class Worker:
         """Take one step: compute and push a share from a version, then run calls that waited."""
         if self._calls.are_exact:
             self._run_calls(version)
-        self._stepping, self._superseded, self._waiting = True, False, 0.0
+        self._stepping, self._waits.superseded, self._waits.seconds = True, False, 0.0
         self.computing, self._since = share, self._now()
         try:
             self._compute(share, version)
         finally:
-            self._stepping, self._arriving, self.computing = False, None, None
-            self._begin_push = self._replicas.between_batches = None
+            self._stepping, self._waits.arriving, self.computing = False, None, None
+            self._waits.begin_push = self._replicas.between_batches = None
         self._run_calls()
-
-    def _arrive(self, entry: int | None) -> None:
-        """Wait, amid a step, for a parameter's weights, or all."""
-        # _AbandonedError: a new generation, or the sender is lost.
-        if self._arriving is None:
-            return
-        if self._exchange.has(entry, self._arriving):
-            if entry is None and self._begin_push is not None:
-                self._all_arrived()
-            return
-        assert self._between.wait is not None
-        began, generators = self._now(), HeldGenerators()
-        while not self._exchange.has(entry, self._arriving):
-            if self._superseded or self._failure is not None:
-                raise _AbandonedError("the step was given up before its weights had come")
-            with self._own_work(), apart_from_models():
-                self._between.wait()
-        generators.go_on()
-        self._waiting += self._now() - began
-        if entry is None:
-            self._all_arrived()
-
-    def _all_arrived(self) -> None:
-        """Note, amid a step, that all of its weights are here."""
-        self._arriving = None
-        begin, self._begin_push = self._begin_push, None
-        if begin is not None:
-            begin()
-
-    def _poll(self) -> None:
-        """Let messages move between two batches of a step that was begun before its weights were here."""
-        if self._superseded or self._failure is not None:
-            raise _AbandonedError("the step was given up between two of its batches")
-        assert self._between.poll is not None
-        generators = HeldGenerators()
-        with self._own_work(), apart_from_models():
-            self._between.poll()
-        generators.go_on()
-
-    def wait_within(self, has_come: Callable[[], bool]) -> None:
-        """Receive messages in the middle of a model's step, or of a function between two, until something has come.
-
-        Where a call waits for the end of that, an exception goes through the model, and the step is taken again later.
-        """
-        self._wait_until(has_come, "what other workers gather was not sent", pauses=True)
-
-    def _wait_until(self, has_come: Callable[[], bool], why: str, pauses: bool = False) -> None:
-        """Receive messages in a forward pass until what it needs has come, see `WaitUntil`."""
-        # _AbandonedError: a new generation, or a server is lost. Between two steps, in a user's function, a lost server
-        # is PeerLostError.
-        began, generators = self._now(), HeldGenerators()
-        while not has_come():
-            if self._superseded or self._failure is not None:
-                reason = f"{why}: the job's processes change"
-                raise PeerLostError(reason) if self._calling else _AbandonedError(reason)
-            if pauses and self._calls.has_ready(self.generation, self.version):
-                reason = f"{why}: a call waits"
-                raise PeerLostError(reason) if self._calling else _PausedError(reason)
-            with self._own_work(), apart_from_models():
-                self._between.receive()
-        generators.go_on()
-        self._waiting += self._now() - began
 
     def _compute(self, share: int, version: int) -> None:
         """Compute and push the gradient of a share, then send REPORT, or FAILED with the error."""
@@ -532,18 +450,18 @@ class Worker:
                     "some out"
                 )
         except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
-            if self._defect is None:
+            if self._waits.defect is None:
                 self._replicas.forget_writes()
                 self._computed = None
-                if isinstance(error, _PausedError):
+                if isinstance(error, PausedError):
                     self._pushed, self._paused = before, True
                     return
-                if not isinstance(error, _AbandonedError):
+                if not isinstance(error, AbandonedError):
                     self._replicas.batches.skip()
                 self._fail(version, error)
                 return
-        if self._defect is not None:
-            raise self._defect
+        if self._waits.defect is not None:
+            raise self._waits.defect
         report = self._report(result, version)
         try:
             self._send(COORDINATOR, report.pack())
@@ -556,6 +474,17 @@ class Worker:
         if self._lease is None and version + 1 < self._limit:
             self._between.when_idle(partial(self._load_next, version + 1))
 
+    def wait_within(self, has_come: Callable[[], bool]) -> None:
+        """Receive messages in the middle of a model's step, or of a function between two, until something has come.
+
+        Where a call waits for the end of that, an exception goes through the model, and the step is taken again later.
+        """
+        self._waits.until(has_come, "what other workers gather was not sent", pauses=True)
+
+    def _a_call_waits(self) -> bool:
+        """Return whether a call waits for the present step's end alone."""
+        return self._calls.has_ready(self.generation, self.version)
+
     def _begin_to_push(self, version: int) -> None:
         """Begin the push of a gradient, or have it begun when the weights that it is computed from are here."""
         is_last = version + 1 >= self._limit
@@ -563,9 +492,9 @@ class Worker:
             self._exchange.begin, self.generation, version, self._incarnation, is_last=is_last
         )
         if self._replicas.delays and self._between.poll is not None and self._members > 1:
-            self._replicas.between_batches = self._poll
-        if self._replicas.delays and self._arriving is not None:
-            self._begin_push = begin  # the last push may yet have to be made again
+            self._replicas.between_batches = self._waits.poll
+        if self._replicas.delays and self._waits.arriving is not None:
+            self._waits.begin_push = begin  # the last push may yet have to be made again
         else:
             begin()
 
@@ -585,7 +514,7 @@ class Worker:
         self._reported += pulled
         stats: dict[str, Any] = {}
         if self._stats:
-            waited = self._waited + self._waiting - self._replicas.batches.seconds_ahead
+            waited = self._waited + self._waits.seconds - self._replicas.batches.seconds_ahead
             timings = {**result.timings, "wait": max(waited, 0.0)}
             stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
         moved = (self._exchange.bytes_pushed, pulled)
@@ -621,14 +550,14 @@ class Worker:
                 self._exchange.take_back()
 
             self._replicas.take_back = take_back
-            arrive = all_here if self._arriving is None else self._arrive
+            arrive = all_here if self._waits.arriving is None else self._waits.arrive
             result = self._replicas.compute(share, push, self._stats, arrive)
             self._replicas.take_back = None
             # a worker without samples in this step has waited, and computed nothing
-            result.timings["compute"] = max(result.timings["compute"] - self._waiting, 0.0)
+            result.timings["compute"] = max(result.timings["compute"] - self._waits.seconds, 0.0)
             done = _PushedShare(share, version, result, pushes, self._exchange.logged())
         else:
-            self._arrive(None)
+            self._waits.arrive(None)
             for chunk in done.pushes:
                 self._push(*chunk)
         self._computed = done
@@ -639,27 +568,13 @@ class Worker:
     ) -> None:
         """Push a complete chunk, and let bytes move; see `ChunkReady`."""
         # A small last one leaves with the report: one wake-up.
-        with self._own_work():
+        with self._waits.own_work():
             if self._exchange.ready(chunk, payload, unit, total, absent):
                 self._between.pump()
 
-    @contextlib.contextmanager
-    def _own_work(self) -> Iterator[None]:
-        """Run own code within the model's."""
-        # What it raises becomes _AbandonedError, so that it is not reported as the model's.
-        try:
-            yield
-        except _AbandonedError:
-            raise
-        except ShutdownError as error:
-            raise _AbandonedError("the process is shut down") from error
-        except BaseException as error:
-            self._defect = error
-            raise _AbandonedError("the process cannot go on") from error
-
     def _fail(self, version: int, error: BaseException) -> None:
         """Send the coordinator FAILED with an error of the user's code, unless it was abandoned."""
-        if isinstance(error, _AbandonedError):
+        if isinstance(error, AbandonedError):
             log.debug("worker %d: step at version %d abandoned", self._index, version)
             return
         failed = Failed(self.generation, self._incarnation, version, **describe_error(error))

@@ -1,0 +1,124 @@
+"""Waiting in the middle of a step: for weights, rows of tables, and what other workers' models send."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from steepest.core.engine.between_turns import BetweenTurns, apart_from_models
+from steepest.core.engine.exchange import Exchange
+from steepest.core.engine.generators import HeldGenerators
+from steepest.core.engine.incoming_weights import Key
+from steepest.core.system import system
+from steepest.errors import PeerLostError, ShutdownError
+
+
+class AbandonedError(Exception):
+    """A step was given up in its middle; this is raised through the model's code."""
+
+
+class PausedError(Exception):
+    """A step stops in its middle for calls that wait for its end, and is begun again afterwards."""
+
+
+class StepWaits:
+    """A worker's waits in the middle of a model's step, or of a function between two steps.
+
+    While something is missing messages move, and random generators are left as the model had them. A wait
+    whose step is given up raises, through the model's code. Used on the router's thread.
+
+    Args:
+        exchange: of the worker's weights.
+        between: has the process' router move bytes.
+        call_waits: returns whether a call waits for the end of the step.
+
+    Attributes:
+        arriving: the weights of the step, until all are here; None for a step that began with them.
+        begin_push: begins the push of a step whose weights were not here at its beginning; None for others.
+        superseded: whether the step is given up: a generation began meanwhile, or the worker stops.
+        calling: whether a function between two steps runs, and no step.
+        failure: a server or the coordinator is lost: no newer version will come.
+        defect: raised by this process' own code, not a model's.
+        seconds: of waiting in the step.
+    """
+
+    def __init__(
+        self, exchange: Exchange, between: BetweenTurns, call_waits: Callable[[], bool]
+    ) -> None:
+        self._exchange, self._between, self._call_waits = exchange, between, call_waits
+        self.arriving: Key | None = None
+        self.begin_push: Callable[[], None] | None = None
+        self.superseded = self.calling = False
+        self.failure: PeerLostError | None = None
+        self.defect: BaseException | None = None
+        self.seconds = 0.0
+        self._now = system().now
+
+    def arrive(self, entry: int | None) -> None:
+        """Wait, amid a step, for a parameter's weights, or all."""
+        # AbandonedError: a new generation, or the sender is lost.
+        if self.arriving is None:
+            return
+        if self._exchange.has(entry, self.arriving):
+            if entry is None and self.begin_push is not None:
+                self._all_arrived()
+            return
+        assert self._between.wait is not None
+        began, generators = self._now(), HeldGenerators()
+        while not self._exchange.has(entry, self.arriving):
+            if self.superseded or self.failure is not None:
+                raise AbandonedError("the step was given up before its weights had come")
+            with self.own_work(), apart_from_models():
+                self._between.wait()
+        generators.go_on()
+        self.seconds += self._now() - began
+        if entry is None:
+            self._all_arrived()
+
+    def _all_arrived(self) -> None:
+        """Note, amid a step, that all of its weights are here."""
+        self.arriving = None
+        begin, self.begin_push = self.begin_push, None
+        if begin is not None:
+            begin()
+
+    def poll(self) -> None:
+        """Let messages move between two batches of a step that was begun before its weights were here."""
+        if self.superseded or self.failure is not None:
+            raise AbandonedError("the step was given up between two of its batches")
+        assert self._between.poll is not None
+        generators = HeldGenerators()
+        with self.own_work(), apart_from_models():
+            self._between.poll()
+        generators.go_on()
+
+    def until(self, has_come: Callable[[], bool], why: str, pauses: bool = False) -> None:
+        """Receive messages in a forward pass until what it needs has come, see `WaitUntil`."""
+        # AbandonedError: a new generation, or a server is lost. Between two steps, in a user's function, a lost server
+        # is PeerLostError.
+        began, generators = self._now(), HeldGenerators()
+        while not has_come():
+            if self.superseded or self.failure is not None:
+                reason = f"{why}: the job's processes change"
+                raise PeerLostError(reason) if self.calling else AbandonedError(reason)
+            if pauses and self._call_waits():
+                reason = f"{why}: a call waits"
+                raise PeerLostError(reason) if self.calling else PausedError(reason)
+            with self.own_work(), apart_from_models():
+                self._between.receive()
+        generators.go_on()
+        self.seconds += self._now() - began
+
+    @contextlib.contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Run own code within the model's."""
+        # What it raises becomes AbandonedError, so that it is not reported as the model's.
+        try:
+            yield
+        except AbandonedError:
+            raise
+        except ShutdownError as error:
+            raise AbandonedError("the process is shut down") from error
+        except BaseException as error:
+            self.defect = error
+            raise AbandonedError("the process cannot go on") from error
