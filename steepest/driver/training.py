@@ -149,9 +149,11 @@ class Training:
         self.owner.wake()
 
     def _goal(self, run: StepRun) -> int:
-        """Return the number of steps to be committed; after `stop` as many as were at any time."""
-        stopping = self.stopping and run.thread is not None
-        return min(run.end(), self._newest) if stopping else run.end()
+        """Return the number of steps to be committed; after `stop` as many as were begun, or committed at any time."""
+        if not self.stopping or run.thread is None:
+            return run.end()
+        begun = math.ceil(self.version / self.cluster.job.versions_per_step)
+        return min(run.end(), max(self._newest, begun))
 
     # -- for the caller ----------------------------------------------------------------------------
 

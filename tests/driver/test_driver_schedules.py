@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from steepest import FailureConfig, SimpleStrategy
+from steepest import FailureConfig, ParameterServerStrategy, SimpleStrategy
 from tests.driver_runs import Act, Interrupt, Run, Schedule
 from tests.driver_worlds import FAMILIES
 from tests.random_examples import seeds
@@ -51,6 +51,17 @@ def test_a_worker_dies_before_any_has_the_first_weights() -> None:
     fit = Act("fit", 4, struck, (Fault(action=0, after=1, kind="kill", share=0.3, seed=1),))
     acts = [Act("start"), fit, Act("fit", 4), Act("shutdown")]
     check(Schedule(3003495, FAMILIES["sync"], 2, SimpleStrategy(), plain, acts))
+
+
+def test_a_step_that_is_begun_when_stop_is_called_is_whole_when_fit_returns() -> None:
+    """Where each gradient is an update by itself, also if the processes change meanwhile."""
+    plain = FailureConfig(max_failures=1000, heartbeat=2.0, snapshot_every=3, patience=math.inf)
+    strategy = ParameterServerStrategy(mode="async", num_servers=2, replication=2, chunk_bytes=32)
+    deaths = Fault(0, 200, "kill", 1.0, 3133076485), Fault(0, 10, "kill", 0.6, 2692116682)
+    weights = Act("weights", faults=deaths)
+    fit = Act("fit and stop", (8, 2), faults=(Fault(0, 2, "kill", 0.6, 186855481),))
+    acts = [Act("start"), Act("step"), weights, fit, Act("save"), Act("shutdown")]
+    check(Schedule(4101190, FAMILIES["async"], 2, strategy, plain, acts))
 
 
 @pytest.mark.few(1)
