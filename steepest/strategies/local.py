@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from steepest.config.compression import Compression
+from steepest.compression.codecs import make_codec
+from steepest.config.compression import COMPRESSION_BY_NAME, Compression, Int2, Int4, Int8
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.protocol.commit_rules import CommitAll, CommitQuorum, CommitRule
 from steepest.core.strategies.strategy import ServerStrategy
+from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import ConfigurationError
 from steepest.strategies.delayed_nesterov import DelayedNesterov
@@ -79,6 +81,10 @@ class LocalStrategy(WithFormats, ServerStrategy):
             added to the worker's next change of the fragment. With servers weights are sent as they are,
             or as `wire_dtype` says; without, every worker sends its changes to every other worker and
             averages all of them, so that no weights travel.
+        weights_compression: `Int8`, `Int4` or `Int2`, or "int8", "int4" or "int2", for what servers send to
+            workers of other hosts: the change of the weights since they were sent them. What that leaves out is
+            part of the next change. Needs `num_servers`; not together with `quorum`, `pace` and half
+            precision of weights.
         hierarchical, chunk_bytes, transport, wire_dtype: as for `AllreduceStrategy`.
 
     Raises:
@@ -101,6 +107,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
     delayed_nesterov: int | None = None
     hierarchical: bool = True
     compression: Compression | str | None = None
+    weights_compression: Compression | str | None = None
 
     def __post_init__(self) -> None:
         require_count("sync_every", self.sync_every)
@@ -136,6 +143,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
                     "leave nesterov out"
                 )
         self._check_wire()
+        self._check_weights()
         if self.in_workers and None not in (self.compression, self.wire_dtype):
             raise ConfigurationError(
                 f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r} and no servers: "
@@ -178,6 +186,36 @@ class LocalStrategy(WithFormats, ServerStrategy):
     def updates_of_share(self) -> int:
         """Batches of each replica in a share of samples: a single one where a worker gets several shares."""
         return 1 if self.pace == "speed" else self.updates
+
+    def _check_weights(self) -> None:
+        """Check in which form weights travel."""
+        how = self.weights_compression
+        if how is None:
+            return
+        if not isinstance(how, Int8 | Int4 | Int2):
+            require_choice("weights_compression", how, (None, "int8", "int4", "int2"))
+        if self.in_workers:
+            raise ConfigurationError(
+                f"weights_compression={how!r} without servers: no weights are sent to workers with compression=, and "
+                "each worker's own slice without; give num_servers=1, say, or leave it out"
+            )
+        if self._has_rounds:
+            raise ConfigurationError(
+                f"weights_compression={how!r} with quorum={self.quorum} and pace={self.pace!r}: workers are not sent "
+                "the same versions then, of which each would get the changes since its own last one; leave it "
+                "out, and give wire_dtype=(None, 'bf16')"
+            )
+        if self.pull_dtype is not None:
+            raise ConfigurationError(
+                f"wire_dtype={self.wire_dtype!r} with weights_compression={how!r}: both say in which form weights "
+                "travel; leave one out"
+            )
+
+    @property
+    def pull_codec(self) -> Codec | None:
+        """The form of what is sent of weights that have changed."""
+        how = self.weights_compression
+        return make_codec(COMPRESSION_BY_NAME[how] if isinstance(how, str) else how)
 
     def check_workers(self, num_workers: int) -> None:
         """Check that there are as many workers as a round needs."""

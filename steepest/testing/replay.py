@@ -206,7 +206,8 @@ class _PartReplay:
         self._last_use = {
             push.pulled: commit.version for commit in log.commits for push in commit.pushes
         }
-        self._history = {log.start: self._weights.clone()}
+        # by version: the weights, and what workers of other hosts have of them
+        self._history, self._sent = ({log.start: self._weights.clone()} for _ in range(2))
         # By worker and replica: buffers, and frozen parameters that the model changes.
         self._states = [self._workers[0].states()] * log.num_workers
         self._lives: dict[int, int] = {}
@@ -250,13 +251,20 @@ class _PartReplay:
                 exchange.committed(push.sequence)
         if self._rows is not None:
             self._rows.committed()
-        self._history[commit.version] = self._weights.clone()
+        self._history[commit.version] = sent = self._weights.clone()
+        if self._job.topology.pull_codec is not None:
+            sent = sent.clone()
+            for index, held in self._server.chunks.items():
+                if held.sent is not None:
+                    self._layout.chunk_view(sent, index).copy_(held.sent)
+        self._sent[commit.version] = sent
         for version in [v for v in self._history if self._last_use.get(v, 0) <= commit.version]:
-            del self._history[version]
+            del self._history[version], self._sent[version]
 
     def _compute(self, push: LoggedPush) -> None:
         replicas = self._workers[push.worker]
-        _pull(self._history[push.pulled], replicas, push.worker, self._job)
+        weights = self._history[push.pulled], self._sent[push.pulled]
+        _pull(*weights, replicas, push.worker, self._job)
         for model, state in zip(replicas.models, self._states[push.worker], strict=True):
             model.load_state(state)
         first_life = 0 if self._first_part else push.incarnation
@@ -465,8 +473,11 @@ def _with_rows(
     return _End(dense, rows, ExchangeWithRows(dense, rows, RowCompanion(rows, None, job.shares)))
 
 
-def _pull(weights: torch.Tensor, replicas: Replicas, worker: int, job: Job) -> None:
+def _pull(
+    weights: torch.Tensor, sent: torch.Tensor, replicas: Replicas, worker: int, job: Job
+) -> None:
     """Copy weights into a worker's replicas, in the precision in which it received them."""
+    # sent: as workers of other hosts have them.
     layout, wire = job.description.layout, job.wire_formats[1]
     replicas.arrivals.copy_(weights)
     for chunk in layout.chunks:
@@ -474,6 +485,9 @@ def _pull(weights: torch.Tensor, replicas: Replicas, worker: int, job: Job) -> N
         near = (job.strategy.in_workers and worker in holders) or job.places.beside(
             worker, holders[0]
         )
+        if not near:
+            view = layout.chunk_view(replicas.arrivals, chunk.index)
+            view.copy_(layout.chunk_view(sent, chunk.index))
         if (
             wire is not None
             and chunk.trainable

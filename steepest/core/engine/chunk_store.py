@@ -173,6 +173,18 @@ class ChunkStore(ABC):
         """Return what the store counts, by name, for the statistics of a job: nothing by default."""
         return {}
 
+    def change_to_send(self) -> torch.Tensor | None:
+        """Return what workers are sent for new weights, if not these, see `ServerChunk`; called for each version."""
+        return None
+
+    @property
+    def sent(self) -> torch.Tensor | None:
+        """What workers of other hosts have of the weights, if not these."""
+        return None
+
+    def weights_set(self) -> None:  # noqa: B027 - most stores have nothing to note
+        """Note that other weights were installed, which all workers will be sent."""
+
     @abstractmethod
     def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
         """Return the state beside the weights: (description, tensor) of each part.

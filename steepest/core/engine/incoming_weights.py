@@ -6,6 +6,7 @@ import torch
 
 from steepest.core.messages.gradients import Weights
 from steepest.core.messages.message import Kind, Message
+from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.half_precision import narrow_size
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.tensors.memory import Bytes, Memory, address_of, as_array, as_tensor
@@ -28,7 +29,7 @@ class ArrivingWeights:
     """A reader's flat vector of weights, to which chunks are written as they arrive, and each one's version."""
 
     # reader: its name, for errors; vector: uint8, flat, of the layout's size, may be assigned another; wire_dtype: half
-    # precision in which float32 chunks may come; None for as they are.
+    # precision in which float32 chunks may come; None for as they are; codec: the form in which their changes may come.
 
     def __init__(
         self,
@@ -36,11 +37,14 @@ class ArrivingWeights:
         layout: ParameterLayout,
         vector: torch.Tensor,
         wire_dtype: torch.dtype | None,
+        codec: Codec | None = None,
     ) -> None:
         self.newest: Key = (-1, -1)  # generation and version of which any chunk has arrived
         self._reader = reader
         self._layout = layout
-        self._wire_dtype = wire_dtype
+        self._wire_dtype, self._codec = wire_dtype, codec
+        # by chunk, the bytes of a change of it; None where none comes
+        self._packed = [None if codec is None else codec.size(layout, c) for c in layout.chunks]
         self.vector = vector
         self._newest: list[Key] = [(-1, -1)] * len(layout.chunks)
         dense = [chunk for chunk in layout.chunks if not chunk.is_opaque]
@@ -72,6 +76,8 @@ class ArrivingWeights:
         view, address = self._views[message.chunk]
         is_new = (message.generation, message.version) > self._newest[message.chunk]
         dtype = self._layout.chunks[message.chunk].dtype
+        if size == self._packed[message.chunk]:
+            return where_lent(message, size) if is_new else None
         if self._wire_dtype and size == narrow_size(dtype, view.nbytes, self._wire_dtype):
             return where_lent(message, size) if is_new else None
         if view.nbytes != size:
@@ -93,7 +99,11 @@ class ArrivingWeights:
         self._newest[weights.chunk] = key
         self.newest = max(self.newest, key)
         view, address = self._views[weights.chunk]
-        if payload.nbytes != view.nbytes:
+        if payload.nbytes == self._packed[weights.chunk]:
+            assert self._codec is not None
+            chunk, packed = self._layout.chunks[weights.chunk], [(as_tensor(payload), 1.0)]
+            self._codec.add(self._layout, chunk, packed, as_tensor(view).view(torch.float32))
+        elif payload.nbytes != view.nbytes:
             assert self._wire_dtype is not None
             narrow = as_tensor(payload).view(self._wire_dtype)
             as_tensor(view).view(torch.float32).copy_(narrow)

@@ -186,7 +186,10 @@ class Job:
             if self.strategy.in_workers:
                 return HostMap(tuple(range(self.num_workers)), tuple(range(self.num_servers)))
             return HostMap.apart(self.num_workers, self.num_servers)
-        if self.strategy.rule.together and self.strategy.hierarchical and self.replication == 1:
+        gathers = (
+            self.strategy.rule.together and self.strategy.hierarchical and self.replication == 1
+        )
+        if gathers and self.strategy.pull_codec is None:
             return self.hosts
         return replace(self.hosts, gathers=False)
 
@@ -198,6 +201,7 @@ class Job:
             self.holders,
             self.places,
             self.wire_formats,
+            self.strategy.pull_codec if self.num_workers > 1 else None,
             self.stores,
         )
 

@@ -52,6 +52,13 @@ class OutgoingWeights:
         # What workers of other hosts are sent in half precision, and by chunk: its version, bytes.
         self._narrow_buffers = WeightBuffers(topology.layout.nbytes // 2, in_use)
         self._narrowed: dict[int, tuple[Key, torch.Tensor]] = {}
+        # by chunk, what they are sent of its last version where they are sent changes
+        self._changes: dict[int, torch.Tensor] = {}
+
+    def change(self, held: ChunkStore) -> None:
+        """Note that a chunk has new weights, which workers will be sent."""
+        if (packed := held.change_to_send()) is not None:
+            self._changes[held.chunk.index] = packed
 
     @property
     def vector(self) -> torch.Tensor:
@@ -86,10 +93,16 @@ class OutgoingWeights:
         if self._index != (reader.index if own else holders[0]):
             return
         payload = self._as_sent(held, reader, at)
+        if held.sent is not None and self._is_far(reader):
+            payload = held.sent.clone() if reload else self._changes[held.chunk.index]
         generation, version = at
         chunk = held.chunk.index
         weights = Weights(generation, sequence, version, chunk, reload, skipped, payload)
         self._send(reader, weights.pack())
+
+    def _is_far(self, reader: Peer) -> bool:
+        """Return whether a reader is a worker, or an aggregator, of another host."""
+        return reader.role in ("worker", "aggregator") and self._hosts.host_of(reader) != self._host
 
     def _as_sent(self, held: ChunkStore, reader: Peer, at: Key) -> torch.Tensor:
         """Return a chunk's weights as a reader receives them."""

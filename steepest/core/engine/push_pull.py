@@ -112,7 +112,9 @@ class PushPull:
         self._lacking: Counter[int] | None = (
             None  # by server, the chunks that are to come; None if none is held back
         )
-        self._weights = ArrivingWeights(f"worker {worker}", layout, weights, pull_dtype)
+        self._weights = ArrivingWeights(
+            f"worker {worker}", layout, weights, pull_dtype, topology.pull_codec
+        )
 
     def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
         """Do nothing: a push says of which life it is."""

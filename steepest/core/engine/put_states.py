@@ -147,6 +147,7 @@ class PutStates:
             if (buffer := self._make_way(held)) is not None:
                 held.move(buffer)
             held.weights.copy_(payload)
+            held.weights_set()
         if put.replaces_state:
             for held in self._chunks.values():
                 held.clear_state()

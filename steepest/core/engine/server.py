@@ -352,6 +352,8 @@ class Server:
                 if push in held.staged:  # what an aggregator added up is staged as the first push
                     held.forget(push)
             sent = self.torn is None and held.chunk.index in changed
+            if sent:
+                self._weights.change(held)
             for reader, sequence in readers if sent else ():
                 skipped = self._is_left_out(reader)
                 self._weights.send(reader, held, self._position, sequence, skipped=skipped)
@@ -495,4 +497,7 @@ def _made(
         return topology.stores.make(chunk, spec, checked=checked)
     layout, copies = topology.layout, len(topology.holders[chunk.index]) > 1
     view = layout.chunk_view(weights, chunk.index)
-    return ServerChunk(chunk, layout, spec, view, checked, keeps_mean=copies)
+    held = ServerChunk(chunk, layout, spec, view, checked, keeps_mean=copies)
+    if topology.pull_codec is not None:
+        held.follow(topology.pull_codec)
+    return held

@@ -20,6 +20,8 @@ from steepest.core.tensors.layout import Chunk, ParameterLayout
 from steepest.core.tensors.squares import sum_of_squares
 from steepest.errors import ConfigurationError, ProtocolError
 
+#: The key of what workers have been sent of a parameter, among its state.
+SENT = "@sent"
 #: State of torch's optimizers that has an element for each of the parameter's.
 _READ_BY_FUSED_KERNELS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum")
 
@@ -64,6 +66,9 @@ class ServerChunk(ChunkStore):
         ]
         self._optimizer: torch.optim.Optimizer | None = None
         self._groups: list[int] = []
+        # what workers of other hosts have of the weights, where these are sent their changes in the form of a codec
+        self._sent: torch.Tensor | None = None
+        self._pull_codec: Codec | None = None
         if chunk.trainable and spec is not None:
             slices = list(zip(self._names, self._parameters, strict=True))
             self._optimizer, self._groups = spec.build(slices)
@@ -272,6 +277,40 @@ class ServerChunk(ChunkStore):
                     group["lr"] = lr
             self.mean = None
 
+    def follow(self, codec: Codec) -> None:
+        """Keep what workers have been sent of the weights, of which they get the changes in the form of a codec."""
+        if self.chunk.trainable and codec.size(self._layout, self.chunk) is not None:
+            self._pull_codec, self._sent = codec, self.weights.clone()
+
+    @property
+    def sent(self) -> torch.Tensor | None:
+        """What workers of other hosts have of the weights, as bytes; None for the weights."""
+        return self._sent
+
+    def change_to_send(self) -> torch.Tensor | None:
+        """Return what such workers are sent for the new weights, once for each version; None for the weights.
+
+        It is added to what they have; what the form leaves out is part of the next change.
+        """
+        if self._sent is None or self._pull_codec is None:
+            return None
+        sent = self._sent.view(torch.float32)
+        change = self.weights.view(torch.float32) - sent
+        if not math.isfinite(sum_of_squares(change)):
+            self._sent.copy_(self.weights)
+            return self._sent.clone()
+        size = self._pull_codec.size(self._layout, self.chunk)
+        assert size is not None
+        packed = torch.empty(size, dtype=torch.uint8)
+        self._pull_codec.pack(self._layout, self.chunk, change, packed, {})
+        self._pull_codec.add(self._layout, self.chunk, [(packed, 1.0)], sent)
+        return packed
+
+    def weights_set(self) -> None:
+        """Note that other weights were installed, which all workers will be sent."""
+        if self._sent is not None:
+            self._sent.copy_(self.weights)
+
     def move(self, buffer: torch.Tensor) -> None:
         """Have the weights lie in other memory, which holds their values already."""
         self.weights = buffer
@@ -340,7 +379,18 @@ class ServerChunk(ChunkStore):
             for key, (value, plain) in sorted(packed.items()):
                 about = {"name": name, "key": key, "start": piece.start, "stop": piece.stop}
                 records.append(({**about, "plain": plain}, value))
+        if self._sent is not None:
+            for piece, name, view in zip(
+                self.chunk.slices, self._names, self._sent_views, strict=True
+            ):
+                about = {"name": name, "key": SENT, "start": piece.start, "stop": piece.stop}
+                records.append(({**about, "plain": False}, view.clone()))
         return records
+
+    @property
+    def _sent_views(self) -> list[torch.Tensor]:
+        """By slice, what workers have of it; empty where they have the weights."""
+        return [] if self._sent is None else self._layout.slice_views(self.chunk, self._sent)
 
     def _group_of_slices(self) -> list[int]:
         """Return the index of the optimizer's group that has each slice; -1 for none."""
@@ -354,6 +404,11 @@ class ServerChunk(ChunkStore):
         # value: its tensor, which becomes the optimizer's without a copy. ProtocolError: the record is none of this
         # chunk.
         parameter = self.check_state(about, value)
+        if about["key"] == SENT:
+            for own, view in zip(self._parameters, self._sent_views, strict=bool(self._sent_views)):
+                if own is parameter:
+                    view.copy_(value.view(view.shape))
+            return
         self._loading.setdefault(parameter, {})[about["key"]] = value, about["plain"]
 
     def end_state(self) -> None:
@@ -393,6 +448,11 @@ class ServerChunk(ChunkStore):
             self.chunk.slices, self._names, self._parameters, strict=True
         ):
             if name == about["name"] and piece.start == about["start"]:
+                if key == SENT and (value.numel(), value.dtype) != (
+                    parameter.numel(),
+                    parameter.dtype,
+                ):
+                    break
                 if not about["plain"] and key in _READ_BY_FUSED_KERNELS:
                     self._check_form(key, value, parameter, self._optimizer)
                 return parameter
@@ -430,7 +490,8 @@ class ServerChunk(ChunkStore):
             ) from error
 
     def clear_state(self) -> None:
-        """Drop the optimizer's state: the next step is as its first one."""
+        """Drop the optimizer's state: the next step is as its first one, and workers have the weights."""
+        self.weights_set()
         if self._optimizer is not None:
             self._optimizer.state.clear()
             self._loading.clear()

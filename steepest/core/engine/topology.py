@@ -101,4 +101,6 @@ class Topology:
     # how float32 chunks are pushed to servers of other hosts, and in which dtype they are pulled from there; None for
     # as they are
     wire_formats: tuple[Codec | None, torch.dtype | None] = (None, None)
+    # in which form changes of weights are pulled from servers of other hosts; None for weights themselves
+    pull_codec: Codec | None = None
     stores: Stores | None = None  # makes servers' stores of opaque chunks; None without such chunks

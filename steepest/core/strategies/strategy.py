@@ -109,6 +109,14 @@ class Strategy:
         """The dtype in which float32 weights are sent to other hosts; None for their own."""
         return None
 
+    @property
+    def pull_codec(self) -> Codec | None:
+        """In which form other hosts are sent what has changed of weights since they were sent them; None for weights.
+
+        For a strategy whose workers are sent every version that changes a chunk.
+        """
+        return None
+
     @cached_property
     def wire_formats(self) -> tuple[Codec | None, torch.dtype | None]:
         """`codec` and `pull_dtype`; each process of a job has one codec."""
