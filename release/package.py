@@ -73,7 +73,7 @@ def wrong_in_sources(sources: Path) -> list[str]:
 
 
 def wrong_in_wheel(wheel: Path, sources: Path, published: bool) -> list[str]:
-    """Return what the wheel lacks: it has the package with its marker of types, and nothing else."""
+    """Return what the wheel lacks: it has the package with its marker of types and its page, and nothing else."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -81,7 +81,7 @@ def wrong_in_wheel(wheel: Path, sources: Path, published: bool) -> list[str]:
     modules = {
         str(path.relative_to(sources))
         for path in (sources / "steepest").rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in {".py", ".html", ".css", ".js"} or path.name == "py.typed"
     }
     found = [f"the wheel lacks {name}" for name in sorted(modules - names)]
     found += [

@@ -33,6 +33,7 @@ NAVIGATION = {
     "Runs": (
         "docs/control",
         "docs/metrics",
+        "docs/page",
         "docs/checkpoints",
         "docs/storage",
         "docs/failures",

@@ -16,7 +16,7 @@ from steepest.driver.directory_lock import DirectoryLock
 from steepest.embedding.row_messages import Bases
 from steepest.errors import CheckpointError, DeadlineError, PeerLostError, ShutdownError
 from steepest.observe.history import History
-from steepest.observe.history_file import history_file
+from steepest.observe.history_file import RECORD, history_file
 from steepest.runtime.answers import Answer
 from steepest.state.row_read import RowRead, RowsAsTheyCome
 from steepest.storage.blocks import Progress
@@ -158,6 +158,13 @@ class _Chain(NamedTuple):
     increments: int  # since the last whole one
 
 
+class _Unwritten(NamedTuple):
+    """Rows that are not in their files, and the numbers to give to `wrote`."""
+
+    history: tuple[list[dict[str, Any]], int]
+    record: tuple[list[dict[str, Any]], int]
+
+
 class CheckpointKeeper:
     """Writes checkpoints, and the rows of the history, to one directory beside training.
 
@@ -179,17 +186,21 @@ class CheckpointKeeper:
         self._lock = lock
         self._history = history
         self._file = history_file(folder)
+        self._record_file = history_file(folder, RECORD)
         self._writer = Writer(folder, policy.write_timeout, clock)
         self._rows: RowRead | None = None  # those of the checkpoint that is being written
         self._chain: _Chain | None = None
 
     def resume_history(self, step: int, runs: Mapping[str, str], most: int) -> None:
         """Continue the history after a step; keep so many rows in memory."""
+        file = self._file
         try:
-            rows = self._file.resume(step, most)
+            rows = file.resume(step, most)
+            file = self._record_file
+            record = file.resume(step, most)
         except OSError as error:
-            raise CheckpointError(f"cannot continue {self._file.path}: {error}") from error
-        self._history.resume(step, runs, rows)
+            raise CheckpointError(f"cannot continue {file.path}: {error}") from error
+        self._history.resume(step, runs, rows, record)
 
     @property
     def since(self) -> Bases:
@@ -205,7 +216,7 @@ class CheckpointKeeper:
         best: int | None,
     ) -> None:
         """Begin to write a state, at a place, for which training has paused since some time."""
-        history, paused = self._history.unwritten(), system().now() - began
+        history, paused = self._unwritten(), system().now() - began
         try:
             self._rows, self.written = rows, place
             self._writer.start(
@@ -217,8 +228,12 @@ class CheckpointKeeper:
 
     def start_history(self) -> None:
         """Begin to write the rows of the history that no checkpoint was written after."""
-        if (rows := self._history.unwritten())[0]:
+        rows = self._unwritten()
+        if rows.history[0] or rows.record[0]:
             self._writer.start(lambda progress: self._write_history(rows, self._held(progress)))
+
+    def _unwritten(self) -> _Unwritten:
+        return _Unwritten(self._history.unwritten(), self._history.record.unwritten())
 
     def await_write(self) -> bool:
         """Wait for what is being written, and raise its error; return whether nothing hangs."""
@@ -251,7 +266,7 @@ class CheckpointKeeper:
         self,
         saved: files.Checkpoint,
         rows: RowRead,
-        history: tuple[list[dict[str, Any]], int],
+        history: _Unwritten,
         paused: float,
         best: int | None,
         progress: Progress,
@@ -286,15 +301,22 @@ class CheckpointKeeper:
         whole = not found.place or increments >= self.policy.increments  # the next one
         self._chain = None if whole else _Chain(link, found.place, increments)
         written = system().now() - began
+        self._history.record.kept(step, paused, written)
         log.info("%s: training paused for %.3f s, written in %.3f s", path, paused, written)
 
-    def _write_history(self, rows: tuple[list[dict[str, Any]], int], progress: Progress) -> None:
-        progress(self._file.path)
-        try:
-            self._file.append(rows[0])
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self._file.path}: {error}") from error
-        self._history.wrote(rows[1])
+    def _write_history(self, rows: _Unwritten, progress: Progress) -> None:
+        record = self._history.record
+        for file, (found, number), of in (
+            (self._file, rows.history, self._history),
+            (self._record_file, rows.record, record),
+        ):
+            if found or of is not record:
+                progress(file.path)
+                try:
+                    file.append(found)
+                except OSError as error:
+                    raise CheckpointError(f"cannot write {file.path}: {error}") from error
+                of.wrote(number)
 
     def _held(self, progress: Progress) -> Progress:
         """Return a function that notes progress, and ends a write when the lease is lost."""

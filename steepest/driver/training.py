@@ -121,6 +121,7 @@ class Training:
         self._run: StepRun | None = None  # of the present, or last, call
         self._asked: Future[None] | None = None  # the last request for steps, to the router
         self._warned = False
+        self._described: tuple[object, int] = (None, -1)  # members and events when it was told
         supervisor.make_up = self._make_up
 
     @property
@@ -392,7 +393,26 @@ class Training:
         )
         ends = plan is not None and epoch is not None and plan.end_of(epoch) == result.step
         self.history.stepped(self.last, figures, ends_epoch=ends)
+        self.history.record.stepped(result.step, figures.seconds, result.spent)
+        self._describe()
         return self.last
+
+    def _describe(self) -> None:
+        """Tell the run's record what the job is, where that may have changed."""
+        cluster = self.cluster
+        now = cluster.members, len(cluster.events)
+        if self._described[0] is now[0] and self._described[1] == now[1]:
+            return
+        self._described, job = now, cluster.job
+        about = {
+            "strategy": job.config.name,
+            "samples": job.global_batch,
+            "processes": [
+                [str(peer), place.node, place.host, place.pid]
+                for peer, place in sorted(cluster.places.items())
+            ],
+        }
+        self.history.record.describe(self.step, about)
 
     def _ask(self, steps: int, stats: bool) -> None:
         client, self._idle = self.cluster.client, False

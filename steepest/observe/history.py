@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, overload
 
 from steepest.core.system import system
 from steepest.errors import ConfigurationError
+from steepest.observe.job_record import JobRecord
 from steepest.observe.results import EvaluationResult, Event, StepResult
 
 
@@ -83,11 +84,13 @@ class History(Sequence[dict[str, Any]]):
     Attributes:
         runs: of each logger, the id of its run; in checkpoints.
         begun: the step from which the run continues here; 0 if it began here.
+        record: what there is to know of the run beside these rows, for its page.
     """
 
     def __init__(self, events: Sequence[Event] = (), limit: int = 100_000) -> None:
         self.runs: dict[str, str] = {}
         self.begun = 0
+        self.record = JobRecord()
         self._events = events
         self._seen = 0  # of these
         self._limit = limit
@@ -95,6 +98,7 @@ class History(Sequence[dict[str, Any]]):
         self._awaited: list[_HistoryRow] = []  # evaluations after steps that are being taken again
         self._serial = 0
         self._last = -1  # the greatest step of a row that is no event
+        self._cuts = 0  # how often rows were removed
         self._written = 0  # the serial of the last row in the file
         self._before = 0  # that of the last row of the program before
         self._sinks: dict[str, Sink] = {}
@@ -196,7 +200,11 @@ class History(Sequence[dict[str, Any]]):
                 self._add("evaluation", step, now, told)
 
     def resume(
-        self, step: int, runs: Mapping[str, str], rows: Iterable[Mapping[str, Any]] = ()
+        self,
+        step: int,
+        runs: Mapping[str, str],
+        rows: Iterable[Mapping[str, Any]] = (),
+        record: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         """Continue from a checkpoint; rows of later steps are removed, except events.
 
@@ -204,7 +212,9 @@ class History(Sequence[dict[str, Any]]):
             step: of the checkpoint.
             runs: of the loggers, as in the checkpoint; those of this program stay.
             rows: of the program before, if this one has none yet.
+            record: likewise, of `record`.
         """
+        self.record.resume(step, record)
         with self._lock:
             self._cut(step + 1)
             self._awaited.clear()  # they are made again
@@ -255,6 +265,7 @@ class History(Sequence[dict[str, Any]]):
         self._awaited = [*undone, *self._awaited]
         self._rows = [row for row in self._rows if row.kind == "event" or row.step < step]
         self._last = step - 1
+        self._cuts += 1
 
     def _epoch(self, epoch: int | None) -> dict[str, Any]:
         """Return what the row of an epoch tells: means over its steps, by samples."""
@@ -292,6 +303,23 @@ class History(Sequence[dict[str, Any]]):
     def wrote(self, number: int) -> None:
         """Note that the rows that `unwritten` returned with this number are in the file."""
         self._written = max(self._written, number)
+
+    def since(self, number: int, most: int = 1000) -> tuple[list[dict[str, Any]], int, int]:
+        """Return rows that were added after others, oldest first, without those that memory has no more.
+
+        Args:
+            number: of the last row that is known already, as this method returned it; 0 for none.
+            most: rows that are returned at once; there may be more.
+
+        Returns:
+            The rows, the number of the last of them, and how often rows were removed so far: where
+            that has changed, rows that are known already may be no more.
+        """
+        with self._lock:
+            self._take_events()
+            begin = bisect_right(self._rows, number, key=lambda row: row.serial)
+            found, cuts = self._rows[begin : begin + most], self._cuts
+        return [row.as_dict() for row in found], found[-1].serial if found else number, cuts
 
     def is_followed(self, key: str, by: Sink | None = None) -> bool:
         """Return whether a sink of this key is given each row; `by` asks whether it is this one."""

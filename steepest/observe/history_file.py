@@ -18,7 +18,8 @@ from steepest.storage.object_storage import ObjectStorage
 from steepest.storage.places import ObjectUrl, StoragePlace
 
 HISTORY = "history.jsonl"
-_SEGMENTS = "history"
+RECORD = "job.jsonl"  # of the rows of a `JobRecord`
+_SUFFIX = ".jsonl"
 _ALL = "all"
 _TOGETHER = 1000  # lines that are decoded at once
 
@@ -38,11 +39,27 @@ class HistoryRows(Protocol):
         """Append rows, and wait until they are durable; OSError: they cannot be written."""
 
 
-def history_file(folder: StoragePlace) -> HistoryRows:
-    """Return the rows of a history beside its checkpoints."""
+def history_file(folder: StoragePlace, name: str = HISTORY) -> HistoryRows:
+    """Return the rows of a history beside its checkpoints; `RECORD` for those of its record."""
     if isinstance(folder, ObjectUrl):
-        return HistorySegments(folder / _SEGMENTS, ObjectStorage.of(folder.scheme))
-    return HistoryFile(folder / HISTORY)
+        place = folder / name.removesuffix(_SUFFIX)
+        return HistorySegments(place, ObjectStorage.of(folder.scheme))
+    return HistoryFile(folder / name)
+
+
+def read_rows(folder: StoragePlace, name: str = HISTORY) -> Iterator[dict[str, Any] | None]:
+    """Yield the rows beside checkpoints, as they are now; None for each line that is none.
+
+    Raises:
+        OSError: they are not there, or cannot be read.
+    """
+    if isinstance(folder, ObjectUrl):
+        place = folder / name.removesuffix(_SUFFIX)
+        yield from HistorySegments(place, ObjectStorage.of(folder.scheme)).read()
+        return
+    with open(folder / name, "rb") as file:
+        for _, row in _rows(file):
+            yield row
 
 
 class HistoryFile:
@@ -136,6 +153,14 @@ class HistorySegments:
             self._write(_encode(rows))
         if steps:
             self._last = steps[-1]
+
+    def read(self) -> Iterator[dict[str, Any] | None]:
+        """Yield all rows; None for each line that is none. FileNotFoundError: there is no object."""
+        if not (found := self._segments()):
+            raise FileNotFoundError(f"no rows at {self.path}")
+        for each in found:
+            for _, row in _rows(io.BytesIO(self._storage.read(each))):
+                yield row
 
     def _segments(self) -> list[ObjectUrl]:
         """Return the objects that count, in their order."""

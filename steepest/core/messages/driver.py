@@ -63,6 +63,10 @@ class Result(Body):
     gradient_norm: Annotated[float | None, NUMBER] = None
     # for each parameter group, what workers' own loops say of it, see `Report`
     hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
+    # of each push with statistics: its worker, and the seconds of its data, its computing and its wait
+    spent: Annotated[
+        Seq[tuple[int, float, float, float]], many(each_of(WORKER, NUMBER, NUMBER, NUMBER))
+    ] = ()
 
 
 @body(Kind.FAILURE)

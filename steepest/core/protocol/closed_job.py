@@ -409,7 +409,7 @@ class ClosedJob:
             ended, rounds = before // per_step, self.state.makes_rounds
             for (worker, report), version in zip(reports.items(), after, strict=True):
                 assert isinstance(report, Report)
-                self._step.add(report, staleness[worker])
+                self._step.add(worker, report, staleness[worker])
                 # a round may be of the end of one step and the beginning of the next
                 if rounds:
                     out += self._results(generation, ended, version // per_step)

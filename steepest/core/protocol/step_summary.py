@@ -14,11 +14,15 @@ class OpenStep:
 
     def __init__(self) -> None:
         self._reports: list[tuple[Report, int]] = []
+        self._spent: list[tuple[int, float, float, float]] = []  # see `Result.spent`
         self._norms: list[float | None] = []
 
-    def add(self, report: Report, staleness: int) -> None:
-        """Add the report of a committed push, and its staleness in versions."""
+    def add(self, worker: int, report: Report, staleness: int) -> None:
+        """Add the report of a worker's committed push, and its staleness in versions."""
         self._reports.append((report, staleness))
+        if (found := report.timings) and report.samples:
+            parts = (float(found.get(name, 0.0)) for name in ("data", "compute", "wait"))
+            self._spent.append((worker, *parts))  # type: ignore[arg-type]
 
     def add_norm(self, norm: float | None) -> None:
         """Add the norm of a version's gradient; None where it is not known."""
@@ -27,11 +31,14 @@ class OpenStep:
     def clear(self) -> None:
         """Forget the pushes, and begin another step."""
         self._reports.clear()
+        self._spent.clear()
         self._norms.clear()
 
     def end(self, stats: bool) -> dict[str, Any]:
         """Return the summary of the step, see `summarize`, and begin another one."""
         summary = summarize(self._reports, self._norms, stats)
+        if stats and self._spent:
+            summary["spent"] = list(self._spent)
         self.clear()
         return summary
 

@@ -1,0 +1,47 @@
+"""The command `steepest report RUN`: the page of a run, as one file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from steepest.errors import ConfigurationError
+from steepest.observe.page.document import chart_script, document
+from steepest.observe.page.run_files import read_run
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    about = (
+        "write the page of a run as one HTML file, which works offline: curves, workers, changes of the job, "
+        "processes; needs pip install 'steepest[page]'"
+    )
+    parser = commands.add_parser(
+        "report", help="write the page of a run as one file", description=about
+    )
+    parser.add_argument(
+        "run", metavar="RUN", help="a directory or URL of Checkpoints, or a file history.jsonl"
+    )
+    parser.add_argument(
+        "-o", "--output", default="page.html", metavar="FILE", help="default: page.html"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the page; return the exit status."""
+    charts = chart_script()
+    page = document(read_run(options.run).told(), charts).encode()
+    target = Path(options.output)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(page)
+        os.replace(unfinished, target)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ConfigurationError(
+            f"--output {target}: the page cannot be written there: {error.strerror}"
+        ) from error
+    sys.stdout.write(f"{target}: {len(page) / 1e6:.1f} MB\n")
+    return 0

@@ -1,0 +1,358 @@
+"use strict";
+// The page of a job. What it shows is in the element "data", or is fetched twice a second from where the page comes from.
+(() => {
+  const FORMAT = 1, EVERY = 500, MOST_MARKS = 200, WORST = 8;
+  const DEATHS = new Set(["replaced", "left", "recovered"]);
+  const SLOW = 0.7; // a score below which a worker is called slow
+  const byId = (id) => document.getElementById(id);
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  let data = null, byTime = false, failing = 0, token = "";
+
+  // -- words and numbers ---------------------------------------------------------------------
+
+  const isNumber = (x) => typeof x === "number" && Number.isFinite(x);
+  const number = (x) => isNumber(x) ? (Math.abs(x) >= 1000 ? Math.round(x).toLocaleString("en") : String(+x.toPrecision(4))) : "–";
+  const seconds = (x) => !isNumber(x) ? "–" : x < 1 ? `${+(x * 1000).toPrecision(3)} ms` : `${+x.toPrecision(4)} s`;
+  const bytes = (x) => {
+    if (!isNumber(x)) return "–";
+    const units = ["B", "kB", "MB", "GB", "TB", "PB"];
+    let at = 0;
+    while (Math.abs(x) >= 1000 && at < units.length - 1) { x /= 1000; at += 1; }
+    return `${+x.toPrecision(3)} ${units[at]}`;
+  };
+  const moment = (t) => isNumber(t) ? new Date(t * 1000).toLocaleString() : "–";
+  const duration = (s) => {
+    if (!isNumber(s)) return "–";
+    const whole = Math.round(s), h = Math.floor(whole / 3600), m = Math.floor(whole / 60) % 60;
+    return h ? `${h} h ${m} min` : m ? `${m} min ${whole % 60} s` : `${+s.toPrecision(3)} s`;
+  };
+  const element = (tag, text, kind) => {
+    const made = document.createElement(tag);
+    if (text !== undefined) made.textContent = text;
+    if (kind) made.className = kind;
+    return made;
+  };
+  // head: names of columns; rows: of each its cells, a text or [text, class] or an element
+  const table = (head, rows) => {
+    const made = element("table", undefined, "cards"), top = made.createTHead().insertRow();
+    for (const name of head) top.append(element("th", name));
+    const body = made.createTBody();
+    for (const row of rows) {
+      const line = body.insertRow();
+      row.forEach((cell, at) => {
+        const box = line.insertCell();
+        box.dataset.head = head[at];
+        if (cell instanceof Node) box.append(cell);
+        else { const [text, kind] = Array.isArray(cell) ? cell : [cell, ""]; box.append(element("span", text, kind)); }
+      });
+    }
+    return made;
+  };
+
+  // -- charts: drawn when they come into sight -----------------------------------------------
+
+  const colours = () => {
+    const style = getComputedStyle(document.documentElement);
+    const found = {};
+    for (const name of ["text", "quiet", "line", "accent", "bad", "change", "good"]) found[name] = style.getPropertyValue(`--${name}`).trim();
+    return found;
+  };
+  const PALETTE = ["#1f77b4", "#e6761b", "#2ca02c", "#c13fc1", "#8c6d4f", "#17a5b8", "#b8a000", "#e05285"];
+  const drawings = new Map(); // by element: {draw, dirty, seen}
+  const watcher = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      const drawing = drawings.get(entry.target);
+      drawing.seen = entry.isIntersecting;
+      drawIfDue(entry.target);
+    }
+  }, { rootMargin: "150px" });
+  const drawIfDue = (box) => {
+    const drawing = drawings.get(box);
+    if (drawing.seen && drawing.dirty) { drawing.dirty = false; drawing.draw(box); }
+  };
+  const chart = (box, draw) => {
+    if (!drawings.has(box)) { drawings.set(box, { draw, dirty: true, seen: false }); watcher.observe(box); }
+    const drawing = drawings.get(box);
+    drawing.draw = draw;
+    drawing.dirty = true;
+    drawIfDue(box);
+  };
+  const layout = (more) => {
+    const c = colours();
+    const axis = { gridcolor: c.line, linecolor: c.line, zeroline: false, automargin: true };
+    return {
+      height: 220, margin: { l: 48, r: 10, t: 8, b: 32 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { color: c.text, size: 12 }, hovermode: "x unified", hoverlabel: { bgcolor: dark.matches ? "#1d2126" : "#ffffff" },
+      showlegend: false, legend: { orientation: "h", y: 1.15, x: 0 }, ...more,
+      xaxis: { ...axis, ...(more.xaxis || {}) }, yaxis: { ...axis, ...(more.yaxis || {}) },
+    };
+  };
+  const plot = (box, traces, more) =>
+    Plotly.react(box, traces, layout(more), { responsive: true, displaylogo: false, displayModeBar: false });
+
+  const place = (row) => byTime ? new Date(row.time * 1000) : row.step;
+  const marks = () => {
+    const c = colours(), found = [];
+    for (const event of data.events.slice(-MOST_MARKS)) {
+      const colour = DEATHS.has(event.kind) ? c.bad : c.change, at = place(event);
+      found.push({ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 1, line: { color: colour, width: 1, dash: "dot" } });
+    }
+    for (const kept of data.checkpoints.slice(-MOST_MARKS)) {
+      const at = place(kept);
+      found.push({ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 0.05, line: { color: c.quiet, width: 1 } });
+    }
+    return found;
+  };
+
+  // the curves of a chart, and what is a group of its own
+  const groupOf = (name) => name.startsWith("metrics/") ? name.slice(8) : name.split("/")[0];
+  const TITLES = {
+    "seconds": "seconds of a step, by part (means over workers)", "processes": "processes",
+    "staleness": "staleness, in updates", "bytes": "bytes of a step",
+  };
+  const FIRST = ["loss", "samples per second", "learning rate", "gradient norm", "seconds", "staleness", "bytes", "processes"];
+  const derived = () => {
+    const { sums, steps } = data.curves, found = {};
+    if (sums.samples) {
+      found["samples per second"] = [sums.samples.map((n, i) => sums.seconds[i] > 0 ? n / sums.seconds[i] : null)];
+    }
+    for (const name of ["pushed", "pulled"]) if (sums[name]) found[`bytes/${name}`] = [sums[name].map((n, i) => n === null ? null : n / steps[i])];
+    return found;
+  };
+  const isFlat = (columns, value) => columns[0].every((x) => x === null || x === value);
+
+  const drawCurves = () => {
+    const all = { ...data.curves.values, ...derived() }, groups = new Map();
+    for (const name of Object.keys(all)) {
+      if ((name === "staleness" || name.startsWith("bytes/")) && isFlat(all[name], 0)) continue;
+      const group = groupOf(name);
+      if (!groups.has(group)) groups.set(group, []);
+      groups.get(group).push(name);
+    }
+    const rank = (group) => {
+      const at = FIRST.indexOf(group);
+      return group === "loss" ? -1 : at < 0 ? 0 : at; // metrics come after the loss
+    };
+    const names = [...groups.keys()].sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
+    for (const group of names) {
+      const id = `curve ${group}`;
+      let box = byId(id);
+      if (!box) {
+        box = element("div", undefined, "chart");
+        box.id = id;
+        box.append(element("h3", TITLES[group] || group), element("div", undefined, "plot"));
+        const later = [...byId("charts").children].find((c) => names.indexOf(c.id.slice(6)) > names.indexOf(group));
+        byId("charts").insertBefore(box, later || null);
+      }
+      chart(box.lastChild, (target) => drawCurve(target, group, groups.get(group), all));
+    }
+    const { width } = data.curves;
+    byId("width").textContent = width > 1 ? `each point is the mean of ${width} steps, its band reaches from the least to the greatest` : "";
+  };
+
+  const drawCurve = (box, group, names, all) => {
+    const xs = byTime ? data.curves.time.map((t) => new Date(t * 1000)) : data.curves.step;
+    const traces = [];
+    names.forEach((name, at) => {
+      const [mean, least, most] = all[name], colour = PALETTE[at % PALETTE.length];
+      const label = name.includes("/") && !name.startsWith("metrics/") ? name.split("/").slice(1).join("/") : group;
+      if (most) {
+        const band = { x: xs, type: "scatter", mode: "lines", line: { width: 0, color: colour }, hoverinfo: "skip", showlegend: false };
+        traces.push({ ...band, y: least }, { ...band, y: most, fill: "tonexty", fillcolor: `${colour}33` });
+      }
+      const few = xs.length < 3 ? "lines+markers" : "lines";
+      traces.push({ x: xs, y: mean, name: label, type: "scatter", mode: few, line: { width: 1.6, color: colour } });
+    });
+    const metric = (row) => group === "loss" ? row.loss : (row.metrics || {})[group];
+    const seen = group === "loss" || names[0].startsWith("metrics/") ? data.evaluations.filter((row) => isNumber(metric(row))) : [];
+    if (seen.length) {
+      traces.push({
+        x: seen.map(place), y: seen.map(metric), name: "evaluation", type: "scatter", mode: "lines+markers",
+        line: { width: 1, dash: "dot", color: colours().good }, marker: { size: seen.length > 40 ? 3 : 6, color: colours().good },
+      });
+    }
+    plot(box, traces, { shapes: marks(), showlegend: names.length > 1 || seen.length > 0, xaxis: { tickformat: byTime ? undefined : "~s" },
+      yaxis: { tickformat: group === "bytes" ? "~s" : undefined } });
+  };
+
+  // -- workers -------------------------------------------------------------------------------
+
+  const score = (x) => isNumber(x) ? [x.toFixed(2), x < SLOW ? "bad" : ""] : "–";
+  const drawWorkers = () => {
+    const { workers, scores, lanes, spans } = data.workers;
+    const first = [...scores].sort((a, b) => b.last - a.last)[0];
+    byId("waited").textContent = !scores.length ? "Nothing is known of single workers." :
+      scores.length === 1 ? "One worker: it waits for nobody." :
+      !first.last ? "" : `Of the last ${lanes.length} steps worker ${first.worker} ended ${Math.round(100 * first.last)} % last, ` +
+        `${seconds(first.cost)} after the others' median: ${first.last >= 0.5 && first.others < SLOW ? "the others wait for it." : "nobody is waited for in particular."}`;
+    const head = ["worker", "computing", "data", "waiting", "against the others", "against itself", "last to end", "later than the others"];
+    const worst = (each) => Math.min(each.others ?? 1, each.itself ?? 1) - each.last;
+    const rows = [...scores].sort((a, b) => worst(a) - worst(b) || a.worker - b.worker).map((each) => [
+      `worker ${each.worker}`, seconds(each.compute), seconds(each.data), seconds(each.wait), score(each.others), score(each.itself),
+      `${Math.round(100 * each.last)} %`, each.last ? seconds(each.cost) : "–",
+    ]);
+    const kept = byId("rest"), shown = rows.length ? [table(head, rows.slice(0, WORST))] : [];
+    if (rows.length > WORST) {
+      const rest = element("details");
+      rest.id = "rest";
+      rest.open = kept !== null && kept.open;
+      rest.append(element("summary", `the other ${rows.length - WORST} workers`), table(head, rows.slice(WORST)));
+      shown.push(rest);
+    }
+    byId("scores").replaceChildren(...shown);
+    const lanesBox = byId("lanes"), heatBox = byId("heat");
+    lanesBox.hidden = !lanes.length;
+    heatBox.hidden = !spans.step || spans.step.length < 2;
+    if (lanes.length) chart(lanesBox.lastChild, drawLanes);
+    if (!heatBox.hidden) chart(heatBox.lastChild, drawHeat);
+  };
+
+  const every = (workers) => Math.ceil(workers.length / 16); // of which one has its name beside its lane
+  const drawLanes = (box) => {
+    const { workers, lanes } = data.workers;
+    const busyMost = Math.max(...lanes[lanes.length - 1][2].map(([, d, c]) => d + c));
+    const parts = [["computing", 2, PALETTE[0]], ["data", 1, PALETTE[1]], ["waiting", 3, "rgba(128,128,128,0.35)"]];
+    const bars = parts.map(([name, , colour]) => ({
+      type: "bar", orientation: "h", name, y: [], x: [], base: [], customdata: [], marker: { color: colour, line: { width: 0 } },
+      hovertemplate: `%{y}: ${name} %{x:.4f} s, step %{customdata}<extra></extra>`,
+    }));
+    // each worker's steps follow one another, back from the last commit
+    const ends = new Map();
+    for (let at = lanes.length - 1; at >= 0; at -= 1) {
+      const [step, , shares] = lanes[at];
+      for (const [worker, d, c, wait] of shares) {
+        if (!ends.has(worker)) ends.set(worker, at === lanes.length - 1 ? (d + c) - busyMost : 0);
+        let end = ends.get(worker);
+        parts.forEach(([, part], bar) => {
+          const length = [0, d, c, wait][part];
+          bars[bar].y.push(`worker ${worker}`);
+          bars[bar].x.push(length);
+          bars[bar].base.push(end - length);
+          bars[bar].customdata.push(step);
+          end -= length;
+        });
+        ends.set(worker, end);
+      }
+    }
+    plot(box, bars, {
+      barmode: "overlay", bargap: 0.2, hovermode: "closest", showlegend: true, height: 100 + (workers.length > 16 ? 10 : 18) * Math.max(4, workers.length),
+      xaxis: { title: { text: "seconds before the last commit" } },
+      yaxis: { categoryorder: "array", categoryarray: workers.map((w) => `worker ${w}`).reverse(), dtick: every(workers) },
+    });
+  };
+
+  const drawHeat = (box) => {
+    const { workers, spans } = data.workers;
+    plot(box, [{
+      type: "heatmap", x: spans.step, y: workers.map((w) => `worker ${w}`), z: spans.compute, colorscale: dark.matches ? "Viridis" : "YlGnBu",
+      colorbar: { thickness: 10, len: 1 }, hovertemplate: "%{y}, step %{x}: %{z:.4f} s<extra></extra>",
+    }], { hovermode: "closest", height: 100 + (workers.length > 16 ? 8 : 16) * Math.max(4, workers.length), yaxis: { autorange: "reversed", dtick: every(workers) }, xaxis: { title: { text: "step" } } });
+  };
+
+  // -- tables --------------------------------------------------------------------------------
+
+  const drawChanges = () => {
+    const rows = [...data.events].reverse().slice(0, 100).map((event) => [
+      moment(event.time), number(event.step), [event.kind, DEATHS.has(event.kind) ? "bad" : "change"], event.cause || event.line || "–",
+      event.seen || "–", event.decision || event.line || "–",
+      Object.entries(event.spent).map(([name, s]) => `${name} ${s.toFixed(2)} s`).join(", ") || "–",
+      isNumber(event.steps) ? `${event.steps} steps` : "–",
+    ]);
+    const head = ["time", "step", "kind", "cause", "seen", "decided", "took", "taken again"];
+    byId("changes").replaceChildren(rows.length ? table(head, rows) : element("p", "None: all processes are those with which it began.", "quiet"));
+  };
+
+  const drawProcesses = () => {
+    const rows = data.processes.map((each) => [each.name, each.host, each.node.slice(0, 8), String(each.pid), isNumber(each.memory) ? bytes(each.memory) : "–"]);
+    byId("processes").replaceChildren(rows.length ? table(["process", "host", "node", "pid", "memory"], rows) : element("p", "Nothing is known of them.", "quiet"));
+    byId("stacks").hidden = !data.live;
+  };
+
+  const drawHead = () => {
+    const { about } = data, rate = derived()["samples per second"];
+    document.title = `${about.name}: steepest`;
+    byId("name").textContent = about.name;
+    byId("state").textContent = failing ? `the job has not answered for ${Math.round((Date.now() - failing) / 1000)} s: it has ended, or cannot be reached` :
+      data.live ? (data.training ? "live: training" : "live: idle") : `as it was when it was last written, ${moment(about.time)}`;
+    byId("notes").replaceChildren(...about.notes.map((note) => element("p", note)));
+    const last = rate ? rate[0][rate[0].length - 1] : null;
+    const figures = [
+      ["step", number(about.step)], ["epoch", isNumber(about.epoch) ? number(about.epoch) : null], ["loss", number(about.loss)], ["samples/s", isNumber(last) ? number(last) : null],
+      ["samples", number(about.samples)], ["strategy", about.strategy || null], ["workers", number(about.workers)], ["servers", number(about.servers)],
+      ["training", duration(about.seconds)], ["pushed", bytes(about.pushed)], ["pulled", bytes(about.pulled)],
+    ].filter(([, value]) => value !== null);
+    byId("figures").replaceChildren(...figures.map(([name, value]) => {
+      const item = element("li");
+      item.append(element("b", value), element("span", name));
+      return item;
+    }));
+    byId("made").textContent = `made ${moment(about.made)}${about.steepest ? `, of a run of steepest ${about.steepest}` : ""}`;
+  };
+
+  const draw = () => { drawHead(); drawCurves(); drawWorkers(); drawChanges(); drawProcesses(); };
+
+  // -- a live job ----------------------------------------------------------------------------
+
+  const merge = (found) => {
+    const old = data && data.curves, now = found.curves;
+    if (old && now.from > 0) {
+      const keep = now.from;
+      const join = (a, b, size) => [...(a ? a.slice(0, keep) : Array(keep).fill(null)), ...(b || Array(size).fill(null))];
+      const size = now.step.length;
+      for (const name of ["step", "time", "steps"]) now[name] = join(old[name], now[name], size);
+      for (const name of new Set([...Object.keys(old.sums), ...Object.keys(now.sums)])) now.sums[name] = join(old.sums[name], now.sums[name], size);
+      for (const name of new Set([...Object.keys(old.values), ...Object.keys(now.values)])) {
+        const before = old.values[name] || [], after = now.values[name] || [];
+        now.values[name] = Array.from({ length: Math.max(before.length, after.length) }, (_, i) => join(before[i], after[i], size));
+      }
+    }
+    data = found;
+  };
+  const ask = async (what) => {
+    const answer = await fetch(what, { headers: { Authorization: `Bearer ${token}` }, cache: "no-store" });
+    if (!answer.ok) throw Object.assign(new Error(await answer.text()), { status: answer.status });
+    return answer;
+  };
+  const update = async () => {
+    try {
+      if (!document.hidden || data === null) {
+        const since = data ? `?since=${Math.max(data.curves.step.length - 1, 0)}&revision=${data.curves.revision}` : "";
+        const found = await (await ask(`data${since}`)).json();
+        failing = 0;
+        if (found.format !== FORMAT) throw Object.assign(new Error("the job is of another version of steepest: load this page again"), { status: 409 });
+        merge(found);
+        draw();
+      }
+    } catch (error) {
+      if (error.status) { byId("state").textContent = error.message; return; }
+      failing = failing || Date.now();
+      if (data) drawHead();
+      else byId("state").textContent = "the job does not answer: it has ended, or cannot be reached";
+    }
+    setTimeout(update, failing ? 4 * EVERY : EVERY);
+  };
+
+  byId("stacks").addEventListener("click", async () => {
+    byId("text").textContent = "asking";
+    byId("dialog").showModal();
+    try { byId("text").textContent = await (await ask("stacks")).text(); }
+    catch (error) { byId("text").textContent = error.message; }
+  });
+  for (const [id, value] of [["by-step", false], ["by-time", true]]) {
+    byId(id).addEventListener("click", () => {
+      byTime = value;
+      byId("by-step").setAttribute("aria-pressed", String(!value));
+      byId("by-time").setAttribute("aria-pressed", String(value));
+      if (data) drawCurves();
+    });
+  }
+  dark.addEventListener("change", () => { if (data) draw(); });
+  const kept = byId("data");
+  if (kept) {
+    data = JSON.parse(kept.textContent);
+    draw();
+  } else {
+    token = decodeURIComponent((location.hash.match(/token=([^&]*)/) || ["", ""])[1]);
+    update();
+  }
+})();

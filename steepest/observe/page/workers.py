@@ -1,0 +1,134 @@
+"""How fast each worker is, against the others and against itself, and who is waited for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from steepest.observe.job_record import typical
+from steepest.observe.page.thinning import short
+
+_SPANS = 200  # of a page
+_EARLIER = 3  # spans that a worker needs before the last one to be compared with itself
+
+
+@dataclass
+class WorkerTimes:
+    """What workers spent steps on: means of spans of steps, and the last steps one by one."""
+
+    spans: list[dict[str, Any]] = field(default_factory=list)  # rows of kind "workers"
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add a span; those whose steps it has again are left out."""
+        while self.spans and self.spans[-1]["step"] >= row["first"]:
+            self.spans.pop()
+        self.spans.append(dict(row))
+
+    def told(self, now: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return what a page shows of workers; `now` is the span that has not ended, if any.
+
+        Returns:
+            "workers" (their numbers), "scores", "lanes" and "spans".
+        """
+        spans = [*self.spans, *([dict(now)] if now else [])]
+        if not spans:
+            return {"workers": [], "scores": [], "lanes": [], "spans": {}}
+        lanes: list[Any] = next((span["last"] for span in reversed(spans) if span.get("last")), [])
+        thin = _thinned(spans, _SPANS)
+        workers = sorted({int(worker) for span in thin for worker in span["spent"]})
+        return {
+            "workers": workers,
+            "scores": scores(spans, lanes),
+            "lanes": lanes,
+            "spans": {
+                "step": [span["step"] for span in thin],
+                "compute": [[_compute(span, worker) for span in thin] for worker in workers],
+            },
+        }
+
+
+def scores(
+    spans: Sequence[Mapping[str, Any]], lanes: Sequence[Sequence[Any]]
+) -> list[dict[str, Any]]:
+    """Return for each worker of the last span how fast it is.
+
+    Returns:
+        For each "worker": "compute", "data" and "wait" (seconds of a step, means of the last span);
+        "others": the median of the others' computing time divided by its own, 1 where it is as fast,
+        0.5 where it takes twice as long, None without others; "itself": likewise the time that its own
+        best quarter of spans did not exceed earlier; "last": the share of the last steps that it was
+        the last to end; "cost": by how many seconds the others' median was done before it then, a
+        mean over these steps.
+
+    Example: worker 1 takes twice as long as the others.
+
+        >>> spent = {str(worker): [8, 0.0, 0.2 if worker == 1 else 0.1, 0.0] for worker in range(4)}
+        >>> [each["others"] for each in scores([{"spent": spent}], [])]
+        [1.0, 0.5, 1.0, 1.0]
+    """
+    newest: Mapping[str, list[float]] = spans[-1]["spent"] if spans else {}
+    waited = _waited_for(lanes)
+    found = []
+    for worker, (_, data, compute, wait) in newest.items():
+        others = typical(each[2] for other, each in newest.items() if other != worker)
+        earlier = [s["spent"][worker][2] for s in spans[:-1] if worker in s["spent"]]
+        itself = sorted(earlier)[len(earlier) // 4] if len(earlier) >= _EARLIER else 0.0
+        last, cost = waited.get(int(worker), (0.0, 0.0))
+        found.append(
+            {
+                "worker": int(worker),
+                "data": data,
+                "compute": compute,
+                "wait": wait,
+                "others": short(others / compute) if others and compute else None,
+                "itself": short(itself / compute) if itself and compute else None,
+                "last": short(last),
+                "cost": short(cost),
+            }
+        )
+    return found
+
+
+def _waited_for(lanes: Sequence[Sequence[Any]]) -> dict[int, tuple[float, float]]:
+    """Return by worker the share of steps that it ended last, and by how many seconds."""
+    ended: dict[int, list[float]] = defaultdict(list)
+    for _, _, shares in lanes:
+        busy = {int(worker): data + compute for worker, data, compute, _ in shares}
+        if len(busy) < 2:
+            continue
+        slowest = max(busy, key=lambda worker: busy[worker])
+        others = typical(seconds for worker, seconds in busy.items() if worker != slowest)
+        ended[slowest].append(busy[slowest] - others)
+    steps = sum(map(len, ended.values()))
+    return {worker: (len(each) / steps, sum(each) / len(each)) for worker, each in ended.items()}
+
+
+def _compute(span: Mapping[str, Any], worker: int) -> float | None:
+    found = span["spent"].get(str(worker))
+    return None if found is None else found[2]
+
+
+def _thinned(spans: Sequence[Mapping[str, Any]], limit: int) -> list[Mapping[str, Any]]:
+    """Return so many spans at most, each with the means of those that follow each other."""
+    together = -(-len(spans) // limit)
+    if together == 1:
+        return list(spans)
+    return [_joined(spans[at : at + together]) for at in range(0, len(spans), together)]
+
+
+def _joined(spans: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    sums: dict[str, list[float]] = {}
+    for span in spans:
+        for worker, (steps, *seconds) in span["spent"].items():
+            own = sums.setdefault(worker, [0, 0.0, 0.0, 0.0])
+            own[:] = [
+                own[0] + steps,
+                *(a + steps * b for a, b in zip(own[1:], seconds, strict=True)),
+            ]
+    spent = {
+        worker: [own[0], *(short(each / own[0]) for each in own[1:])]
+        for worker, own in sums.items()
+    }
+    return {"first": spans[0]["first"], "step": spans[-1]["step"], "spent": spent}
