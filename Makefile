@@ -2,8 +2,8 @@
 # of their own, or take long; make bench-check: those of the benchmarks; make test-full: all of them, with whole products
 # of settings and ten times as many random examples, and JAX' and Keras' likewise, in some hours; make test-loggers:
 # TensorBoard and the other trackers, which it installs; make test-adapters, test-jax, test-tensorflow, test-spark,
-# test-sagemaker, test-storage: Lightning and Hugging Face, JAX, Keras, Spark, SageMaker's toolkit, a server that speaks S3,
-# likewise. With FULL=1 these run their tests that are marked `full`, too, as test-full has them do.
+# test-sagemaker, test-storage, test-page: Lightning and Hugging Face, JAX, Keras, Spark, SageMaker's toolkit, a server that speaks S3,
+# the page of a job in a browser, likewise. With FULL=1 these run their tests that are marked `full`, too, as test-full has them do.
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die and
 # the driver gets signals; make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, test-core-alone, bench-check,
@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-core test-core-alone test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
-  bench-check test-full \
+  test-page bench-check test-full \
   mutants coverage check bench soak package sbom site clean
 
 $(STAMP): pyproject.toml constraints.txt
@@ -40,6 +40,7 @@ EXTRAS-spark := spark
 EXTRAS-jax := jax
 EXTRAS-tensorflow := tensorflow
 EXTRAS-docs := docs
+EXTRAS-page := page
 SHARED := $(VENV)-shared/bin/python
 # FULL=1 has these targets run the tests that are marked `full`, too
 FULL :=
@@ -70,6 +71,10 @@ test-jax: $(VENV)-jax/.installed
 	$(VENV)-jax/bin/python -m pytest -m "not ray and ($(CHOICE))" --numprocesses=2 -k "jax or flax or optax" \
 	  tests/adapters/test_jax_*.py tests/models/test_models.py tests/project/test_docs.py tests/project/test_imports.py
 	$(VENV)-jax/bin/python -m pytest -m "ray and ($(CHOICE))" tests/adapters/test_jax_*.py
+
+# needs a Chromium (apt-get install chromium-headless-shell); CHROMIUM=path names another than that on the path
+test-page: $(VENV)-page/.installed
+	$(VENV)-page/bin/python -m pytest -m "cluster or not cluster" tests/observe/test_page_in_browser.py
 
 test-storage: $(VENV)-shared/.installed
 	$(SHARED) -m pytest -m "$(CHOICE)" tests/checkpoint/test_s3_storage.py
@@ -140,5 +145,5 @@ site: $(VENV)-docs/.installed
 	$(VENV)-docs/bin/python -m release.site
 
 clean:
-	rm -rf $(VENV) $(VENV)-loggers $(VENV)-jax $(VENV)-tensorflow $(VENV)-shared $(VENV)-spark $(VENV)-docs build dist *.egg-info \
+	rm -rf $(VENV) $(VENV)-loggers $(VENV)-jax $(VENV)-tensorflow $(VENV)-shared $(VENV)-spark $(VENV)-docs $(VENV)-page build dist *.egg-info \
 	  .mypy_cache .ruff_cache .pytest_cache .hypothesis

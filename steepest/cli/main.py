@@ -1,4 +1,4 @@
-"""The `steepest` command, with the subcommands `completion`, `demo`, `doctor`, `launch`, `report` and `run`.
+"""The `steepest` command, with the subcommands `completion`, `demo`, `doctor`, `launch`, `report`, `run` and `watch`.
 
 `python -m steepest` is the same command.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from steepest import __version__
-from steepest.cli import completion, launch, report, run
+from steepest.cli import completion, launch, report, run, watch
 from steepest.config.run import cluster_address
 from steepest.errors import SteepestError
 
@@ -30,6 +30,7 @@ first steps:
   steepest demo                         train handwritten digits under every strategy
   steepest run train.py --workers 2     run a script of yours that calls steepest.prepare()
   steepest launch slurm --help          the same on a cluster: kubernetes, sagemaker, slurm, spark
+  steepest watch RUN                    the page of a run, in a browser, while it goes on
   steepest report RUN -o page.html      the page of a run that has kept checkpoints, as one file
   steepest completion bash              print a script for tab completion
 
@@ -57,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     launch.add_parser(commands)
     report.add_parser(commands)
     run.add_parser(commands)
+    watch.add_parser(commands)
     return parser
 
 
@@ -79,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return launch.run(chosen)
         if chosen.command == "report":
             return report.run(chosen)
+        if chosen.command == "watch":
+            return watch.run(chosen)
         if chosen.command == "run":
             return run.run(chosen, given[end + 1 :])
         return doctor()

@@ -194,6 +194,8 @@ class RunConfig:
             certificate that the job makes for itself; needs the openssl command on the driver's
             host. A `TLSConfig`: by files of your own. Ray's channels are Ray's own matter, see
             `docs/security.md`.
+        page: whether the page of the job is served from its beginning, to this machine alone, at a free
+            port, see `DistributedSGD.page`; a line of the log says how to open it.
 
     Raises:
         ConfigurationError: a value is of another type.
@@ -211,6 +213,7 @@ class RunConfig:
     history_rows: int = 100_000
     verbose: bool = False
     tls: bool | TLSConfig = False
+    page: bool = False
 
     def __post_init__(self) -> None:
         require_instance("failure", self.failure, FailureConfig)
@@ -220,6 +223,7 @@ class RunConfig:
         require_count("history_rows", self.history_rows)
         require_choice("verbose", self.verbose, (False, True))
         check_tls(self.tls)
+        require_choice("page", self.page, (False, True))
 
 
 def is_dumb_terminal() -> bool:

@@ -73,6 +73,12 @@ class CheckpointManager:
         self._doubtful = False
 
     @property
+    def folder(self) -> Path | None:
+        """The directory of checkpoints; None where there is none on this machine."""
+        place = None if self._policy is None else place_of(self._policy.path)
+        return place if isinstance(place, Path) else None
+
+    @property
     def step(self) -> int:
         """The number of committed steps."""
         return self._training.step

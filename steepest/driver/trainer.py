@@ -27,6 +27,7 @@ from steepest.driver.checkpoint_manager import CheckpointManager
 from steepest.driver.directory_lock import DirectoryLock
 from steepest.driver.dropped_trainers import drop
 from steepest.driver.fit_loop import Fit, FitArguments
+from steepest.driver.job_page import JobPage, open_page
 from steepest.driver.job_stats import job_stats
 from steepest.driver.training import Training
 from steepest.errors import ConfigurationError, PeerLostError, ShutdownError, UnfrozenError
@@ -141,6 +142,7 @@ class DistributedSGD:
         self._lock = system().lock()
         self._cluster: Cluster | None = None
         self._dropped: weakref.finalize[..., DistributedSGD] | None = None
+        self._page: JobPage | None = None
         with contextlib.ExitStack() as undo:
             lock = DirectoryLock(checkpoints)
             undo.callback(lock.release)
@@ -154,6 +156,8 @@ class DistributedSGD:
             )  # fmt: skip
             self._dropped = weakref.finalize(self, drop, self._live(), self._keeping, os.getpid())
             self._dropped.atexit = False  # Ray ends everything then
+            if run_config.page:
+                self.page().announce()
             undo.pop_all()
 
     def _start(
@@ -533,6 +537,30 @@ class DistributedSGD:
             ProcessInfo(peer.role, peer.index, place.node, place.host, place.pid)
             for peer, place in sorted(places.items())
         )
+
+    def page(self, host: str = "127.0.0.1", port: int = 0) -> JobPage:
+        """Serve the page of this job to a browser, until the trainer is shut down; any thread may ask.
+
+        It shows curves, what each worker spends its time on, changes of the job and processes, twice a
+        second anew, and the stacks of all processes. While nobody looks it costs nothing. Whoever has
+        its `url`, which has a token, sees it; nobody else does. A second call returns the same page.
+
+        Args:
+            host: the address at which it listens: by default this machine alone reaches it. With another
+                one the token travels in plain text.
+            port: 0 for a free one.
+
+        Raises:
+            ConfigurationError: plotly is not installed, or the port is in use.
+
+        Example:
+            >>> sgd.page().url                                              # doctest: +SKIP
+            'http://127.0.0.1:40123/#token=...'
+        """
+        cluster = self._live()
+        if self._page is None:
+            self._page = open_page(cluster, self._training, self._keeping.folder, host, port)
+        return self._page
 
     def log(self) -> CommitLog:
         """Return every commit so far, with its pushes, their samples, and the versions they pulled.

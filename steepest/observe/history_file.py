@@ -122,6 +122,49 @@ class HistoryFile:
         os.replace(unfinished, self.path)
 
 
+class GrowingFile:
+    """A file of rows that another process appends to, or writes anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._identity = 0
+        self._read = 0  # bytes
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it was there when it was read."""
+        return self._identity != 0
+
+    def is_another(self) -> bool:
+        """Return whether the file is not the one that was read, or is shorter than it was."""
+        try:
+            with open(self._path, "rb") as file:
+                identity, size = _identity(file)
+        except FileNotFoundError:
+            return self._identity != 0
+        return identity != self._identity or size < self._read
+
+    def rows(self) -> Iterator[dict[str, Any] | None]:
+        """Yield the rows of the lines that are whole since; None for each that is none. OSError: it is not there."""
+        with open(self._path, "rb") as file:
+            self._identity, _ = _identity(file)
+            file.seek(self._read)
+            for line, row in _rows(file):
+                if line.endswith(b"\n"):  # else it is being written
+                    self._read += len(line)
+                    yield row
+
+    def begin_again(self) -> None:
+        """Yield all rows next."""
+        self._identity = self._read = 0
+
+
+def _identity(file: BinaryIO) -> tuple[int, int]:
+    """Return which file an open one is, and how long."""
+    found = os.fstat(file.fileno())
+    return found.st_ino, found.st_size
+
+
 class HistorySegments:
     """Objects of JSON lines below a prefix: each call appends one, since objects of a store cannot grow."""
 

@@ -101,7 +101,8 @@ class JobRecord:
     def open_span(self) -> dict[str, Any] | None:
         """Return the row of the span that has not ended; None where it has no step."""
         with self._lock:
-            return self._open()
+            found = self._open()
+        return None if found is None else {"step": self._step, **found}
 
     def unwritten(self) -> tuple[list[dict[str, Any]], int]:
         """End the span; return the rows that are not in the file, and the number to give to `wrote`."""

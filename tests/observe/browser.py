@@ -9,14 +9,22 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 #: Of the programs of Debian and others.
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+#: Becomes a program that reads from file 3 and writes to file 4.
+_WIRED = """
+import fcntl, os, sys
+for number, file in zip((3, 4), [fcntl.fcntl(int(each), fcntl.F_DUPFD, 10) for each in sys.argv[1:3]]):
+    os.dup2(file, number)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
 
 
 def program() -> str | None:
@@ -28,8 +36,8 @@ def program() -> str | None:
 class Browser:
     """One page of a Chromium."""
 
-    def __init__(self, read: int, write: int) -> None:
-        self._read, self._write = os.fdopen(read, "rb"), os.fdopen(write, "wb")
+    def __init__(self, answers: IO[bytes], commands: IO[bytes]) -> None:
+        self._read, self._write = answers, commands
         self._numbers = itertools.count(1)
         self._session: str | None = None
         self.complaints: list[str] = []  # errors and warnings of the console, and exceptions
@@ -96,7 +104,7 @@ class Browser:
         until = time.monotonic() + seconds
         while not (found := self.value(expression)):
             if time.monotonic() > until:
-                text = self.value("document.body.innerText.slice(0, 600)")
+                text = self.value("document.body?.innerText.slice(0, 600)")
                 raise AssertionError(f"{expression} is not true: {text} {self.complaints}")
             self.value("new Promise((done) => setTimeout(done, 50))")
         return found
@@ -115,22 +123,18 @@ def browser() -> Iterator[Browser]:
     to_read, from_write = os.pipe()
     from_read, to_write = os.pipe()
     with tempfile.TemporaryDirectory(prefix="chromium-") as folder:
-
-        def at_3_and_4() -> None:
-            os.dup2(first, 3)
-            os.dup2(second, 4)
-
-        first, second = os.dup(to_read), os.dup(to_write)  # neither is 3 nor 4
+        wired = [sys.executable, "-S", "-c", _WIRED, str(to_read), str(to_write), path]
         process = subprocess.Popen(
-            [path, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars",
+            [*wired, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars",
              f"--user-data-dir={folder}", "--disable-background-networking", "--no-first-run"],
-            preexec_fn=at_3_and_4, pass_fds=(3, 4), stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
+            pass_fds=(to_read, to_write), stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
-        for each in (to_read, to_write, first, second):
+        for each in (to_read, to_write):
             os.close(each)
-        try:
-            yield Browser(from_read, from_write)
-        finally:
-            process.kill()
-            process.wait()
+        with os.fdopen(from_read, "rb") as answers, os.fdopen(from_write, "wb") as commands:
+            try:
+                yield Browser(answers, commands)
+            finally:
+                process.kill()
+                process.wait()

@@ -35,8 +35,8 @@ def document(data: Mapping[str, Any], charts: str) -> str:
     # a script ends at "</script" and changes its mode at "<!--", wherever they are in it
     kept = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     scripts = [
-        f"<script>{charts}</script>",
         f'<script type="application/json" id="data">{kept}</script>',
+        f'<script type="text/plain" id="charts-script">{charts}</script>',
         f"<script>{page_script()}</script>",
     ]
     return _page("\n".join(scripts))
@@ -44,7 +44,7 @@ def document(data: Mapping[str, Any], charts: str) -> str:
 
 def shell() -> str:
     """Return the page without data, which fetches them, and its scripts, from where it comes from."""
-    return _page('<script src="charts.js"></script>\n<script src="page.js"></script>')
+    return _page('<script src="page.js"></script>')
 
 
 def page_script() -> str:

@@ -68,7 +68,7 @@
   }, { rootMargin: "150px" });
   const drawIfDue = (box) => {
     const drawing = drawings.get(box);
-    if (drawing.seen && drawing.dirty) { drawing.dirty = false; drawing.draw(box); }
+    if (drawing.seen && drawing.dirty && window.Plotly) { drawing.dirty = false; drawing.draw(box); }
   };
   const chart = (box, draw) => {
     if (!drawings.has(box)) { drawings.set(box, { draw, dirty: true, seen: false }); watcher.observe(box); }
@@ -91,17 +91,18 @@
     Plotly.react(box, traces, layout(more), { responsive: true, displaylogo: false, displayModeBar: false });
 
   const place = (row) => byTime ? new Date(row.time * 1000) : row.step;
+  // vertical lines, on an axis of their own from 0 to 1; as curves, which take much less time than shapes
   const marks = () => {
-    const c = colours(), found = [];
-    for (const event of data.events.slice(-MOST_MARKS)) {
-      const colour = DEATHS.has(event.kind) ? c.bad : c.change, at = place(event);
-      found.push({ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 1, line: { color: colour, width: 1, dash: "dot" } });
-    }
-    for (const kept of data.checkpoints.slice(-MOST_MARKS)) {
-      const at = place(kept);
-      found.push({ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 0.05, line: { color: c.quiet, width: 1 } });
-    }
-    return found;
+    const c = colours();
+    const lines = (rows, colour, height, dash) => ({
+      x: rows.flatMap((row) => [place(row), place(row), null]), y: rows.flatMap(() => [0, height, null]), yaxis: "y2", type: "scatter",
+      mode: "lines", line: { color: colour, width: 1, dash }, hoverinfo: "skip", showlegend: false,
+    });
+    const events = data.events.slice(-MOST_MARKS);
+    return [
+      lines(events.filter((each) => DEATHS.has(each.kind)), c.bad, 1, "dot"), lines(events.filter((each) => !DEATHS.has(each.kind)), c.change, 1, "dot"),
+      lines(data.checkpoints.slice(-MOST_MARKS), c.quiet, 0.05, "solid"),
+    ].filter((trace) => trace.x.length);
   };
 
   // the curves of a chart, and what is a group of its own
@@ -114,7 +115,12 @@
   const derived = () => {
     const { sums, steps } = data.curves, found = {};
     if (sums.samples) {
-      found["samples per second"] = [sums.samples.map((n, i) => sums.seconds[i] > 0 ? n / sums.seconds[i] : null)];
+      // over at least a second of training: results of steps come in bursts
+      found["samples per second"] = [sums.samples.map((_, i) => {
+        let many = 0, passed = 0;
+        for (let at = i; at >= 0 && passed < 1 && sums.seconds[at] !== null; at -= 1) { many += sums.samples[at]; passed += sums.seconds[at]; }
+        return passed > 0 ? many / passed : null;
+      })];
     }
     for (const name of ["pushed", "pulled"]) if (sums[name]) found[`bytes/${name}`] = [sums[name].map((n, i) => n === null ? null : n / steps[i])];
     return found;
@@ -171,7 +177,7 @@
         line: { width: 1, dash: "dot", color: colours().good }, marker: { size: seen.length > 40 ? 3 : 6, color: colours().good },
       });
     }
-    plot(box, traces, { shapes: marks(), showlegend: names.length > 1 || seen.length > 0, xaxis: { tickformat: byTime ? undefined : "~s" },
+    plot(box, [...traces, ...marks()], { yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true }, showlegend: names.length > 1 || seen.length > 0, xaxis: { tickformat: byTime ? undefined : "~s" },
       yaxis: { tickformat: group === "bytes" ? "~s" : undefined } });
   };
 
@@ -347,6 +353,16 @@
     });
   }
   dark.addEventListener("change", () => { if (data) draw(); });
+  // what draws the charts is large: the rest is shown before it is run
+  const loadCharts = () => {
+    const script = element("script"), kept = byId("charts-script");
+    const drawAll = () => { for (const box of drawings.keys()) drawIfDue(box); };
+    if (kept) script.textContent = kept.textContent;
+    else { script.src = "charts.js"; script.onload = drawAll; }
+    document.head.append(script);
+    if (kept) drawAll();
+  };
+  requestAnimationFrame(() => setTimeout(loadCharts));
   const kept = byId("data");
   if (kept) {
     data = JSON.parse(kept.textContent);

@@ -1,0 +1,119 @@
+"""The command `steepest watch RUN`: the page of a run, in a browser, while it goes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import threading
+import urllib.error
+import urllib.request
+import webbrowser
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from steepest.errors import ConfigurationError
+from steepest.observe.page.addresses import kept_addresses
+from steepest.observe.page.run_files import WatchedRun
+from steepest.observe.page.server import PageServer
+
+_ADDRESS = re.compile(
+    r"(?:https?://)?(\[[0-9A-Fa-f:.]+\]|[\w.-]+):(\d{1,5})(?:/(?:#token=([\w-]+))?)?"
+)
+_ANSWER_SECONDS = 10.0
+_NO_TOKEN = (
+    "{0}: the page of a job is behind a token, and this user has no job on this machine with a page there: give the "
+    "whole address, with #token=... at its end, as sgd.page().url has it"
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    about = (
+        "show the page of a run while it goes on: that of a live job with sgd.page() or RunConfig(page=True), or one "
+        "that is made of the run's files; needs pip install 'steepest[page]'"
+    )
+    parser = commands.add_parser(
+        "watch", help="show the page of a run while it goes on", description=about
+    )
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="a directory or URL of Checkpoints, a file history.jsonl, or the address of a live job's page, HOST:PORT",
+    )
+    parser.add_argument("--open", action="store_true", help="open it in this machine's browser")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="where it listens, for a page of files; default: this machine alone reaches it",
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="likewise; default: a free one"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the page's address, and serve it where no job does; return the exit status."""
+    url = _address_of(options.run) or _live(options.run)
+    if url is not None:
+        _require_answer(url)
+        _show(url, options.open)
+        return 0
+    server = PageServer(WatchedRun(options.run), options.host, options.port)
+    try:
+        _show(server.url, options.open)
+        sys.stdout.write("Ctrl-C ends it\n")
+        sys.stdout.flush()
+        threading.Event().wait()
+    finally:
+        server.close()
+    return 0
+
+
+def _address_of(text: str) -> str | None:
+    """Return the whole address of a page that a user names; None for what is no address."""
+    if (found := _ADDRESS.fullmatch(text)) is None or Path(text).exists():
+        return None
+    host, port, token = found.groups()
+    if token is not None:
+        return f"http://{host}:{port}/#token={token}"
+    for about in kept_addresses():
+        parts = urlsplit(about["url"])
+        if parts.port == int(port) and host in (parts.hostname, "localhost"):
+            return str(about["url"])
+    raise ConfigurationError(_NO_TOKEN.format(text))
+
+
+def _live(run: str) -> str | None:
+    """Return the address of the page of a live job that keeps its checkpoints in a directory; None if there is none."""
+    if not (path := Path(run)).exists():
+        return None
+    folder = str((path if path.is_dir() else path.parent).resolve())
+    return next((str(about["url"]) for about in kept_addresses() if about["run"] == folder), None)
+
+
+def _require_answer(url: str) -> None:
+    """Check that a page answers, and knows the token."""
+    place, _, token = url.partition("#token=")
+    request = urllib.request.Request(f"{place}data", headers={"Authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:
+            json.load(answer)
+    except urllib.error.HTTPError as error:
+        why = "the token is not that of this page" if error.code == 403 else f"it says {error.code}"
+        raise ConfigurationError(
+            f"{place}: {why}: give the address that the job has given"
+        ) from None
+    except (OSError, ValueError) as error:
+        why = str(getattr(error, "reason", error))
+        raise ConfigurationError(
+            f"{place}: no job answers there ({why}): it has ended, or is on another machine"
+        ) from None
+
+
+def _show(url: str, in_browser: bool) -> None:
+    sys.stdout.write(f"{url}\n")
+    sys.stdout.flush()
+    if in_browser:
+        webbrowser.open(url)

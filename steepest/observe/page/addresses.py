@@ -1,0 +1,61 @@
+"""Where the pages of live jobs are, for `steepest watch`: files that only their user can read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from steepest.errors import ConfigurationError
+from steepest.observe.page.server import PageServer
+
+
+def _folder() -> Path:
+    """Return this user's folder of addresses, which is made if it is missing."""
+    folder = Path(tempfile.gettempdir()) / f"steepest-pages-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigurationError(
+            f"{folder} is not a directory of this user's that others cannot read: remove it, since addresses of pages "
+            "with their tokens are kept there"
+        )
+    return folder
+
+
+class KeptAddress:
+    """The file of a page's address, `file`, until it is removed.
+
+    Args:
+        page: that is served.
+        run: the directory of the job's checkpoints, if it has one.
+    """
+
+    def __init__(self, page: PageServer, run: Path | None) -> None:
+        self.file = _folder() / f"{page.port}.json"
+        about = {"url": page.url, "pid": os.getpid(), "run": str(run.resolve()) if run else None}
+        self.file.unlink(missing_ok=True)  # of a job that was killed
+        opened = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(opened, "w") as file:
+            json.dump(about, file)
+
+    def remove(self) -> None:
+        """Remove it."""
+        self.file.unlink(missing_ok=True)
+
+
+def kept_addresses() -> list[dict[str, Any]]:
+    """Return the pages of this user's jobs whose processes are there: "url", "pid", "run"; the newest first."""
+    found = []
+    files = sorted(_folder().glob("*.json"), key=lambda file: -file.stat().st_mtime)
+    for file in files:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            about = json.loads(file.read_text())
+            os.kill(int(about["pid"]), 0)  # raises where there is no such process
+            found.append({name: about[name] for name in ("url", "pid", "run")})
+    return found

@@ -1,0 +1,327 @@
+"""The page of a live job: served to whoever has the token, read when it is asked for, found by `steepest watch`."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steepest import (
+    Checkpoints,
+    DistributedSGD,
+    FailureConfig,
+    ParameterServerStrategy,
+    RunConfig,
+    StepResult,
+)
+from steepest.cli import main
+from steepest.driver.job_page import LiveRun
+from steepest.errors import ConfigurationError, ShutdownError
+from steepest.observe.history_file import HistoryFile
+from steepest.observe.page import addresses
+from steepest.observe.page import document as pages
+from steepest.observe.page.run_files import WatchedRun, read_run
+from steepest.observe.page.run_view import RunView
+from steepest.observe.page.server import PageServer
+from tests.logged_runs import TASK
+from tests.page_rows import row_of
+from tests.simulation.run import Simulation, pause, run_config
+from tests.step_callbacks import After
+
+
+@pytest.fixture(autouse=True)
+def _charts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stands in for plotly, which is an extra; addresses are kept apart from those of real jobs."""
+    monkeypatch.setattr("steepest.observe.page.server.chart_script", lambda: "var Plotly = {};")
+    monkeypatch.setattr(addresses.tempfile, "gettempdir", lambda: str(tmp_path))
+
+
+class Fixed:
+    """A run that does not change."""
+
+    def __init__(self, *steps: int) -> None:
+        self.view = RunView("a secret name")
+        self.view.add_all(map(row_of, steps))
+
+    def told(self, since: int, revision: int | None) -> Any:
+        return self.view.told(since, revision)
+
+    def stacks(self) -> str:
+        return "worker 0 computes"
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    found = PageServer(Fixed(1, 2, 3))
+    yield found
+    found.close()
+
+
+def ask(server: PageServer, path: str, token: str | None = None) -> tuple[int, str]:
+    """The status and the text of an answer; `token` in place of the page's own."""
+    place, _, own = server.url.partition("#token=")
+    own = own if token is None else token
+    request = urllib.request.Request(place + path, headers={"Authorization": f"Bearer {own}"})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+# -- the server ------------------------------------------------------------------------------------
+
+
+def test_whoever_has_the_token_sees_the_job(
+    server: PageServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, text = ask(server, "data")
+    assert (status, json.loads(text)["curves"]["step"]) == (200, [1, 2, 3])
+    status, text = ask(server, "data?since=2&revision=0")
+    assert (json.loads(text)["curves"]["from"], json.loads(text)["curves"]["step"]) == (2, [3])
+    assert ask(server, "data?since=-1&revision=x") == ask(server, "data?since=abc")
+    assert ask(server, "stacks") == (200, "worker 0 computes")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "é", "x" * 10_000])
+@pytest.mark.parametrize("path", ["data", "stacks", "data?token="])
+def test_a_stranger_is_told_what_is_missing(server: PageServer, path: str, token: str) -> None:
+    if token == "é":
+        token = token.encode().decode("latin-1")
+    status, text = ask(server, path, token)
+    assert status == 403
+    assert text.startswith("This page is behind a token: open the whole address")
+    for public in ("", "charts.js", "page.js"):
+        status, text = ask(server, public, token)
+        assert status == 200
+        assert "secret" not in text
+    assert ask(server, "../etc/passwd", token)[0] == 404
+
+
+def test_a_page_listens_where_it_is_told_to_and_nowhere_else(server: PageServer) -> None:
+    assert server.url.startswith(f"http://127.0.0.1:{server.port}/#token=")
+    with pytest.raises(
+        ConfigurationError, match=rf"port {server.port} of 127\.0\.0\.1 is in use: give"
+    ):
+        PageServer(Fixed(), port=server.port)
+    with pytest.raises(ConfigurationError, match="give a number up to 65535"):
+        PageServer(Fixed(), port=70_000)
+    with pytest.raises(ConfigurationError, match="port=-1"):
+        PageServer(Fixed(), port=-1)
+    with pytest.raises(
+        ConfigurationError, match=r"cannot be served at 192\.0\.2\.1:0: .* give an address of"
+    ):
+        PageServer(Fixed(), "192.0.2.1")
+    with pytest.raises(ConfigurationError, match="host=''"):
+        PageServer(Fixed(), "")
+
+
+def test_a_closed_page_does_not_answer() -> None:
+    server = PageServer(Fixed())
+    connected = http.client.HTTPConnection(server.host, server.port, timeout=20)
+    connected.request("GET", "/page.js")
+    assert connected.getresponse().read() == pages.page_script().encode()
+    server.close()
+    server.close()
+    connected.request("GET", "/page.js")
+    with pytest.raises(http.client.HTTPException):
+        connected.getresponse()
+    connected.close()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((server.host, server.port), 5).close()
+
+
+# -- a live job ------------------------------------------------------------------------------------
+
+
+def curves(told: Any) -> Any:
+    return {key: told["curves"][key] for key in ("step", "values", "sums", "steps")}
+
+
+def test_a_live_page_goes_on_where_it_was_also_when_steps_are_taken_again() -> None:
+    simulation = Simulation(4)
+    config = run_config(failure=FailureConfig(snapshot_every=10_000, patience=60.0))
+    seen: list[tuple[int, int]] = []
+
+    def kill_server() -> None:
+        (victim,) = (each for each in simulation.living() if "server 1" in str(each))
+        simulation.world.kill(victim, "it was killed. connection error code 2.")
+
+    class Look(After):
+        def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+            told = live.told(0, None)
+            seen.append((result.step, told["curves"]["step"][-1]))
+            super().on_step(trainer, result)
+
+    with (
+        simulation.running(),
+        DistributedSGD(
+            TASK.creator(), 2, strategy=ParameterServerStrategy(num_servers=2), run_config=config
+        ) as trainer,
+    ):
+        live = LiveRun(trainer._live(), trainer._training, "a run")
+        trainer.fit(steps=20, callbacks=[Look({9: kill_server})], progress=False)
+        pause(1.0)  # rows are not read anew at once
+        told, view = live.told(0, None), RunView("a run")
+        view.add_all(trainer.history[:])
+        assert curves(told) == curves(view.told())
+        assert told["curves"]["step"] == list(range(1, 21))
+        assert told["events"] == view.told()["events"]
+        assert [each["name"] for each in told["processes"]] == [p.name for p in trainer.processes()]
+        assert told["live"]
+        assert not told["training"]
+        assert {worker for _, _, each in told["workers"]["lanes"] for worker, *_ in each} == {0, 1}
+    assert all(last <= step + 4 for step, last in seen)
+
+
+def test_a_trainer_has_one_page_until_it_is_shut_down(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = run_config(page=True)
+    with (
+        Simulation(5).running(),
+        DistributedSGD(
+            TASK.creator(), 2, run_config=config, checkpoints=Checkpoints(tmp_path / "run")
+        ) as trainer,
+    ):
+        page = trainer.page()
+        assert trainer.page() is page
+        host, port = page.where
+        assert f"the page of this job: steepest watch {host}:{port}" in caplog.text
+        token = page.url.partition("#token=")[2]
+        assert len(token) >= 32
+        assert token not in caplog.text + repr(page)
+        assert page.address_file.stat().st_mode & 0o777 == 0o600
+        socket.create_connection(page.where, 5).close()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(page.where, 5).close()
+    assert not page.address_file.exists()
+    with pytest.raises(ShutdownError):
+        trainer.page()
+    with pytest.raises(ConfigurationError, match="page=1: give"):
+        RunConfig(page=1)  # type: ignore[arg-type]
+
+
+# -- steepest watch --------------------------------------------------------------------------------
+
+
+def test_files_are_watched_while_they_grow_and_when_they_are_written_anew(tmp_path: Path) -> None:
+    path, file = tmp_path / "history.jsonl", HistoryFile(tmp_path / "history.jsonl")
+    with pytest.raises(ConfigurationError, match="there is no run"):
+        WatchedRun(tmp_path)
+    file.append([row_of(1), row_of(2)])
+    watched = WatchedRun(tmp_path)
+    watched._put_off = lambda began: None  # type: ignore[method-assign]
+    watched._next = 0.0
+
+    def told() -> Any:
+        found = watched.told(0, None)
+        assert curves(found) == curves(read_run(tmp_path).told())
+        return found
+
+    assert told()["curves"]["step"] == [1, 2]
+    file.append([row_of(3)])
+    first = told()["curves"]
+    assert first["step"] == [1, 2, 3]
+    with open(path, "a") as half:
+        half.write('{"kind": "step", "ti')
+    assert watched.told(0, None)["curves"] == first
+    file.resume(2)
+    file.append([row_of(3, loss=7.0), row_of(4)])
+    anew = watched.told(2, first["revision"])["curves"]
+    assert (anew["from"], anew["step"]) == (0, [1, 2, 3, 4])
+    assert anew["revision"] != first["revision"]
+    job = {"kind": "job", "time": 1.0, "step": 0, "format": 1, "strategy": "async", "processes": []}
+    HistoryFile(tmp_path / "job.jsonl").append([job])
+    assert told()["about"]["strategy"] == "async"
+    path.unlink()
+    assert "there is no run" in watched.told(0, None)["about"]["notes"][0]
+
+
+def test_watch_finds_the_page_of_a_live_job(
+    server: PageServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    address = addresses.KeptAddress(server, run)
+    for named in (
+        str(run),
+        str(run / "."),
+        f"127.0.0.1:{server.port}",
+        f"http://127.0.0.1:{server.port}/",
+        server.url,
+    ):
+        assert main.main(["watch", named]) == 0
+        assert capsys.readouterr().out == f"{server.url}\n"
+    assert main.main(["watch", server.url[:-1] + "?"]) == 1
+    assert "give a path, or a URL" in capsys.readouterr().err
+    assert main.main(["watch", server.url + "x"]) == 1
+    assert "the token is not that of this page" in capsys.readouterr().err
+    address.file.write_text(json.dumps({"url": server.url, "pid": 2**22 + 1, "run": str(run)}))
+    assert main.main(["watch", f"127.0.0.1:{server.port}"]) == 1  # its process is gone
+    assert "is behind a token, and this user has no job" in capsys.readouterr().err
+    address.remove()
+    server.close()
+    assert main.main(["watch", server.url]) == 1
+    assert "no job answers there" in capsys.readouterr().err
+
+
+def test_addresses_are_kept_where_others_cannot_read_them(
+    server: PageServer, tmp_path: Path
+) -> None:
+    address = addresses.KeptAddress(server, None)
+    assert address.file.parent.stat().st_mode & 0o777 == 0o700
+    address.file.parent.chmod(0o755)
+    with pytest.raises(
+        ConfigurationError, match="is not a directory of this user's that others cannot"
+    ):
+        addresses.kept_addresses()
+    address.remove()
+    address.file.parent.rmdir()
+    os.symlink(tmp_path, address.file.parent)
+    with pytest.raises(ConfigurationError, match="is not a directory of this user's"):
+        addresses.KeptAddress(server, None)
+
+
+def test_watch_serves_the_page_of_files_until_it_is_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    HistoryFile(tmp_path / "history.jsonl").append([row_of(1)])
+    found: list[tuple[int, str]] = []
+
+    class Waits:
+        def wait(self) -> None:
+            url = capsys.readouterr().out.splitlines()[0]
+            place, _, token = url.partition("#token=")
+            asked = urllib.request.Request(
+                place + "data", headers={"Authorization": f"Bearer {token}"}
+            )
+            with urllib.request.urlopen(asked, timeout=20) as answer:
+                found.append((answer.status, answer.read().decode()))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("steepest.cli.watch.threading", _Threads(Waits))
+    assert main.main(["watch", str(tmp_path)]) == 130
+    ((status, text),) = found
+    assert (status, json.loads(text)["curves"]["step"]) == (200, [1])
+
+
+class _Threads:
+    """Stands in for the module."""
+
+    def __init__(self, event: Any) -> None:
+        self.Event = event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)

@@ -1,0 +1,142 @@
+"""The page of a job as a person sees it: in a Chromium, while a job runs and a worker is killed. See make test-page."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from steepest import DistributedSGD
+from steepest.observe.job_record import JobRecord
+from steepest.observe.page.document import chart_script, document
+from steepest.observe.page.run_view import RunView
+from tests.observe.browser import Browser, browser, program
+from tests.page_rows import row_of
+from tests.reference import Task, samples
+from tests.strikes import send_signal
+
+pytestmark = [
+    pytest.mark.skipif(program() is None, reason="needs Chromium: make test-page"),
+    pytest.mark.skipif(find_spec("plotly") is None, reason="needs plotly: make test-page"),
+]
+SHOWN = "document.querySelectorAll('.plot svg').length >= 2"
+TEXT = "(document.body?.innerText ?? '')"
+SIDEWAYS = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Browser]:
+    with browser() as found:
+        yield found
+
+
+def long_run() -> str:
+    """The page of 100,000 steps of 64 workers, of which one is slow."""
+    chance, record, view = random.Random(1), JobRecord(), RunView("a long run")
+    for step in range(1, 100_001):
+        numbers = {"loss": chance.random(), "gradient_norm": chance.random(), "seconds": 2.0 * step}
+        view.add(row_of(step, **numbers))
+        if step % 5000 == 0:
+            line = "worker 3 died; going on with 63 workers"
+            more = f"change 1 at step {step} | cause: worker 3 died | seconds: in all 1.55 | repeated: 2 steps, 8 "
+            more += "samples"
+            view.add(
+                {
+                    "kind": "event",
+                    "time": 1000.0 + step,
+                    "step": step,
+                    "event": "left",
+                    "line": line,
+                    "record": more,
+                }
+            )
+        if step % 20 == 0:
+            spent = [(w, 0.01, chance.random() + 3 * (w == 7), 0.0) for w in range(64)]
+            record.stepped(step, 2.0 * step, spent)
+    processes = [[f"worker {w}", "ab12" * 14, f"10.0.0.{w // 8}", 1000 + w] for w in range(64)]
+    record.describe(0, {"strategy": "ps", "samples": 2048, "processes": processes})
+    view.add_all(record.unwritten()[0])
+    return document(view.told(), chart_script())
+
+
+def test_the_page_of_a_long_run_opens_at_any_width_by_day_and_by_night(
+    page: Browser, tmp_path: Path
+) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(long_run())
+    assert file.stat().st_size < 6_000_000
+    for width, dark in ((390, True), (1440, False), (390, False), (1440, True)):
+        page.size(width, dark=dark)
+        page.go(file.as_uri())
+        page.wait_for(SHOWN)
+        text = page.value(TEXT)
+        for words in (
+            "a long run",
+            "100,000",
+            "each point is the mean of 128 steps",
+            "worker 7 ended 100 % last",
+        ):
+            assert words in text
+        assert page.value(SIDEWAYS) == 0
+        ground = page.value("getComputedStyle(document.body).backgroundColor")
+        assert (sum(json.loads(f"[{ground[4:-1]}]")) < 128) == dark
+        page.value("document.getElementById('by-time').click()")
+        page.value("document.getElementById('heat').scrollIntoView()")
+        page.wait_for("document.querySelector('#heat svg') !== null")
+        assert page.value(SIDEWAYS) == 0
+    assert page.complaints == []
+
+
+@pytest.mark.cluster
+def test_a_live_job_is_seen_to_lose_a_worker(page: Browser) -> None:
+    task = Task(data=samples(24))
+    with DistributedSGD(task.creator(), 2) as trainer:
+        training = threading.Thread(target=lambda: trainer.fit(steps=100_000, progress=False))
+        training.start()
+        try:
+            before = len(page.complaints)
+            page.size(1440)
+            page.go(trainer.page().url)
+            page.wait_for(f"{SHOWN} && {TEXT}.includes('live: training')")
+            first = page.value(f"{TEXT}.match(/worker \\d+.*/g)")
+            assert len(first) >= 2
+            page.wait_for("document.getElementById('processes').innerText.includes('MB')")
+            pid = next(each.pid for each in trainer.processes() if each.name == "worker 1")
+            send_signal(pid, signal.SIGKILL)
+            page.wait_for(
+                "/worker 1 .*died/.test(document.getElementById('changes').innerText)", 90
+            )
+            page.value("document.getElementById('stacks').click()")
+            page.wait_for("document.getElementById('text').innerText.includes('the driver (pid')")
+            page.value("document.getElementById('dialog').close()")
+            page.size(390, dark=True)
+            assert page.value(SIDEWAYS) == 0
+        finally:
+            trainer.stop()
+            training.join()
+    page.wait_for(f"{TEXT}.includes('has not answered')")
+    # the browser itself tells of requests that failed when the job was gone
+    complaints = [each for each in page.complaints[before:] if "ERR_CONNECTION" not in each]
+    assert complaints == []
+
+
+def test_a_stranger_reads_what_is_missing(page: Browser) -> None:
+    from steepest.observe.page.server import PageServer
+
+    class Nothing:
+        def told(self, since: int, revision: int | None) -> dict[str, object]:
+            raise AssertionError
+
+        def stacks(self) -> str:
+            raise AssertionError
+
+    server = PageServer(Nothing())
+    page.go(server.url.partition("#")[0])
+    page.wait_for(f"{TEXT}.includes('This page is behind a token')")
+    server.close()
