@@ -11,7 +11,7 @@ from typing import Any
 from steepest.core.system import system
 from steepest.driver.training import Training
 from steepest.observe.page.addresses import KeptAddress
-from steepest.observe.page.run_view import RunView
+from steepest.observe.page.run_view import Known, RunView
 from steepest.observe.page.server import PageServer
 from steepest.runtime.activity import report
 from steepest.runtime.answers_of_all import ask_all
@@ -93,7 +93,7 @@ class LiveRun:
         self._looked = -math.inf
         self._looking = False
 
-    def told(self, since: int, revision: int | None) -> dict[str, Any]:
+    def told(self, known: Known) -> dict[str, Any]:
         """Return the data of the page."""
         self._look()
         with self._lock:
@@ -105,7 +105,7 @@ class LiveRun:
                 "training": self._training.running,
                 "processes": self._processes(),
             }
-            return self._view.told(since, revision, span, now)
+            return self._view.told(known, span, now)
 
     def stacks(self) -> str:
         """Return what each process is doing."""

@@ -30,7 +30,7 @@ from steepest.observe.history_file import HistoryFile
 from steepest.observe.page import addresses
 from steepest.observe.page import document as pages
 from steepest.observe.page.run_files import WatchedRun, read_run
-from steepest.observe.page.run_view import RunView
+from steepest.observe.page.run_view import Known, RunView
 from steepest.observe.page.server import PageServer
 from tests.logged_runs import TASK
 from tests.page_rows import row_of
@@ -52,8 +52,8 @@ class Fixed:
         self.view = RunView("a secret name")
         self.view.add_all(map(row_of, steps))
 
-    def told(self, since: int, revision: int | None) -> Any:
-        return self.view.told(since, revision)
+    def told(self, known: Known) -> Any:
+        return self.view.told(known)
 
     def stacks(self) -> str:
         return "worker 0 computes"
@@ -89,7 +89,13 @@ def test_whoever_has_the_token_sees_the_job(
     assert (status, json.loads(text)["curves"]["step"]) == (200, [1, 2, 3])
     status, text = ask(server, "data?since=2&revision=0")
     assert (json.loads(text)["curves"]["from"], json.loads(text)["curves"]["step"]) == (2, [3])
-    assert ask(server, "data?since=-1&revision=x") == ask(server, "data?since=abc")
+    assert "events" in json.loads(text)
+    changes = json.loads(text)["changes"]
+    status, text = ask(server, f"data?since=2&revision=0&changes={changes}")
+    assert "events" not in json.loads(text)
+    assert len(text) < 2000
+    status, text = ask(server, "data?since=-1&revision=x&changes=")
+    assert (status, json.loads(text)["curves"]["step"]) == (200, [1, 2, 3])
     assert ask(server, "stacks") == (200, "worker 0 computes")
     assert capfd.readouterr() == ("", "")
 
@@ -160,7 +166,7 @@ def test_a_live_page_goes_on_where_it_was_also_when_steps_are_taken_again() -> N
 
     class Look(After):
         def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
-            told = live.told(0, None)
+            told = live.told(Known())
             seen.append((result.step, told["curves"]["step"][-1]))
             super().on_step(trainer, result)
 
@@ -173,7 +179,7 @@ def test_a_live_page_goes_on_where_it_was_also_when_steps_are_taken_again() -> N
         live = LiveRun(trainer._live(), trainer._training, "a run")
         trainer.fit(steps=20, callbacks=[Look({9: kill_server})], progress=False)
         pause(1.0)  # rows are not read anew at once
-        told, view = live.told(0, None), RunView("a run")
+        told, view = live.told(Known()), RunView("a run")
         view.add_all(trainer.history[:])
         assert curves(told) == curves(view.told())
         assert told["curves"]["step"] == list(range(1, 21))
@@ -226,7 +232,7 @@ def test_files_are_watched_while_they_grow_and_when_they_are_written_anew(tmp_pa
     watched._next = 0.0
 
     def told() -> Any:
-        found = watched.told(0, None)
+        found = watched.told(Known())
         assert curves(found) == curves(read_run(tmp_path).told())
         return found
 
@@ -236,17 +242,17 @@ def test_files_are_watched_while_they_grow_and_when_they_are_written_anew(tmp_pa
     assert first["step"] == [1, 2, 3]
     with open(path, "a") as half:
         half.write('{"kind": "step", "ti')
-    assert watched.told(0, None)["curves"] == first
+    assert watched.told(Known())["curves"] == first
     file.resume(2)
     file.append([row_of(3, loss=7.0), row_of(4)])
-    anew = watched.told(2, first["revision"])["curves"]
+    anew = watched.told(Known(2, first["revision"]))["curves"]
     assert (anew["from"], anew["step"]) == (0, [1, 2, 3, 4])
     assert anew["revision"] != first["revision"]
     job = {"kind": "job", "time": 1.0, "step": 0, "format": 1, "strategy": "async", "processes": []}
     HistoryFile(tmp_path / "job.jsonl").append([job])
     assert told()["about"]["strategy"] == "async"
     path.unlink()
-    assert "there is no run" in watched.told(0, None)["about"]["notes"][0]
+    assert "there is no run" in watched.told(Known())["about"]["notes"][0]
 
 
 def test_watch_finds_the_page_of_a_live_job(

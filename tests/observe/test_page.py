@@ -22,7 +22,7 @@ from steepest.observe.page import document as pages
 from steepest.observe.page.run_files import read_run
 from steepest.observe.page.run_view import RunView
 from steepest.observe.page.thinning import Curves
-from steepest.observe.page.workers import WorkerTimes, scores
+from steepest.observe.page.workers import WorkerTimes, scores, usual_times
 from tests.logged_runs import TASK
 from tests.page_rows import row_of
 from tests.simulation.run import Simulation, run_config
@@ -111,15 +111,15 @@ def test_steps_that_are_taken_again_replace_those_before(simulated: None) -> Non
 
 def test_a_slow_worker_is_seen_in_its_scores() -> None:
     usual = {str(w): [8, 0.0, 0.1, 0.1] for w in range(4)}
-    spans = [{"spent": usual}] * 6 + [{"spent": {**usual, "2": [8, 0.0, 0.4, 0.0]}}]
+    now, before = {**usual, "2": [8, 0.0, 0.4, 0.0]}, usual_times([{"spent": usual}] * 6)
     lanes = [
         [step, 0.0, [(w, 0.0, 0.4 if w == 2 else 0.1, 0.0) for w in range(4)]] for step in (1, 2)
     ]
-    slow = scores(spans, lanes)[2]
+    slow = scores(now, before, lanes)[2]
     assert (slow["others"], slow["itself"], slow["last"]) == (0.25, 0.25, 1.0)
     assert slow["cost"] == pytest.approx(0.3)
-    assert {each["others"] for each in scores(spans, lanes)} == {0.25, 1.0}
-    assert scores([{"spent": {"0": [8, 0.0, 0.1, 0.0]}}], [])[0]["others"] is None
+    assert {each["others"] for each in scores(now, before, lanes)} == {0.25, 1.0}
+    assert scores({"0": [8, 0.0, 0.1, 0.0]}, {}, [])[0]["others"] is None
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_a_stranger_reads_what_is_missing(page: Browser) -> None:
     from steepest.observe.page.server import PageServer
 
     class Nothing:
-        def told(self, since: int, revision: int | None) -> dict[str, object]:
+        def told(self, known: object) -> dict[str, object]:
             raise AssertionError
 
         def stacks(self) -> str:

@@ -248,7 +248,7 @@
   };
 
   const drawHeat = (box) => {
-    const { workers, spans } = data.workers;
+    const { spans } = data.workers, { workers } = spans;
     plot(box, [{
       type: "heatmap", x: spans.step, y: workers.map((w) => `worker ${w}`), z: spans.compute, colorscale: dark.matches ? "Viridis" : "YlGnBu",
       colorbar: { thickness: 10, len: 1 }, hovertemplate: "%{y}, step %{x}: %{z:.4f} s<extra></extra>",
@@ -312,6 +312,10 @@
         now.values[name] = Array.from({ length: Math.max(before.length, after.length) }, (_, i) => join(before[i], after[i], size));
       }
     }
+    if (!("events" in found)) { // these are as they were
+      for (const name of ["evaluations", "checkpoints", "events"]) found[name] = data[name];
+      found.workers.spans = data.workers.spans;
+    }
     data = found;
   };
   const ask = async (what) => {
@@ -322,7 +326,7 @@
   const update = async () => {
     try {
       if (!document.hidden || data === null) {
-        const since = data ? `?since=${Math.max(data.curves.step.length - 1, 0)}&revision=${data.curves.revision}` : "";
+        const since = data ? `?since=${Math.max(data.curves.step.length - 1, 0)}&revision=${data.curves.revision}&changes=${data.changes}` : "";
         const found = await (await ask(`data${since}`)).json();
         failing = 0;
         if (found.format !== FORMAT) throw Object.assign(new Error("the job is of another version of steepest: load this page again"), { status: 409 });

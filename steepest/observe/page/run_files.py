@@ -11,7 +11,7 @@ from typing import Any
 from steepest.errors import ConfigurationError
 from steepest.observe.history_file import HISTORY, RECORD, GrowingFile, read_rows
 from steepest.observe.job_record import FORMAT
-from steepest.observe.page.run_view import RunView
+from steepest.observe.page.run_view import Known, RunView
 from steepest.storage.places import ObjectUrl, StoragePlace, place_of
 
 _PAUSE_SECONDS = 0.4  # from one look at a directory to the next
@@ -135,12 +135,12 @@ class WatchedRun:
         self._view = self._read()
         self._put_off(began)
 
-    def told(self, since: int, revision: int | None) -> dict[str, Any]:
+    def told(self, known: Known) -> dict[str, Any]:
         """Return the data of the page."""
         with self._lock:
             if time.monotonic() >= self._next:
                 self._look()
-            return self._view.told(since, revision)
+            return self._view.told(known)
 
     def stacks(self) -> str:
         """Say that there is no job to ask."""
@@ -162,7 +162,7 @@ class WatchedRun:
         try:
             if not files or any(file.is_another() for file in files.values()):
                 self._view = self._read()
-                self._view.curves.revision += view.curves.revision + 1
+                self._view.follow(view)
             else:
                 for file in filter(lambda file: file.is_there, files.values()):
                     for row in file.rows():

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from steepest.observe.page.thinning import Curves
 from steepest.observe.page.workers import WorkerTimes
@@ -18,6 +18,14 @@ _MARKS = 2000  # of evaluations, checkpoints and events each; of more the newest
 _PARTS = ("cause", "seen", "decision", "processes", "seconds", "repeated")  # of a change's record
 _SECONDS = re.compile(r"([a-z ]+?) (\d+\.\d+)")
 _REPEATED = re.compile(r"(\d+) steps, (\d+) samples")
+
+
+class Known(NamedTuple):
+    """What a page has already of a run: the numbers that it was told last."""
+
+    since: int = 0  # of buckets of the curves, the last one excepted
+    revision: int | None = None  # of the curves
+    changes: int | None = None
 
 
 class RunView:
@@ -38,6 +46,7 @@ class RunView:
             "checkpoints": [],
             "events": [],
         }
+        self._changes = 0  # of what is told whole
         self._about: dict[str, Any] = {}
         self._began: float | None = None
         self._first: dict[str, Any] = {}
@@ -50,8 +59,14 @@ class RunView:
         """Forget the rows of the history, but not those of the record: all are to be added again."""
         self.curves.clear()
         self._marks["evaluations"], self._marks["events"] = [], []
+        self._changes += 1
         self._first, self._last, self._before = {}, {}, math.nan
         self._samples, self._bytes = 0, [0, 0]
+
+    def follow(self, other: RunView) -> None:
+        """Take the place of another view of the run: pages that know that one are told all."""
+        self.curves.revision += other.curves.revision + 1
+        self._changes += other._changes + 1
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -75,6 +90,7 @@ class RunView:
             self._mark("checkpoints", kept)
         elif kind == "workers":
             self._workers.add(row)
+            self._changes += 1
         elif kind == "job":
             self._about = dict(row)
         if self._began is None:
@@ -82,6 +98,7 @@ class RunView:
 
     def _mark(self, kind: str, what: dict[str, Any]) -> None:
         marks = self._marks[kind]
+        self._changes += 1
         marks.append(what)
         if len(marks) > 1.1 * _MARKS:
             del marks[:-_MARKS]
@@ -121,21 +138,22 @@ class RunView:
 
     def told(
         self,
-        since: int = 0,
-        revision: int | None = None,
+        known: Known | None = None,
         span: Mapping[str, Any] | None = None,
         now: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the data of the page, as JSON has them.
 
         Args:
-            since: the number of buckets of the curves that the page has, its last one excepted.
-            revision: of these; all are told if it is another one.
+            known: what the page has already, which is left out.
             span: that of the workers which has not ended, if any.
             now: what is known of a live job beyond its rows: "processes" and the like.
         """
-        begin = since if revision == self.curves.revision else 0
-        last = self._last
+        known = known or Known()
+        begin = known.since if known.revision == self.curves.revision else 0
+        anew = known.changes != self._changes
+        last, workers = self._last, self._workers.told(span, whole=anew)
+        marks: dict[str, Any] = dict(self._marks) if anew else {}
         about = {
             "name": self.name,
             "made": round(time.time(), 1),
@@ -162,8 +180,9 @@ class RunView:
             "live": False,
             "about": about,
             "curves": self.curves.told(begin),
-            **self._marks,
-            "workers": self._workers.told(span),
+            "changes": self._changes,
+            **marks,
+            "workers": workers,
             "processes": processes,
             **(now or {}),
         }

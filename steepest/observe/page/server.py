@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from steepest.errors import ConfigurationError
 from steepest.observe.page.document import chart_script, page_script, shell
+from steepest.observe.page.run_view import Known
 from steepest.validation import require_count
 
 _SILENT_SECONDS = 30.0  # after which a connection is closed
@@ -34,7 +35,7 @@ _POLICY = (
 class PageSource(Protocol):
     """What a page shows; any thread may ask."""
 
-    def told(self, since: int, revision: int | None) -> Mapping[str, Any]:
+    def told(self, known: Known) -> Mapping[str, Any]:
         """Return the data of the page, as `RunView.told`."""
 
     def stacks(self) -> str:
@@ -155,9 +156,9 @@ class _PageRequest(BaseHTTPRequestHandler):
         elif parts.path == "/stacks":
             self._send(200, "text/plain", self.server.source.stacks().encode())
         else:
-            asked = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-            since, revision = _count(asked.get("since")), _count(asked.get("revision"))
-            told = self.server.source.told(since or 0, revision)
+            asked = {name: _count(values[-1]) for name, values in parse_qs(parts.query).items()}
+            known = Known(asked.get("since") or 0, asked.get("revision"), asked.get("changes"))
+            told = self.server.source.told(known)
             self._send(200, "application/json", json.dumps(told, separators=(",", ":")).encode())
 
     def _is_known(self) -> bool:
@@ -184,5 +185,5 @@ class _PageRequest(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def _count(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() and len(text) < 12 else None
+def _count(text: str) -> int | None:
+    return int(text) if text.isdecimal() and len(text) < 12 else None

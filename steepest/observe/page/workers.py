@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from steepest.observe.job_record import typical
@@ -14,67 +13,91 @@ _SPANS = 200  # of a page
 _EARLIER = 3  # spans that a worker needs before the last one to be compared with itself
 
 
-@dataclass
 class WorkerTimes:
     """What workers spent steps on: means of spans of steps, and the last steps one by one."""
 
-    spans: list[dict[str, Any]] = field(default_factory=list)  # rows of kind "workers"
+    def __init__(self) -> None:
+        self.spans: list[dict[str, Any]] = []  # rows of kind "workers"
+        self._best: dict[str, float] | None = None  # see `usual_times`; None where it is not known
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a span; those whose steps it has again are left out."""
         while self.spans and self.spans[-1]["step"] >= row["first"]:
             self.spans.pop()
         self.spans.append(dict(row))
+        self._best = None
 
-    def told(self, now: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return what a page shows of workers; `now` is the span that has not ended, if any.
+    def told(self, now: Mapping[str, Any] | None = None, *, whole: bool = True) -> dict[str, Any]:
+        """Return what a page shows of workers.
+
+        Args:
+            now: the span that has not ended, if any.
+            whole: whether to tell of all spans; else of the last steps and scores only.
 
         Returns:
-            "workers" (their numbers), "scores", "lanes" and "spans".
+            "workers" (their numbers), "scores", "lanes" and, of the whole, "spans".
         """
-        spans = [*self.spans, *([dict(now)] if now else [])]
-        if not spans:
-            return {"workers": [], "scores": [], "lanes": [], "spans": {}}
-        lanes: list[Any] = next((span["last"] for span in reversed(spans) if span.get("last")), [])
-        thin = _thinned(spans, _SPANS)
-        workers = sorted({int(worker) for span in thin for worker in span["spent"]})
-        return {
-            "workers": workers,
-            "scores": scores(spans, lanes),
-            "lanes": lanes,
-            "spans": {
+        if (newest := now or (self.spans[-1] if self.spans else None)) is None:
+            return {"workers": [], "scores": [], "lanes": [], **({"spans": {}} if whole else {})}
+        if self._best is None:  # the last of the spans is compared with those before
+            self._best = usual_times(self.spans[:-1])
+        lanes = newest.get("last") or (self.spans[-1].get("last") if self.spans else None) or []
+        workers = {int(worker) for span in (*self.spans[-1:], newest) for worker in span["spent"]}
+        found = {"lanes": lanes, "scores": scores(newest["spent"], self._best, lanes)}
+        if whole:
+            thin = _thinned([*self.spans, *([now] if now else [])], _SPANS)
+            workers |= {int(worker) for span in thin for worker in span["spent"]}
+            every = sorted(workers)
+            found["spans"] = {
+                "workers": every,
                 "step": [span["step"] for span in thin],
-                "compute": [[_compute(span, worker) for span in thin] for worker in workers],
-            },
-        }
+                "compute": [[_compute(span, worker) for span in thin] for worker in every],
+            }
+        return {"workers": sorted(workers), **found}
+
+
+def usual_times(spans: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return by worker the computing time that its own best quarter of spans did not exceed; of some spans at least."""
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for span in spans:
+        for worker, (_, _, compute, _) in span["spent"].items():
+            times[worker].append(compute)
+    return {
+        worker: sorted(each)[len(each) // 4]
+        for worker, each in times.items()
+        if len(each) >= _EARLIER
+    }
 
 
 def scores(
-    spans: Sequence[Mapping[str, Any]], lanes: Sequence[Sequence[Any]]
+    newest: Mapping[str, Sequence[float]],
+    usual: Mapping[str, float],
+    lanes: Sequence[Sequence[Any]],
 ) -> list[dict[str, Any]]:
-    """Return for each worker of the last span how fast it is.
+    """Return for each worker how fast it is.
+
+    Args:
+        newest: by worker its steps, and the seconds of its data, computing and wait, as means.
+        usual: see `usual_times`.
+        lanes: the last steps one by one, see `JobRecord`.
 
     Returns:
-        For each "worker": "compute", "data" and "wait" (seconds of a step, means of the last span);
-        "others": the median of the others' computing time divided by its own, 1 where it is as fast,
-        0.5 where it takes twice as long, None without others; "itself": likewise the time that its own
-        best quarter of spans did not exceed earlier; "last": the share of the last steps that it was
-        the last to end; "cost": by how many seconds the others' median was done before it then, a
-        mean over these steps.
+        For each "worker": "compute", "data" and "wait" (seconds of a step); "others": the median of the
+        others' computing time divided by its own, 1 where it is as fast, 0.5 where it takes twice as
+        long, None without others; "itself": likewise its own usual time; "last": the share of the last
+        steps that it was the last to end; "cost": by how many seconds the others' median was done before
+        it then, a mean over these steps.
 
     Example: worker 1 takes twice as long as the others.
 
         >>> spent = {str(worker): [8, 0.0, 0.2 if worker == 1 else 0.1, 0.0] for worker in range(4)}
-        >>> [each["others"] for each in scores([{"spent": spent}], [])]
+        >>> [each["others"] for each in scores(spent, {}, [])]
         [1.0, 0.5, 1.0, 1.0]
     """
-    newest: Mapping[str, list[float]] = spans[-1]["spent"] if spans else {}
     waited = _waited_for(lanes)
     found = []
     for worker, (_, data, compute, wait) in newest.items():
         others = typical(each[2] for other, each in newest.items() if other != worker)
-        earlier = [s["spent"][worker][2] for s in spans[:-1] if worker in s["spent"]]
-        itself = sorted(earlier)[len(earlier) // 4] if len(earlier) >= _EARLIER else 0.0
         last, cost = waited.get(int(worker), (0.0, 0.0))
         found.append(
             {
@@ -83,7 +106,7 @@ def scores(
                 "compute": compute,
                 "wait": wait,
                 "others": short(others / compute) if others and compute else None,
-                "itself": short(itself / compute) if itself and compute else None,
+                "itself": short(usual[worker] / compute) if worker in usual and compute else None,
                 "last": short(last),
                 "cost": short(cost),
             }
