@@ -9,8 +9,8 @@ iproute2 and tc. The models are perceptrons. A batch is a sleep of ``--batch`` m
 real one of a single sample: what is measured is how long workers wait, and not how many cores this
 machine has. Contenders run one after the other.
 
-``computing`` is the share of the time in which a worker waits for no weights, on average; ``batch``
-what a batch takes without that; then what all workers together sent and received for a sample, and
+``computing`` is the share of the time in which a worker computes, on average; ``batch`` what a
+batch takes then; then what all workers together sent and received for a sample, and
 how many times less that is than allreduce's.
 """
 
@@ -42,6 +42,7 @@ from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
 
 EVERY = 100  # batches between two exchanges of a weight
+SAMPLES = 4800  # an epoch of 1, 2, 3 or 4 workers has whole rounds of `EVERY` batches
 MODELS = {10: MLP10, 25: WORKLOADS["mlp"]}  # by millions of parameters
 
 
@@ -70,7 +71,7 @@ class Slowly(Modelled):
 
     def model(self) -> TorchModel:
         """Return the model of one worker."""
-        model = replace(self.workload, batch_size=1).model()
+        model = replace(self.workload, batch_size=1, samples=SAMPLES).model()
 
         def rest(*_: Any) -> None:
             time.sleep(self.seconds)
@@ -92,7 +93,7 @@ class Counted(Orders):
         counts = {
             "bytes": sum(result.bytes_pushed + result.bytes_pulled for result in found),
             "samples": sum(result.samples for result in found),
-            "waiting": sum(result.timings["wait"] for result in found),
+            "computing": sum(result.timings["compute"] for result in found),
         }
         if found:  # in the client's process
             self._place.write_text(json.dumps(counts))
@@ -109,8 +110,8 @@ class Figures:
     """Of a contender.
 
     Attributes:
-        computing: share of the time in which workers wait for no weights.
-        batch: seconds of a batch without waiting.
+        computing: share of the time in which workers compute.
+        batch: seconds of a batch.
         sent: bytes for each sample.
     """
 
@@ -130,9 +131,9 @@ def measure(spaces: list[Namespace], strategy: Strategy, workload: Slowly, batch
         team.turn(cycle)
         took = max(team.turn(steps))
         counts = json.loads((Path(meeting) / "counts").read_text())
-    share = 1 - counts["waiting"] / (took * steps)
-    batch = share * took / max(strategy.updates, 1)
-    return Figures(share, batch, counts["bytes"] / counts["samples"])
+    computing = counts["computing"] / steps
+    batch = computing / strategy.updates
+    return Figures(computing / took, batch, counts["bytes"] / counts["samples"])
 
 
 def main(arguments: list[str] | None = None) -> None:
