@@ -11,7 +11,8 @@ machine has. Contenders run one after the other.
 
 ``computing`` is the share of the time in which a worker computes, on average; ``batch`` what a
 batch takes then; then what all workers together sent and received for a sample, and
-how many times less that is than allreduce's.
+how many times less that is than allreduce's. With torchft installed, its DiLoCo takes part with
+the same settings; its bytes are counted at the devices, headers included.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited b
 import argparse
 import itertools
 import json
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -35,6 +37,7 @@ from benchmarks import training_bodies
 from benchmarks.models import WORKLOADS, Modelled, Workload
 from benchmarks.namespaces import Namespace, Orders, UnavailableError, star
 from benchmarks.overhead import positive
+from benchmarks.slow_link_rivals import missing, torchft_team
 from benchmarks.training_bodies import MLP10, job_team, take_part
 from steepest.core.strategies.strategy import Strategy
 from steepest.embedding.torch_model import TorchModel
@@ -59,6 +62,8 @@ def strategies(every: int) -> dict[str, Strategy]:
         "local 4 delay int8": LocalStrategy(sync_every=every, compression="int8", **late),
         "local 4 delay int4": LocalStrategy(sync_every=every, compression="int4", **late),
         "local 4 delay int2": LocalStrategy(sync_every=every, compression="int2", **late),
+        "torchft 4": LocalStrategy(sync_every=every, **part),  # settings of torchft's DiLoCo
+        "torchft 4 delay": LocalStrategy(sync_every=every, **late),
     }
 
 
@@ -69,9 +74,13 @@ class Slowly(Modelled):
     workload: Workload
     seconds: float
 
+    def small(self) -> Workload:
+        """Return the workload with a sample in a batch."""
+        return replace(self.workload, batch_size=1, samples=SAMPLES)
+
     def model(self) -> TorchModel:
         """Return the model of one worker."""
-        model = replace(self.workload, batch_size=1, samples=SAMPLES).model()
+        model = self.small().model()
 
         def rest(*_: Any) -> None:
             time.sleep(self.seconds)
@@ -136,6 +145,24 @@ def measure(spaces: list[Namespace], strategy: Strategy, workload: Slowly, batch
     return Figures(computing / took, batch, counts["bytes"] / counts["samples"])
 
 
+def measure_torchft(
+    spaces: list[Namespace], strategy: LocalStrategy, workload: Slowly, batches: int
+) -> Figures:
+    """The same for torchft with these settings."""
+    steps = -(-batches // strategy.sync_every) * strategy.fragments
+    settings = (workload.small(), workload.seconds, strategy.sync_every, strategy.delay)
+    with (
+        tempfile.TemporaryDirectory() as meeting,
+        torchft_team(spaces, *settings, meeting) as team,
+    ):
+        team.turn(strategy.fragments)
+        took = max(team.turn(steps))
+        found = [json.loads(path.read_text()) for path in Path(meeting).glob("counts *")]
+    computing = statistics.mean(each["computing"] for each in found)
+    sent, samples = (sum(each[name] for each in found) for name in ("bytes", "samples"))
+    return Figures(computing / took, computing / strategy.updates, sent / samples)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure, and print a table for each number of hosts."""
     parser = argparse.ArgumentParser(
@@ -171,12 +198,19 @@ def table(hosts: int, workload: Workload, options: argparse.Namespace) -> None:
         flush=True,
     )
     most: float | None = None
+    slowly = Slowly(workload, options.batch / 1000)
     for name, strategy in strategies(options.sync_every).items():
         if options.only and name not in options.only:
             continue
         batches = options.batches if strategy.local else 3
         with star(hosts, options.mbit, options.round_trip) as spaces:
-            found = measure(spaces, strategy, Slowly(workload, options.batch / 1000), batches)
+            if name.startswith("torchft") and isinstance(strategy, LocalStrategy):
+                if text := missing():
+                    print(text, flush=True)
+                    continue
+                found = measure_torchft(spaces, strategy, slowly, batches)
+            else:
+                found = measure(spaces, strategy, slowly, batches)
         most = found.sent if name == "allreduce" else most
         less = f"{most / found.sent:10.1f}" if most else ""
         print(
