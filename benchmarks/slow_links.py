@@ -9,10 +9,11 @@ iproute2 and tc. The models are perceptrons. A batch is a sleep of ``--batch`` m
 real one of a single sample: what is measured is how long workers wait, and not how many cores this
 machine has. Contenders run one after the other.
 
-``computing`` is the share of the time in which a worker computes, on average; ``batch`` what a
-batch takes then; then what all workers together sent and received for a sample, and
-how many times less that is than allreduce's. With torchft installed, its DiLoCo takes part with
-the same settings; its bytes are counted at the devices, headers included.
+``computing`` is the share of the time in which a worker computes, on average: under local SGD all
+but its waiting for weights. ``batch`` is what a batch takes then; then what all workers together
+sent and received for a sample, and how many times less that is than allreduce's. With torchft
+installed, its DiLoCo takes part with the same settings; its bytes are counted at the devices,
+headers included.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class Counted(Orders):
             "bytes": sum(result.bytes_pushed + result.bytes_pulled for result in found),
             "samples": sum(result.samples for result in found),
             "computing": sum(result.timings["compute"] for result in found),
+            "waiting": sum(result.timings["wait"] for result in found),
         }
         if found:  # in the client's process
             self._place.write_text(json.dumps(counts))
@@ -141,8 +143,10 @@ def measure(spaces: list[Namespace], strategy: Strategy, workload: Slowly, batch
         took = max(team.turn(steps))
         counts = json.loads((Path(meeting) / "counts").read_text())
     computing = counts["computing"] / steps
-    batch = computing / strategy.updates
-    return Figures(computing / took, batch, counts["bytes"] / counts["samples"])
+    if strategy.local:  # to which a worker's own updates belong
+        computing = took - counts["waiting"] / steps
+    sent = counts["bytes"] / counts["samples"]
+    return Figures(computing / took, computing / strategy.updates, sent)
 
 
 def measure_torchft(
