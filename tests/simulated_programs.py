@@ -69,9 +69,20 @@ TASK = Task(
 )
 
 
-def strategies(draw: random.Random, tables: bool = False) -> Any:
-    """A strategy of any mode, cut into several chunks; with tables one that has servers."""
+def strategies(draw: random.Random, tables: bool = False, rounds: bool = False) -> Any:
+    """A strategy of any mode, cut into several chunks; with tables one that has servers; mostly one of rounds."""
     found = _any_strategy(draw)
+    if rounds and draw.random() < 0.7:
+        return LocalStrategy(
+            sync_every=draw.choice((1, 3)),
+            quorum=1,  # however many workers there are
+            grace=draw.choice((None, 0.2, 3.0)),
+            pace=draw.choice(("equal", "speed")),
+            outer_momentum=0.5,
+            delayed_nesterov=draw.choice((None, 2)),
+            num_servers=draw.randint(1, 3),
+            chunk_bytes=32,
+        )
     while tables and isinstance(found, LocalStrategy):
         found = _any_strategy(draw)
     return found
@@ -143,11 +154,13 @@ class Program:
     Attributes:
         tables: whether the model has embedding tables, which not every strategy trains.
         serves: whether a node has servers alone, and each node two CPUs.
+        rounds: whether most strategies are local SGD in rounds of a quorum.
     """
 
     seed: int
     tables: bool = False
     serves: bool = False
+    rounds: bool = False
     cpus: tuple[int, ...] = ()
     workers: int = 1
     strategy: Any = None
@@ -159,7 +172,7 @@ class Program:
         draw = random.Random(self.seed)
         self.cpus = draw.choice(((8,), (2, 4), (2, 2, 2), (4, 4)))
         self.workers = draw.randint(1, 4)
-        self.strategy = strategies(draw, self.tables)
+        self.strategy = strategies(draw, self.tables, self.rounds)
         self.failure = FailureConfig(
             max_failures=20,
             spares=draw.choice((None, None, 0, 1, 2)),
@@ -187,7 +200,7 @@ class Program:
         if self.serves:
             self.cpus = (2,) * (2 + self.workers // 2 + draw.randint(0, 1))
             while self.strategy.in_workers:
-                self.strategy = strategies(draw, self.tables)
+                self.strategy = strategies(draw, self.tables, self.rounds)
         if draw.random() < 0.1:  # while the job starts
             after, share = draw.choice((3, 10, 30)), draw.choice((0.0, 0.5, 1.0))
             self.faults.append(Fault(-1, after, "kill", share, draw.getrandbits(32)))
@@ -199,7 +212,7 @@ class Program:
             return draw.randint(1, 4 if kind == "resize" else 3)
         if kind == "resize in fit":
             return draw.randint(1, 4), draw.randint(5, 30)
-        return strategies(draw, self.tables) if kind == "strategy" else None
+        return strategies(draw, self.tables, self.rounds) if kind == "strategy" else None
 
     def __str__(self) -> str:
         lines = [f"cpus={self.cpus}, {self.workers} workers, {self.strategy}", f"{self.failure}"]
@@ -513,12 +526,14 @@ def is_true(outcome: Outcome) -> bool:
     return outcome.gone and isinstance(outcome.error, PeerLostError) and told in str(outcome.error)
 
 
-def run(seed: int, tables: bool = False, serves: bool = False) -> tuple[Program, Outcome]:
+def run(
+    seed: int, tables: bool = False, serves: bool = False, rounds: bool = False
+) -> tuple[Program, Outcome]:
     """Run a program with its deaths, and check what must hold.
 
     An error that is not a true one is raised.
     """
-    program = Program(seed, tables, serves)
+    program = Program(seed, tables, serves, rounds)
     outcome = Run(program).run()
     if outcome.error is not None and not is_true(outcome):
         raise outcome.error

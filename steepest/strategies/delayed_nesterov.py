@@ -35,10 +35,10 @@ class DelayedNesterov(torch.optim.Optimizer):
             lr, momentum, every = group["lr"], group["momentum"], group["every"]
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state, gradient = self.state[parameter], parameter.grad
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                    state["gradient_buffer"] = torch.zeros_like(parameter)
+                # one that follows another outer optimizer has that one's momentum
+                for name in {"momentum_buffer", "gradient_buffer"} - state.keys():
+                    state[name] = torch.zeros_like(parameter)
+                state.setdefault("step", torch.zeros((), dtype=torch.float32))
                 buffered = state["gradient_buffer"].add_(gradient)
                 parameter.add_(gradient, alpha=-lr / every)
                 state["step"] += 1

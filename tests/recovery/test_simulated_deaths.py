@@ -108,12 +108,22 @@ def test_any_processes_may_die_at_any_moment(seed: int, tables: bool, serves: bo
     check_schedule(seed, tables=tables, serves=serves)
 
 
-def check_schedule(seed: int, *, tables: bool = False, serves: bool = False) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("first", mostly_full([0, 8], 0))
+def test_rounds_of_a_quorum_lose_nothing_whatever_dies(first: int) -> None:
+    """No sample is committed twice, and the log gives the weights to the bit, also where workers were replaced."""
+    for seed in range(first, first + 8):
+        check_schedule(seed, rounds=True)
+
+
+def check_schedule(
+    seed: int, *, tables: bool = False, serves: bool = False, rounds: bool = False
+) -> None:
     """Run a random program in which random processes die, and check what must hold then."""
     try:
-        run(seed, tables, serves)
+        run(seed, tables, serves, rounds)
     except BaseException:
-        print(Program(seed, tables, serves))  # noqa: T201 - shown if the test fails
+        print(Program(seed, tables, serves, rounds))  # noqa: T201 - shown if the test fails
         raise
 
 

@@ -369,7 +369,9 @@ def test_workers_come_and_go_and_strategies_follow_each_other() -> None:
         trainer.resize(num_workers=4)
         trainer.fit(steps=7, progress=False)
         for other in (
-            replace(strategy, quorum=3, grace=0.1),
+            replace(strategy, quorum=3, grace=0.1, outer_momentum=0.5, nesterov=True),
+            replace(strategy, pace="speed", outer_momentum=0.5, delayed_nesterov=2),
+            replace(strategy, outer_momentum=0.5),
             LocalStrategy(sync_every=4, fragments=2),
             AllreduceStrategy(),
             strategy,
@@ -377,7 +379,7 @@ def test_workers_come_and_go_and_strategies_follow_each_other() -> None:
             trainer.set_strategy(other)
             assert trainer.fit(steps=3, progress=False).step % 1 == 0
         trainer.resize(num_workers=2)
-        assert trainer.fit(steps=4, progress=False).step == 30
+        assert trainer.fit(steps=4, progress=False).step == 36
         with pytest.raises(ConfigurationError, match="quorum=2 with num_workers=1"):
             trainer.resize(num_workers=1)
 
