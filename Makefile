@@ -3,7 +3,7 @@
 # of settings and ten times as many random examples, and JAX' and Keras' likewise, in some hours; make test-loggers:
 # TensorBoard and the other trackers, which it installs; make test-adapters, test-jax, test-tensorflow, test-spark,
 # test-sagemaker, test-storage, test-page: Lightning and Hugging Face, JAX, Keras, Spark, SageMaker's toolkit, a server that speaks S3,
-# the page of a job in a browser, likewise. With FULL=1 these run their tests that are marked `full`, too, as test-full has them do.
+# the page of a job in a browser, likewise, and test-site the site of the documentation. With FULL=1 these run their tests that are marked `full`, too, as test-full has them do.
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die and
 # the driver gets signals; make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, test-core-alone, bench-check,
@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-core test-core-alone test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
-  test-page bench-check test-full \
+  test-page test-site bench-check test-full \
   mutants coverage check bench soak package sbom site clean
 
 $(STAMP): pyproject.toml constraints.txt
@@ -75,6 +75,10 @@ test-jax: $(VENV)-jax/.installed
 # needs a Chromium (apt-get install chromium-headless-shell); CHROMIUM=path names another than that on the path
 test-page: $(VENV)-page/.installed
 	$(VENV)-page/bin/python -m pytest -m "cluster or not cluster" tests/observe/test_page_in_browser.py
+
+# needs a Chromium too
+test-site: site
+	$(VENV)-docs/bin/python -m pytest tests/project/test_site_in_browser.py
 
 test-storage: $(VENV)-shared/.installed
 	$(SHARED) -m pytest -m "$(CHOICE)" tests/checkpoint/test_s3_storage.py
