@@ -400,6 +400,11 @@ class Run:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
+    def switches(self) -> int:
+        """How often threads have switched so far."""
+        return self._simulation.scheduler.switches
+
+    @property
     def _last(self) -> str:
         return self.done[-1].split(" ")[0] if self.done else "start"
 

@@ -43,7 +43,7 @@ class Applying:
         joined = observation.joining() if more else {}
         free = [number for number in range(transition.workers) if number not in joined]
         numbers = dict(zip(staying, free, strict=False))
-        successors = self._successors({p: dead.get(p, "") for p in replaced}, numbers)
+        successors = self._successors({p: dead.get(p, "") for p in sorted(replaced)}, numbers)
         # after deaths the job goes on as it was: another strategy, if one is wanted, comes next
         wished = not (dead or replaced or missing or state.copied or transfer.pending)
         before = cluster.job if state.shared.holders is None else state.job

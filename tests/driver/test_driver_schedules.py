@@ -8,6 +8,9 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -62,6 +65,26 @@ def test_a_step_that_is_begun_when_stop_is_called_is_whole_when_fit_returns() ->
     fit = Act("fit and stop", (8, 2), faults=(Fault(0, 2, "kill", 0.6, 186855481),))
     acts = [Act("start"), Act("step"), weights, fit, Act("save"), Act("shutdown")]
     check(Schedule(4101190, FAMILIES["async"], 2, strategy, plain, acts))
+
+
+_COUNTED = """
+from tests.driver_runs import Run, Schedule
+run = Run(Schedule.drawn(5010040))
+run.run()
+print(run.switches)
+"""
+
+
+@pytest.mark.long
+def test_a_schedule_is_the_same_in_every_process() -> None:
+    """Whatever the hashes are of what sets hold: two processes die together in it."""
+    found = set[str]()
+    for hashes in ("0", "1"):
+        settings = {**os.environ, "PYTHONHASHSEED": hashes}
+        command = [sys.executable, "-c", _COUNTED]
+        ran = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
+        found.add(ran.stdout)
+    assert len(found) == 1
 
 
 @pytest.mark.few(1)

@@ -219,7 +219,7 @@ class Router:
 
     def own_pending(self, memory: Memory) -> None:
         """Copy payloads in this memory (flat, uint8) that have not left yet; it may change then."""
-        for channel in set(self._channels.values()):
+        for channel in dict.fromkeys(self._channels.values()):
             if channel.pending:
                 channel.own_pending(memory)
         for message in self._local:
@@ -228,7 +228,7 @@ class Router:
 
     def drop_arriving(self, memory: Memory) -> None:
         """Have channels write to this memory (flat, uint8) no more, see `Channel.drop_arriving`."""
-        for channel in set(self._channels.values()):
+        for channel in dict.fromkeys(self._channels.values()):
             channel.drop_arriving(memory)
 
     def in_use(self, memory: Memory) -> bool:
