@@ -243,6 +243,11 @@ def connect(module: nn.Module, source: Any = None) -> Any:
     return found
 
 
+def is_connected(module: nn.Module) -> bool:
+    """Return whether the embeddings of a module have rows to use."""
+    return all(part._source is not None for part in _parts(module))
+
+
 def _parts(module: nn.Module) -> Iterator[TableModule]:
     return (part for part in module.modules() if isinstance(part, TableModule))
 

@@ -20,6 +20,7 @@ from steepest.loop.model import LoopModel
 from steepest.loop.prepared import Prepared
 from steepest.loop.session import Session, current
 from steepest.loop.streamed import StreamLockstep
+from steepest.loop.table_rows import connect_alone
 from steepest.loop.training_data import TrainingData, training_data
 from steepest.validation import require_count
 
@@ -33,10 +34,12 @@ def prepare(
     project: Callable[[str, torch.Tensor], object] | None = None,
     any_steps: bool = False,
     reduction: str = "mean",
+    table_shards: int = 8,
 ) -> Any:
     """Make a model, its optimizer, schedulers and loaders those of the job whose worker this is.
 
-    Call it once, before the loop. Outside of `steepest.run` it returns what it is given.
+    Call it once, before the loop. Outside of `steepest.run` it returns what it is given; the rows of embedding tables
+    (`steepest.Embedding`) are in this process then, and change with each step of the optimizer.
 
     The optimizer's `step` returns when the update that all workers' gradients make is committed, and the new weights
     are here. Schedulers that are stepped after each of its steps count the steps of the job. The first loader yields
@@ -56,6 +59,8 @@ def prepare(
         reduction: what the loss does with the samples of a batch: "mean", or "sum" where it adds them up. Then the
             gradients of all workers are added up too.
 
+        table_shards: parts into which the rows of embedding tables are dealt, see `TorchModel`.
+
     Returns:
         The same in the same order, a single one by itself: loaders are others, whatever else is what it was.
 
@@ -64,27 +69,14 @@ def prepare(
             has no length or divides samples itself, or something else that cannot be shared.
     """
     session = current()
-    if session is None:
-        return objects[0] if len(objects) == 1 else objects
     modules = [each for each in objects if isinstance(each, torch.nn.Module)]
     optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
     schedulers = [each for each in objects if isinstance(each, (LRScheduler, ReduceLROnPlateau))]
+    if session is None:
+        connect_alone(modules, optimizers)
+        return objects[0] if len(objects) == 1 else objects
     loaders = [each for each in objects if isinstance(each, DataLoader)]
-    known = (*modules, *optimizers, *schedulers, *loaders)
-    for each in objects:
-        if not any(each is one for one in known):
-            raise ConfigurationError(
-                f"steepest.prepare() was given a {type(each).__name__}: give {_ORDER}"
-            )
-    for what, given in (("a torch.nn.Module", modules), ("a torch.optim.Optimizer", optimizers)):
-        if not given:
-            raise ConfigurationError(f"steepest.prepare() was not given {what}: give {_ORDER}")
-    for scheduler in schedulers:
-        if not any(scheduler.optimizer is each for each in optimizers):
-            raise ConfigurationError(
-                f"steepest.prepare() was given a {type(scheduler).__name__} of another optimizer: give that optimizer "
-                "beside it"
-            )
+    _check_given(objects, modules, optimizers, schedulers, loaders)
     if session.is_prepared:
         raise ConfigurationError(
             "steepest.prepare() was called twice: give it everything in one call, before the loop"
@@ -107,7 +99,10 @@ def prepare(
         )
     data = None if not loaders else training_data(loaders[0], session)
     lockstep = _lockstep(session, optimizers, data, any_steps=any_steps)
-    model = LoopModel(session, module, optimizers, None if lockstep else data, project)
+    model = LoopModel(
+        session, module, optimizers, None if lockstep else data, project, table_shards
+    )
+    _check_tables(model, alike=lockstep is None and not closures)
     # where workers do not wait for each other, each reads all of a further loader
     further = loaders[1:] if session.together else []
     made: dict[int, Any] = {id(each): EvaluationLoader(each, session) for each in further}
@@ -121,6 +116,40 @@ def prepare(
     )
     found = tuple(made.get(id(each), each) for each in objects)
     return found[0] if len(found) == 1 else found
+
+
+def _check_given(
+    objects: Sequence[Any],
+    modules: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[LRScheduler | ReduceLROnPlateau],
+    loaders: Sequence[DataLoader[Any]],
+) -> None:
+    """Check that each object is one of these kinds, and that nothing is missing; else ConfigurationError."""
+    known = (*modules, *optimizers, *schedulers, *loaders)
+    for each in objects:
+        if not any(each is one for one in known):
+            raise ConfigurationError(
+                f"steepest.prepare() was given a {type(each).__name__}: give {_ORDER}"
+            )
+    for what, given in (("a torch.nn.Module", modules), ("a torch.optim.Optimizer", optimizers)):
+        if not given:
+            raise ConfigurationError(f"steepest.prepare() was not given {what}: give {_ORDER}")
+    for scheduler in schedulers:
+        if not any(scheduler.optimizer is each for each in optimizers):
+            raise ConfigurationError(
+                f"steepest.prepare() was given a {type(scheduler).__name__} of another optimizer: give that optimizer "
+                "beside it"
+            )
+
+
+def _check_tables(model: LoopModel, *, alike: bool) -> None:
+    """Check that a model with embedding tables is in a loop with a step for each batch; else ConfigurationError."""
+    if model.tables and not alike:
+        raise ConfigurationError(
+            f"embedding tables ({model.tables[0].name!r}) in a loop whose steps are not one for each batch: give one "
+            "optimizer whose step() needs no closure, and a loader, without any_steps=True"
+        )
 
 
 def _lockstep(

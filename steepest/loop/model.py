@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from steepest.core.optim.torch_without_compiler import spare_compiler
 from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.embedding.torch_model import TorchModel
-from steepest.errors import ConfigurationError, ModelError, UnfrozenError
+from steepest.errors import ModelError, UnfrozenError
 from steepest.loop.drawn import Drawn
 from steepest.loop.kept import pack, unpack
 from steepest.loop.lockstep import Steps
@@ -29,8 +29,12 @@ from steepest.loop.overlap import Overlap
 from steepest.loop.prepared import Batch, Progress
 from steepest.loop.projected import Projected, Projection
 from steepest.loop.session import Session
+from steepest.loop.table_rows import LoopRows
 from steepest.loop.training_data import TrainingData
 from steepest.loop.writes import LoopWrites
+
+if TYPE_CHECKING:
+    from steepest.embedding.modules import RowSource
 
 
 class LoopModel(TorchModel):
@@ -40,6 +44,7 @@ class LoopModel(TorchModel):
         session: in which the user's function runs, in `prepare`.
         module, optimizers: that it has given there.
         project: what is done to parameters after each update, see `prepare`.
+        table_shards: see `steepest.TorchModel`.
         data: whose batches are one for each step; None where they are not.
 
     Attributes:
@@ -55,6 +60,7 @@ class LoopModel(TorchModel):
         optimizers: Sequence[torch.optim.Optimizer],
         data: TrainingData | None,
         project: Projection | None = None,
+        table_shards: int = 8,
     ) -> None:
         def chosen(own: torch.nn.Module) -> Any:
             one = optimizers[0] if len(optimizers) == 1 else list(optimizers)
@@ -66,6 +72,7 @@ class LoopModel(TorchModel):
             data=Steps() if data is None else data.source,
             batch_size=1 if data is None else data.batch_size,
             optimizer=chosen,
+            table_shards=table_shards,
         )
         self.session = session
         self._writes = LoopWrites()
@@ -73,12 +80,13 @@ class LoopModel(TorchModel):
         self._where = Where(0, 0, (0, 1))
         self._of_round: dict[str, torch.Tensor] = {}  # buffers where a round of own updates begins
         self._share_of: Callable[[int], Indices | None] | None = None
+        self._rows = LoopRows(session.turns.ask)
         if self.tables:
-            raise ConfigurationError(
-                f"embedding tables (steepest.Embedding, {self.tables[0].name!r}) in a loop of your own are not "
-                "supported yet: give torch.nn.Embedding where the rows fit into each worker, or train them with "
-                "DistributedSGD and TorchModel"
-            )
+            self._rows.follow(module, *optimizers)
+
+    def use_rows(self, source: RowSource) -> None:
+        """Have the loop use the rows of a source from now on, see `steepest.loop.table_rows`."""
+        super().use_rows(self._rows.use(source))
 
     def on_device(self, batch: Any) -> Any:
         """Return a batch on the device of the model."""
@@ -236,7 +244,7 @@ class LoopModel(TorchModel):
         if isinstance(batch, Drawn):
             samples = batch.samples
         self._begin_anew_if_undone()
-        self._ready = ready
+        self._ready, again = ready, session.awaits(self._where)
         may_leave = self.take_back is not None and session.leaves_early
         try:
             with self._turn(), self._overlap.watched(session, may_leave=may_leave):
@@ -246,6 +254,7 @@ class LoopModel(TorchModel):
             self._ready = None
         if stepped:
             self._check_trained()
+            self._rows.send(session.factor, again=again)
         self._weight = session.weight if stepped else 0.0
         left = self._overlap.left(self._weight if stepped else None, self._view_of)
         if left is None:
@@ -344,6 +353,7 @@ class LoopModel(TorchModel):
             raise ModelError(
                 "the function has made another model when it began anew: let it make the same one each time"
             )
+        before_rows = self._rows
         staying = (
             *("session", "layout", "optimizer_spec", "data", "batch_size"),
             *("_where", "_share_of", "_device", "_vector", "_gradients", "_overlap", "_hooks"),
@@ -359,6 +369,8 @@ class LoopModel(TorchModel):
         self.module.to(self._device)
         if self._vector is not None:
             self.move(self._vector)
+        if self.tables and before_rows.source is not None:
+            self.use_rows(before_rows.source)
 
     def advance(self, epoch: int, number: int = 0) -> Progress:
         """Let the user's function go on between two steps, see `Session.advance`."""

@@ -24,6 +24,7 @@ from steepest.loop.lockstep import Lockstep
 from steepest.loop.losses import Losses, watched
 from steepest.loop.prepared import Ask, Batch, Prepared, Progress, Reported
 from steepest.loop.standing_in import Boundary, StandIn
+from steepest.loop.table_rows import Errand
 from steepest.loop.ticks import Schedules
 from steepest.loop.turns import Ended, Turns
 from steepest.loop.unseen import Unseen, noted
@@ -98,6 +99,7 @@ class Session:
         self._before: dict[str, Any] = {"kept": {}}  # see `_begin_step`
         self._round: torch.Tensor | None = None  # the state where a round of own updates begins
         self._schedules = Schedules(self)
+        self._errand: Errand | None = None  # that the loop awaits
         self._committed = 0  # steps of the job that are known to be
         self._passed = 0  # steps of the job of which the loop has seen the end
         self._boundary = Boundary(self, self.gatherer)
@@ -147,7 +149,7 @@ class Session:
         again = (
             self.gatherer.region is Region.BEFORE and taken == batch.where and not self.in_lockstep
         )
-        if self._asked is Ask.COMMIT and taken == batch.where:
+        if self.awaits(batch.where):
             return True
         if not (self._asked is Ask.PARTS and again):
             self._pending, self.hyper = batch, None
@@ -172,6 +174,10 @@ class Session:
         """Whether gradients may leave during the backward pass."""
         closures = self.prepared is not None and bool(self.prepared.closures)
         return not (self.in_lockstep or self.sums or closures)
+
+    def awaits(self, where: Where) -> bool:
+        """Whether the loop awaits the commit of the step of a batch."""
+        return self._asked is Ask.COMMIT and self._taken is not None and self._taken.where == where
 
     def is_undone(self, where: Where) -> bool:
         """Return whether the loop has to begin anew: the step that it awaits was dealt out in another way."""
@@ -379,11 +385,19 @@ class Session:
         """
         while True:
             given = None
-            if self.gatherer.wanted is not None:
+            if self._errand is not None:
+                if not waits:
+                    return  # between two steps nothing can be received
+                self.turns.show()
+                given, self._errand = self._errand.run(), None
+            elif self.gatherer.wanted is not None:
                 given = self.gatherer.take(waits=waits)
                 if given is None:
                     return
             asked = self.turns.resume(given)
+            if isinstance(asked, Errand):
+                self._asked, self._errand = Ask.PARTS, asked
+                continue
             if isinstance(asked, GatheringParts):
                 self._asked = Ask.PARTS
                 self.gatherer.put(asked)
@@ -574,6 +588,12 @@ class Session:
             raise ConfigurationError(
                 "steepest.register() in the loop: call it before steepest.epochs(), where a worker that joins later is "
                 "given what was kept"
+            )
+        tables = () if self.prepared is None else self.prepared.model.tables
+        if tables and any(isinstance(each, torch.amp.GradScaler) for each in objects.values()):
+            raise ConfigurationError(
+                f"a GradScaler with embedding tables ({tables[0].name!r}), whose gradients it does not divide: "
+                "train in bfloat16, or without autocast"
             )
         self._kept = Kept(objects)
         return self._kept

@@ -1,0 +1,145 @@
+"""Rows of embedding tables in a user's own loop: pulled by the worker's thread, their gradients kept up to the step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from steepest.core.engine.generators import HeldGenerators
+
+if TYPE_CHECKING:
+    from steepest.embedding.modules import RowSource
+    from steepest.tables.hashing import Distinct
+    from steepest.tables.kernels import Floats, Int32s, Int64s
+    from steepest.tables.table import Table
+
+#: The arguments of `RowSource.push`.
+_Pushed = tuple[Any, ...]
+
+
+class Errand:
+    """What the user's thread has the worker's thread do, which knows how to receive messages.
+
+    Args:
+        work: returns what the user's function waits for; again, where it has raised because a step was given up.
+    """
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._held: HeldGenerators | None = None  # as they were when it was done in vain
+
+    def run(self) -> Any:
+        """Do it; generators are as before afterwards."""
+        try:
+            found = self._work()
+        except BaseException:
+            self._held = self._held or HeldGenerators()
+            raise
+        if self._held is not None:
+            self._held.go_on()
+        return found
+
+
+class LoopRows:
+    """A source of rows for one loop, see `steepest.embedding.modules.RowSource`.
+
+    Gradients of several backward passes before a step are pushed at that step, as those of parameters are; with
+    `zero_grad()` they are gone.
+
+    Args:
+        ask: gives an errand to the worker's thread, and returns what comes of it.
+
+    Attributes:
+        source: of which they are; None before `use`.
+    """
+
+    def __init__(self, ask: Callable[[Errand], Any]) -> None:
+        self._ask = ask
+        self.source: Any = None
+        self._kept: list[_Pushed] = []  # of the step in progress
+        self._sent: list[_Pushed] = []  # of the last step
+
+    def use(self, source: RowSource) -> LoopRows:
+        """Use another source from now on; return this one."""
+        self.source = source
+        return self
+
+    def clear(self) -> None:
+        """Forget the gradients since the last step."""
+        self._kept = []
+
+    def send(self, factor: float = 1.0, *, again: bool = False) -> None:
+        """Push the gradients since the last step, times a factor; `again`: those of the last step once more."""
+        if not again:
+            self._kept, self._sent = [], self._kept
+        for *place, gradients, sightings in self._sent:
+            scaled = gradients if factor == 1.0 else gradients * gradients.dtype.type(factor)
+            self.source.push(*place, scaled, sightings)
+
+    def place(self, table: Table) -> tuple[int, int]:
+        """Return the number of a table's group, and the table's number in it."""
+        found: tuple[int, int] = self.source.place(table)
+        return found
+
+    def distinct(self, group: int, tables: Int32s, ids: Int64s) -> Distinct:
+        """Return the distinct ones of the (table, id) of a batch."""
+        found: Distinct = self.source.distinct(group, tables, ids)
+        return found
+
+    def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> Floats:
+        """Return the values of rows."""
+
+        def pull() -> Floats:
+            found: Floats = self.source.pull(
+                group, tables, ids, training
+            )  # another one by then, perhaps
+            return found
+
+        found: Floats = self._ask(Errand(pull))
+        return found
+
+    def push(
+        self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
+    ) -> None:
+        """Keep gradients up to the step."""
+        self._kept.append((group, tables, ids, gradients, sightings))
+
+    def follow(self, *owners: torch.nn.Module | torch.optim.Optimizer) -> None:
+        """Have `zero_grad` of a module, or an optimizer, forget gradients of rows, too."""
+        for each in owners:
+            owner: Any = each
+            owner.zero_grad = partial(_zero_grad, self, owner.zero_grad)
+
+
+def _zero_grad(rows: LoopRows, own: Callable[..., None], *arguments: Any, **named: Any) -> None:
+    rows.clear()
+    own(*arguments, **named)
+
+
+def connect_alone(
+    modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Give modules with tables rows in this process, which change with each step of the optimizer.
+
+    Those that have rows already, as of `steepest.connect`, keep them.
+    """
+    embedding = sys.modules.get("steepest.embedding.modules")
+    if embedding is None or len(optimizers) != 1:
+        return
+    for module in modules:
+        if not embedding.tables_of(module) or embedding.is_connected(module):
+            continue
+        local = embedding.LocalRows(embedding.tables_of(module))
+        rows = LoopRows(Errand.run).use(local)
+        embedding.connect(module, rows)
+        rows.follow(module, *optimizers)
+        optimizers[0].register_step_post_hook(partial(_step_rows, rows, local))
+
+
+def _step_rows(rows: LoopRows, local: Any, *_: Any) -> None:
+    rows.send()
+    local.step()

@@ -1,0 +1,249 @@
+"""Models with embedding tables in loops of users' own: as in one process, whose rows are there."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("numba", reason="embedding tables need it")
+
+import steepest
+from steepest import FailureConfig, LocalStrategy, ParameterServerStrategy
+from steepest.errors import ConfigurationError, ModelRaisedError
+from steepest.tables.row_optimizers import Adagrad, Adam
+from tests.own_loop_runs import InterruptedRunError, Interrupts, run
+from tests.own_loops import Parts, Script, Whole
+from tests.reference import difference, same_bits, sgd
+from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, pause, run_config
+from tests.table_tasks import clicks, with_tables
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+DATA = clicks(24)
+FOUND: dict[int, list[torch.Tensor]] = {}
+
+
+def outputs(model: nn.Module) -> torch.Tensor:
+    """What a model says of all data, which depends on all rows."""
+    with torch.no_grad():
+        found: torch.Tensor = model(*DATA[:-1])
+    return found
+
+
+def _loop(parts: Parts, epochs: int, step: Any) -> None:
+    found = []
+    for _ in steepest.epochs(epochs):
+        for number, batch in enumerate(parts.loader):
+            pause(1e-3)
+            step(parts, number, *batch)
+        found.append(outputs(parts.model))
+    FOUND[steepest.rank()] = found
+
+
+def usual(parts: Parts, number: int, *batch: torch.Tensor) -> None:
+    parts.optimizer.zero_grad()
+    nn.functional.mse_loss(parts.model(*batch[:-1]), batch[-1]).backward()
+    parts.optimizer.step()
+
+
+def adding_up(parts: Parts, number: int, *batch: torch.Tensor) -> None:
+    """A step after two batches."""
+    (nn.functional.mse_loss(parts.model(*batch[:-1]), batch[-1]) / 2).backward()
+    if number % 2:
+        parts.optimizer.step()
+        parts.model.zero_grad()
+
+
+def in_vain(parts: Parts, number: int, *batch: torch.Tensor) -> None:
+    """A backward pass whose gradients are cleared, one that is half of a sum, and a norm that is clipped."""
+    parts.model(*batch[:-1]).square().sum().backward()
+    parts.optimizer.zero_grad()
+    for factor in (0.3, 0.7):
+        (factor * nn.functional.mse_loss(parts.model(*batch[:-1]), batch[-1])).backward()
+    parts.optimizer.step()
+
+
+def looking(parts: Parts, number: int, *batch: torch.Tensor) -> None:
+    """Rows are looked at after each step, too."""
+    usual(parts, number, *batch)
+    outputs(parts.model)
+
+
+@dataclass(frozen=True)
+class Tabled(Script):
+    """A script with tables."""
+
+    step: Any = usual
+
+    def _parts(self, loader: Any) -> Parts:
+        parts = super()._parts(loader)
+        if isinstance(loader, Whole):
+            steepest.prepare(
+                parts.model, parts.optimizer
+            )  # outside of a run it has rows of its own
+        return parts
+
+
+def tabled(step: Any, rows: Any, **settings: Any) -> Tabled:
+    return Tabled(
+        lambda parts, epochs: _loop(parts, epochs, step),
+        lambda: with_tables(optimizer=rows),
+        sgd(momentum=0.9),
+        data=DATA,
+        **settings,
+    )
+
+
+SCRIPTS = {
+    "usual": tabled(usual, Adagrad(lr=0.3)),
+    "added up": tabled(adding_up, Adagrad(lr=0.1)),
+    "in vain": tabled(in_vain, Adagrad(lr=0.3)),
+    "looking": tabled(looking, Adam(lr=0.1)),
+}
+
+
+def compare(script: Script, found: Any, workers: int) -> None:
+    seen = dict(FOUND)
+    FOUND.clear()
+    assert difference(found.weights, script.alone(workers)) < 1e-12
+    (expected,) = FOUND.values()
+    assert sorted(seen) == list(range(workers))
+    for each in seen.values():
+        assert len(each) == len(expected)
+        assert all(map(lambda a, b: torch.allclose(a, b, atol=1e-12), each, expected))
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_loop_equals_one_process(name: str, workers: int, strategy: str) -> None:
+    FOUND.clear()
+    compare(SCRIPTS[name], run(SCRIPTS[name], workers, strategy), workers)
+
+
+def test_rows_are_trained() -> None:
+    """The test above can fail."""
+    FOUND.clear()
+    SCRIPTS["usual"].alone(2)
+    first, *_, last = FOUND[0]
+    assert (first - last).abs().max() > 1e-3
+
+
+REPLICATED = ParameterServerStrategy(num_servers=2, replication=2)
+
+
+def check_death(name: str, seed: int) -> None:
+    """Check that a process that dies changes nothing."""
+    FOUND.clear()
+    simulation, draw = Simulation(seed), random.Random(seed)
+    struck: list[Any] = []
+
+    def kill() -> None:
+        if living := simulation.living():
+            struck.append(draw.choice(living))
+            simulation.world.kill(struck[0], "it was killed. connection error code 2.")
+
+    class Death(steepest.Callback):
+        """Kills a process at some moment of the training."""
+
+        def on_fit_begin(self, sgd: Any, steps: int) -> None:
+            if not struck:
+                simulation.at_event(draw.randrange(1, 200), kill)
+
+        def on_fit_end(self, sgd: Any) -> None:
+            simulation.forget_faults()
+
+    failure = FailureConfig(patience=math.inf, snapshot_every=3)
+    with simulation.running():
+        found = steepest.run(
+            SCRIPTS[name],
+            num_workers=2,
+            strategy=REPLICATED,
+            run_config=run_config(failure=failure),
+            callbacks=[Death()],
+            progress=False,
+        )
+        weights = dict(found.state_dict)
+    seen = {rank: each[-1] for rank, each in FOUND.items()}
+    FOUND.clear()
+    assert difference(weights, SCRIPTS[name].alone(2)) < 1e-12, struck
+    for each in seen.values():
+        assert torch.allclose(each, FOUND[0][-1], atol=1e-12), struck
+
+
+@pytest.mark.parametrize("name", ["usual", "looking"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_process_that_dies_changes_nothing(name: str, seed: int) -> None:
+    check_death(name, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["usual", "in vain", "looking"])
+def test_a_process_that_dies_at_many_moments_changes_nothing(name: str) -> None:
+    for seed in range(2, 9):
+        check_death(name, seed)
+        gc.collect()  # the address space of tables
+
+
+def test_a_run_that_is_started_again_goes_on_and_its_rows_can_be_read(tmp_path: Path) -> None:
+    rows: list[Any] = []
+
+    class Reads(steepest.Callback):
+        """Reads the rows of a table at the end."""
+
+        def on_fit_end(self, sgd: Any) -> None:
+            rows.append(sgd.export_table("users"))
+
+    checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
+    script = SCRIPTS["usual"]
+    expected = run(script, 2, callbacks=[Reads()])
+    with pytest.raises(InterruptedRunError):
+        run(script, 2, checkpoints=checkpoints, callbacks=[Interrupts(5)])
+    again = run(script, 2, checkpoints=checkpoints, callbacks=[Reads()])
+    assert same_bits(again.weights, expected.weights)
+    first, last = rows[0], rows[-1]
+    assert sorted(first.ids.tolist()) == sorted(set(DATA[0].tolist()))
+    assert (first.ids == last.ids).all()
+    assert (first.values == last.values).all()
+
+
+@pytest.mark.parametrize("strategy", ["async", LocalStrategy(sync_every=2)])
+def test_other_strategies_train_rows(strategy: Any) -> None:
+    FOUND.clear()
+    script = replace(SCRIPTS["usual"], epochs=6)
+    found = run(script, 2, strategy)
+    assert sum(row["samples"] for row in found.steps) == 6 * len(DATA[0])
+    first, *_, last = FOUND[0]
+    assert (last - DATA[-1]).square().mean() < (first - DATA[-1]).square().mean()
+
+
+def scaling(parts: Parts, epochs: int) -> None:
+    steepest.register(scaler=torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (replace(SCRIPTS["usual"], any_steps=True), "not one for each batch"),
+        (replace(SCRIPTS["usual"], loop=scaling), "a GradScaler with embedding tables"),
+    ],
+)
+def test_what_is_not_possible_is_refused(script: Script, message: str) -> None:
+    with pytest.raises((ConfigurationError, ModelRaisedError), match=message):
+        run(script, 2)
