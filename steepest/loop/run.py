@@ -18,7 +18,7 @@ from steepest.driver.trainer import DistributedSGD
 from steepest.errors import ConfigurationError, PeerLostError
 from steepest.loop.model import LoopCreator, LoopModel
 from steepest.loop.prepared import Progress
-from steepest.loop.reports import Reports
+from steepest.loop.reports import Reports, read_reports, write_reports
 from steepest.loop.session import current
 from steepest.observe.display import ENDLESS
 from steepest.observe.history import History
@@ -106,7 +106,7 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         raise ConfigurationError(
             f"steepest.run() was given {function!r:.200}: give a function without arguments that trains"
         )
-    reports, chosen = Reports(), as_strategy(strategy)
+    chosen = as_strategy(strategy)
     if chosen.local and chosen.delay:
         raise ConfigurationError(
             f"delay={chosen.delay} with a loop of your own, which would run on before it is known whether its last "
@@ -124,6 +124,9 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         run_config=run_config or RunConfig(failure=FailureConfig(patience=math.inf)),
         checkpoints=checkpoints,
     ) as sgd:
+        # of a run that has ended, and is started again, functions report nothing any more
+        begun_before = checkpoints is not None and len(sgd.history.steps) > 0
+        reports = Reports(read_reports(checkpoints.path) if begun_before and checkpoints else ())
         numbers = itertools.count()
         ends = _StopsAtTheEnd()
         begun = 0  # epochs that `fit` was asked for; those of a checkpoint are the first of them
@@ -137,6 +140,8 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
             sgd.fit(epochs=epochs, callbacks=[ends, *callbacks], progress=progress)
         if ends.first is not None:  # steps in which nobody had samples
             sgd.history.end(ends.first)
+        if checkpoints is not None:
+            write_reports(checkpoints.path, reports.rows())
         return RunResult(reports.last(), reports.rows(), sgd.history, sgd.state_dict())
 
 

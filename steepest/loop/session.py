@@ -432,6 +432,8 @@ class Session:
         self.prepared = prepared
         for index, each in enumerate(prepared.optimizers):
             optimizer: Any = each
+            name = type(optimizer).__name__
+            optimizer.add_param_group = partial(_refuse_group, name)
             if index in prepared.closures:
                 user: Any = prepared.closures[index].optimizer
                 user.step = step_by_closure(
@@ -439,9 +441,7 @@ class Session:
                 )
                 continue
             optimizer.step = self._step_function(index)
-            optimizer.state_dict = optimizer.load_state_dict = partial(
-                _refuse_state, type(optimizer).__name__
-            )
+            optimizer.state_dict = optimizer.load_state_dict = partial(_refuse_state, name)
         # all workers take part in each evaluation
         self.gatherer.among_batches |= bool(prepared.closures)
         self._schedules = Schedules(self, prepared.schedulers)
@@ -907,6 +907,13 @@ def _number(value: Any) -> Any:
 
 def _refuse_state(name: str, *_: object, **__: object) -> None:
     raise ConfigurationError(
-        f"the state of {name} lies on the job's servers after steepest.prepare(): load it before, and keep it by "
-        "steepest.run(..., checkpoints=)"
+        f"the state of {name} lies in the job's processes after steepest.prepare(), a part in each: load it before; "
+        "steepest.run(..., checkpoints=) keeps it, and goes on with it when the same program is started again"
+    )
+
+
+def _refuse_group(name: str, *_: object, **__: object) -> None:
+    raise ConfigurationError(
+        f"{name}.add_param_group() after steepest.prepare(): give the optimizer all of its parameters before, frozen "
+        "ones too (requires_grad_(False)), and unfreeze them in the loop"
     )

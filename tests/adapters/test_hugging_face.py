@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import steepest
 from steepest import DistributedSGD, HuggingFaceModel
 from steepest.errors import ConfigurationError, ModelError
 from tests.page_examples import said_by
@@ -192,3 +193,51 @@ def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert said_by("hugging_face.md", monkeypatch) == "learned: True\n"
     said = said_by("hugging_face.md", monkeypatch, 1)
     assert said.endswith("equal to the rounding of float32: True\n")
+
+
+TUNED: dict[str, Any] = {}
+
+
+def tuned() -> None:
+    """A script's own loop: groups of parameters, a warm-up, means over tokens, a norm that is clipped."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=16, n_embd=8, n_layer=1, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config).double()
+    plain = [p for p in model.parameters() if p.dim() < 2]
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer: Any = torch.optim.AdamW(groups, lr=0.01)
+    scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 2, 8)
+    data: Any = [{name: row[name] for name in ("input_ids", "labels")} for row in examples()]
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=TUNED["batch"])
+    model, optimizer, scheduler, loader = steepest.prepare(model, optimizer, scheduler, loader)
+    for _ in steepest.epochs(4):
+        for batch in loader:
+            steepest.weight((batch["labels"][:, 1:] != -100).sum().item())
+            loss = model(**batch).loss
+            loss.backward()
+            steepest.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        steepest.report(loss=loss)
+    TUNED["weights"] = snapshot(model)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+def test_a_loop_of_ones_own_equals_one_process(strategy: str) -> None:
+    TUNED["batch"] = 6
+    tuned()
+    expected = TUNED["weights"]
+    TUNED["batch"] = 3
+    with Simulation(seed=1).running():
+        found = steepest.run(
+            tuned, num_workers=2, strategy=strategy, run_config=run_config(), progress=False
+        )
+        weights = {name: found.state_dict[name] for name in expected}
+        tied = found.state_dict["lm_head.weight"], found.state_dict["transformer.wte.weight"]
+        assert torch.equal(*tied)
+    assert difference(weights, expected) < 1e-6  # its losses are of float32

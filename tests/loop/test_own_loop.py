@@ -170,6 +170,25 @@ def test_the_same_program_continues_from_its_checkpoint(
     assert rates == pytest.approx([rate_of(each) for each in range(step, 12)])
 
 
+def test_a_run_that_has_ended_and_is_started_again_has_its_metrics(tmp_path: Path) -> None:
+    checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
+    first = run(SCHEDULED, 2, checkpoints=checkpoints)
+    again = run(SCHEDULED, 2, checkpoints=checkpoints)
+    assert again.reports == first.reports
+    assert len(first.reports) == SCHEDULED.epochs
+    longer = run(replace(SCHEDULED, epochs=4), 2, checkpoints=checkpoints)
+    assert longer.reports[:3] == first.reports
+    assert longer.reports == run(replace(SCHEDULED, epochs=4), 2).reports
+
+
+def test_reports_of_another_job_in_the_same_folder_are_left_out(tmp_path: Path) -> None:
+    checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "reports.json").write_text('[{"loss": 7.0}, {}, {}, {"other": 1.0}]')
+    found = run(SCHEDULED, 2, checkpoints=checkpoints).reports
+    assert found == run(SCHEDULED, 2).reports
+
+
 def rate_of(step: int) -> float:
     """The rate of `by_both` with four steps an epoch."""
     return float(0.1 * 0.9 ** (step + step // 4))
@@ -335,6 +354,10 @@ def own_state(parts: Parts, epochs: int) -> None:
     parts.optimizer.state_dict()
 
 
+def further_group(parts: Parts, epochs: int) -> None:
+    parts.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
 def writing(parts: Parts, epochs: int) -> None:
     for _ in steepest.epochs(epochs):
         for x, y in parts.loader:
@@ -379,7 +402,8 @@ WRONG = {
     r"outside of steepest.epochs\(\)": Script(without_epochs),
     "was left in epoch 0 before its end": Script(left_early),
     r"prepare\(\) was called twice": Script(prepared_again),
-    "the state of SGD lies on the job's servers": Script(own_state),
+    "the state of SGD lies in the job's processes": Script(own_state),
+    r"SGD.add_param_group\(\) after steepest.prepare": Script(further_group),
     "the end of epochs=5: give an integer of at least 6": Script(backwards),
     "written to the trained parameter '0.weight'": Script(writing),
     "that is not a parameter of the module": foreign_optimizer,
