@@ -15,8 +15,8 @@ from steepest.loop.gathering import (
     GatheringParts,
     GatheringPlace,
     Gatherings,
+    LoopSeat,
     Region,
-    Seat,
     alone,
     joined,
     packed,
@@ -84,19 +84,19 @@ class Gatherer:
         """Begin with a loop that has not run yet."""
         self.gatherings.end(False)
         self.region, self.number, self._nth = Region.BEFORE, 0, 0
-        self._dealt_to: Seat | None = None  # as whom the loop has begun its batch
+        self._dealt_to: LoopSeat | None = None  # as whom the loop has begun its batch
         self.wanted: GatheringParts | None = None
         self.order: Sequence[list[int]] = []
         self._held: HeldGenerators | None = None  # as they were when it began to wait in vain
 
     @property
-    def _seat(self) -> Seat:
+    def _seat(self) -> LoopSeat:
         """As whom the loop takes part, as far as it has been told."""
-        return Seat(self._loop.rank, self._loop.size, self.gatherings.drops)
+        return LoopSeat(self._loop.rank, self._loop.size, self.gatherings.drops)
 
     # -- for the worker's thread ---------------------------------------------------------------
 
-    def has_lost_its_seat(self, *, in_batch: bool, now: Seat | None = None) -> bool:
+    def has_lost_its_seat(self, *, in_batch: bool, now: LoopSeat | None = None) -> bool:
         """Whether the loop takes part as another than it is `now`, in a gathering or, if it is in one, in a batch."""
         now = now or self._seat
         if self.wanted is not None:

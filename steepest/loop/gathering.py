@@ -39,7 +39,7 @@ class GatheringPlace(NamedTuple):
     nth: int  # how often it has gathered there before
 
 
-class Seat(NamedTuple):
+class LoopSeat(NamedTuple):
     """As whom a loop takes part in what is gathered, and in a batch."""
 
     rank: int
@@ -59,7 +59,7 @@ class GatheringParts:
 
     place: GatheringPlace
     own: torch.Tensor
-    seat: Seat
+    seat: LoopSeat
 
 
 class Gatherings:
@@ -116,10 +116,10 @@ class Gatherings:
                 self._tell(place, rank, parts[rank])
 
     @property
-    def seat(self) -> Seat | None:
+    def seat(self) -> LoopSeat | None:
         """As whom the worker takes part now; None before it knows the others."""
         member = self._member
-        return None if member is None else Seat(member.rank, member.size, self.drops)
+        return None if member is None else LoopSeat(member.rank, member.size, self.drops)
 
     def put(self, wanted: GatheringParts) -> None:
         """Send the worker's own part to all others, unless a predecessor of the worker has done so."""

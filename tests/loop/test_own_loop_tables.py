@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("numba", reason="embedding tables need it")
 
@@ -21,7 +22,7 @@ from steepest import FailureConfig, LocalStrategy, ParameterServerStrategy
 from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.tables.row_optimizers import Adagrad, Adam
 from tests.own_loop_runs import InterruptedRunError, Interrupts, run
-from tests.own_loops import Parts, Script, Whole
+from tests.own_loops import BATCH, Parts, Script, Whole
 from tests.reference import difference, same_bits, sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, pause, run_config
@@ -89,6 +90,15 @@ class Tabled(Script):
     """A script with tables."""
 
     step: Any = usual
+
+    def __call__(self) -> None:
+        """The script as steepest runs it, with few shards: each takes address space."""
+        given: Any = DataLoader(TensorDataset(*self.data), batch_size=BATCH, shuffle=True)
+        parts = self._parts(given)
+        model, optimizer, loader = steepest.prepare(
+            parts.model, parts.optimizer, given, any_steps=self.any_steps, table_shards=2
+        )
+        self.loop(Parts(model, optimizer, loader), self.epochs)
 
     def _parts(self, loader: Any) -> Parts:
         parts = super()._parts(loader)
@@ -194,9 +204,9 @@ def test_a_process_that_dies_changes_nothing(name: str, seed: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["usual", "in vain", "looking"])
+@pytest.mark.parametrize("name", ["usual", "looking"])
 def test_a_process_that_dies_at_many_moments_changes_nothing(name: str) -> None:
-    for seed in range(2, 9):
+    for seed in range(2, 6):
         check_death(name, seed)
         gc.collect()  # the address space of tables
 
