@@ -15,7 +15,7 @@ from steepest.core.system import system
 FORMAT = 1
 PARTS = ("data", "compute", "wait")  # of a worker's step, in the order in which they are told
 _LEAST_SECONDS, _SHARE = 1.0, 0.01  # a span's length: at least so long, and so much of the run
-_SHARES = 1024  # of steps, that are told one by one
+_STEPS, _SHARES = 64, 1024  # the last steps, that are told one by one, and workers' shares of these
 _ROWS = 10_000  # that are kept in memory
 
 #: A worker, and the seconds of its data, its computing and its wait in a step.
@@ -29,7 +29,7 @@ class JobRecord:
 
     - "workers": "first", the first step of a span of steps of which `step` is the last; "spent": by worker
       [steps, seconds of data, of computing, of waiting], the seconds as means; in the newest row "last":
-      [step, time, [[worker, data, compute, wait], ...]] of each of its last steps.
+      [step, time, [[worker, data, compute, wait], ...]] of each of the last steps.
     - "job": "format", "steepest" (its version), "strategy", "samples" (of a step), and "processes":
       [name, node, host, pid] of each.
     - "checkpoint": "paused" and "written", the seconds for which training paused for it, and in which it was written.
@@ -65,7 +65,8 @@ class JobRecord:
                 sums[2] += compute
                 sums[3] += wait
             self._last.append((step, system().time(), spent))
-            while len(self._last) > 1 and len(self._last) * len(spent) > _SHARES:
+            most = max(1, min(_STEPS, _SHARES // len(spent)))
+            while len(self._last) > most:
                 self._last.popleft()
             if seconds >= self._until:
                 self._end_span(seconds)
@@ -143,7 +144,6 @@ class JobRecord:
 
     def _forget_span(self) -> None:
         self._span.clear()
-        self._last.clear()
         self._first = 0
 
     def _add(self, kind: str, step: int, what: Mapping[str, Any]) -> None:
@@ -155,6 +155,8 @@ class JobRecord:
     def _cut(self, step: int) -> None:
         """Forget what the open span has; who reads the rows leaves out what was taken again."""
         self._forget_span()
+        while self._last and self._last[-1][0] >= step:
+            self._last.pop()
         self._step = step - 1
 
 

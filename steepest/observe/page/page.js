@@ -189,7 +189,7 @@
     const first = [...scores].sort((a, b) => b.last - a.last)[0];
     byId("waited").textContent = !scores.length ? "Nothing is known of single workers." :
       scores.length === 1 ? "One worker: it waits for nobody." :
-      !first.last ? "" : `Of the last ${lanes.length} steps worker ${first.worker} ended ${Math.round(100 * first.last)} % last, ` +
+      !first.last ? "" : `Of the last ${lanes.length === 1 ? "step" : `${lanes.length} steps`} worker ${first.worker} ended ${Math.round(100 * first.last)} % last, ` +
         `${seconds(first.cost)} after the others' median: ${first.last >= 0.5 && first.others < SLOW ? "the others wait for it." : "nobody is waited for in particular."}`;
     const head = ["worker", "computing", "data", "waiting", "against the others", "against itself", "last to end", "later than the others"];
     const worst = (each) => Math.min(each.others ?? 1, each.itself ?? 1) - each.last;

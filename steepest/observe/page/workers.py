@@ -43,7 +43,8 @@ class WorkerTimes:
             self._best = usual_times(self.spans[:-1])
         lanes = newest.get("last") or (self.spans[-1].get("last") if self.spans else None) or []
         workers = {int(worker) for span in (*self.spans[-1:], newest) for worker in span["spent"]}
-        found = {"lanes": lanes, "scores": scores(newest["spent"], self._best, lanes)}
+        recent = _means(lanes) or newest["spent"]
+        found = {"lanes": lanes, "scores": scores(recent, self._best, lanes)}
         if whole:
             thin = _thinned([*self.spans, *([now] if now else [])], _SPANS)
             workers |= {int(worker) for span in thin for worker in span["spent"]}
@@ -112,6 +113,19 @@ def scores(
             }
         )
     return found
+
+
+def _means(lanes: Sequence[Sequence[Any]]) -> dict[str, list[float]]:
+    """Return by worker its steps among the last ones, and the seconds of its parts, as means."""
+    sums: dict[str, list[float]] = {}
+    for _, _, shares in lanes:
+        for worker, *parts in shares:
+            own = sums.setdefault(str(worker), [0, 0.0, 0.0, 0.0])
+            own[:] = [own[0] + 1, *(a + b for a, b in zip(own[1:], parts, strict=True))]
+    return {
+        worker: [own[0], *(short(each / own[0]) or 0.0 for each in own[1:])]
+        for worker, own in sorted(sums.items(), key=lambda item: int(item[0]))
+    }
 
 
 def _waited_for(lanes: Sequence[Sequence[Any]]) -> dict[int, tuple[float, float]]:
