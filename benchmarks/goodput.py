@@ -11,6 +11,9 @@ job. In each spell the samples of committed steps are counted, as the driver hea
 again are counted once. Goodput is the samples per second of a spell with deaths over those of the spell before it.
 Before the first spell the job trains for half a minute: by then there is the spare process that a job has by default.
 
+``--strategy local`` and ``local-quorum`` are local SGD in rounds of eight batches with one server and no copies; only
+workers die. With a quorum the others go on while one is missing.
+
 With ``--rivals`` one training loop of the user's own runs with two workers under each of these, of which one gets
 SIGKILL every 15 seconds, and no copies of anything; all are measured from what their workers write down
 (`benchmarks.goodput_rivals`):
@@ -54,12 +57,13 @@ from benchmarks.goodput_rivals import END, RIVALS, Found, alive, missing, read
 from benchmarks.job_processes import kill, processes
 from benchmarks.overhead import machine, positive
 from benchmarks.parameter_server_rivals import ray_started
-from benchmarks.recovery_bodies import STEP_SECONDS, digits, paced_creator
+from benchmarks.recovery_bodies import STEP_SECONDS, Seen, digits, paced_creator
 from steepest import (
     AllreduceStrategy,
     Callback,
     DistributedSGD,
     FailureConfig,
+    LocalStrategy,
     ParameterServerStrategy,
     RunConfig,
     StepResult,
@@ -68,6 +72,8 @@ from steepest import (
 STRATEGIES = {
     "ps": ParameterServerStrategy(replication=2),
     "allreduce": AllreduceStrategy(replication=2),
+    "local": LocalStrategy(sync_every=8, num_servers=1),
+    "local-quorum": LocalStrategy(sync_every=8, num_servers=1, quorum=1),
 }
 WORKERS = 3
 WANTED = 0.95
@@ -113,19 +119,29 @@ class Spells(Callback):
         every: seconds between deaths.
         deaths: in each spell that has some; it is `every * deaths` seconds long, as is the other.
         warm: seconds before the first spell.
+        victims: how the names of the processes that die begin.
     """
 
     def __init__(
-        self, rounds: int, every: float, deaths: int, chance: random.Random, warm: float
+        self,
+        rounds: int,
+        every: float,
+        deaths: int,
+        chance: random.Random,
+        warm: float,
+        victims: str = "",
     ) -> None:
         self._count, self._every, self._deaths, self._chance = 2 * rounds, every, deaths, chance
+        self._victims = victims
         self._warm = warm
         self._last: float | None = None
         self._begin = 0.0
         self.spells: list[Spell] = []
+        self.epoch = 0  # of the last step
 
     def on_step(self, sgd: DistributedSGD, result: StepResult) -> None:
         now = time.monotonic()
+        self.epoch = result.epoch or 0
         if self._last is None:
             self._begin = now + self._warm
         if self._last is None or now < self._begin:
@@ -142,19 +158,22 @@ class Spells(Callback):
         spell.gap, self._last = max(spell.gap, now - self._last), now
         if spell.deadly and now - spell.began >= self._every * len(spell.killed):
             names = [name for name in processes() if not name.startswith("spare")]
-            spell.killed += kill(self._chance.choice(sorted(names)))
+            victims = sorted(name for name in names if name.startswith(self._victims))
+            if victims:  # with a quorum steps are taken while all that may die are dead
+                spell.killed += kill(self._chance.choice(victims))
 
 
-def measure(strategy: str, spells: Spells, seconds: float = STEP_SECONDS) -> list[Spell]:
-    """The spells of one job.
+def measure(strategy: str, spells: Spells, seconds: float = STEP_SECONDS) -> tuple[int, int]:
+    """Fill the spells of one job; return how many samples of its epochs were lost, and doubled.
 
     Args:
         strategy: one of `STRATEGIES`.
         seconds: that a gradient takes at least.
     """
-    run_config = RunConfig(failure=FailureConfig(max_failures=1_000_000))
+    run_config = RunConfig(failure=FailureConfig(max_failures=1_000_000), keep_log=True)
+    data = digits()[0]
     with DistributedSGD(
-        paced_creator(digits()[0], constant, seconds),
+        paced_creator(data, constant, seconds),
         num_workers=WORKERS,
         strategy=STRATEGIES[strategy],
         run_config=run_config,
@@ -162,7 +181,10 @@ def measure(strategy: str, spells: Spells, seconds: float = STEP_SECONDS) -> lis
         try:
             trainer.fit(steps=10_000_000, callbacks=[spells], progress=False)
         except AllSpellsOverError:
-            return spells.spells
+            seen = Seen(len(data[0]))
+            seen.add(trainer.log())
+            seen.close(spells.epoch)
+            return seen.lost, seen.twice
     raise AssertionError("the steps were too few")
 
 
@@ -256,8 +278,8 @@ def goodputs(spells: list[Spell]) -> list[float]:
     return [deadly.rate / quiet.rate for quiet, deadly in pairs]
 
 
-def text(strategy: str, spells: list[Spell]) -> str:
-    lines = ["", f"{strategy}, replication=2, {WORKERS} workers"]
+def text(strategy: str, spells: list[Spell], lost: int, doubled: int) -> str:
+    lines = ["", f"{strategy}, replication={STRATEGIES[strategy].copies}, {WORKERS} workers"]
     lines.append(f"{'':10}{'seconds':>9}{'samples/s':>11}{'longest gap':>13}  killed")
     for spell in spells:
         lines.append(
@@ -267,7 +289,7 @@ def text(strategy: str, spells: list[Spell]) -> str:
     found = goodputs(spells)
     lines.append(
         f"goodput {statistics.median(found):.1%} ({min(found):.1%} to {max(found):.1%}); "
-        f"wanted {WANTED:.0%}"
+        f"wanted {WANTED:.0%}; of the epochs' samples {lost} lost, {doubled} doubled"
     )
     return "\n".join(lines)
 
@@ -294,10 +316,12 @@ def main(arguments: list[str] | None = None) -> int:
     with ray_started(WORKERS + 1):
         for strategy in options.strategy:
             chance = random.Random(options.seed)
-            each = Spells(options.rounds, options.every, options.deaths, chance, options.warm)
-            spells = measure(strategy, each)
-            print(text(strategy, spells), flush=True)
-            good &= statistics.median(goodputs(spells)) >= WANTED
+            victims = "worker" if strategy.startswith("local") else ""
+            settings = (options.rounds, options.every, options.deaths, chance, options.warm)
+            each = Spells(*settings, victims)
+            lost, doubled = measure(strategy, each)
+            print(text(strategy, each.spells, lost, doubled), flush=True)
+            good &= statistics.median(goodputs(each.spells)) >= WANTED and not lost + doubled
     return 0 if good else 1
 
 

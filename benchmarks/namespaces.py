@@ -36,7 +36,7 @@ import torch
 
 from benchmarks import delay_line
 
-DEADLINE = 120.0  # seconds that one wait may take
+DEADLINE = 300.0  # seconds that one wait may take
 IDLE_DEADLINE = 3600.0  # seconds after which a member without orders ends by itself
 JOIN_DEADLINE = 5.0
 COMMAND_DEADLINE = 20.0

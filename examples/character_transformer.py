@@ -30,16 +30,16 @@ LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 12
 class Transformer(nn.Module):
     """Scores of the character that follows each character of a block."""
 
-    def __init__(self, characters: int) -> None:
+    def __init__(self, characters: int, layers: int = LAYERS, width: int = WIDTH) -> None:
         super().__init__()
-        self.characters = nn.Embedding(characters, WIDTH)
-        self.places = nn.Embedding(CONTEXT, WIDTH)
+        self.characters = nn.Embedding(characters, width)
+        self.places = nn.Embedding(CONTEXT, width)
         layer = nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 4 * WIDTH, 0.0, F.gelu, batch_first=True, norm_first=True, bias=False
+            width, HEADS, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True, bias=False
         )
-        self.layers = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH, bias=False), False)
+        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width, bias=False), False)
         for embedding in (self.characters, self.places):
-            nn.init.normal_(embedding.weight, std=WIDTH**-0.5)
+            nn.init.normal_(embedding.weight, std=width**-0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (blocks, length), characters' numbers
         embedded = self.characters(x) + self.places(torch.arange(x.shape[1]))

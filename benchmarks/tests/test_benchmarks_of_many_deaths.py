@@ -94,7 +94,7 @@ def test_goodput_is_of_neighbouring_spells(monkeypatch: pytest.MonkeyPatch) -> N
     assert (quiet.seconds, quiet.samples, quiet.killed, quiet.deadly) == (8.0, 24, [], False)
     assert (deadly.seconds, deadly.killed, deadly.gap) == (8.0, ["worker 0"] * 2, 1.0)
     assert goodput.goodputs([quiet, deadly]) == [1.0]
-    assert "goodput 100.0%" in goodput.text("ps", [quiet, deadly])
+    assert "goodput 100.0%" in goodput.text("ps", [quiet, deadly], 0, 0)
     half = Spell(True, 0.0, samples=12, seconds=8.0)
     assert goodput.goodputs([quiet, half, deadly, deadly]) == [0.5, 1.0]
 
@@ -262,7 +262,8 @@ class TestOnRay:
     def test_goodput(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(goodput, "WANTED", 0.0)
         spells = Spells(1, every=1.0, deaths=1, chance=random.Random(0), warm=0.0)
-        found = goodput.measure("ps", spells, seconds=0.001)
+        assert goodput.measure("ps", spells, seconds=0.001) == (0, 0)
+        found = spells.spells
         assert [spell.deadly for spell in found] == [False, True]
         assert len(found[1].killed) == 1
         assert all(rate > 0 for rate in goodput.goodputs(found))
