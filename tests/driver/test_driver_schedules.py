@@ -56,6 +56,22 @@ def test_a_worker_dies_before_any_has_the_first_weights() -> None:
     check(Schedule(3003495, FAMILIES["sync"], 2, SimpleStrategy(), plain, acts))
 
 
+def test_a_worker_dies_just_before_a_state_is_installed() -> None:
+    plain = FailureConfig(max_failures=1000, heartbeat=2.0, spares=0, patience=math.inf)
+    restore = Act("restore", faults=(Fault(0, 19, "kill", 0.0, 2329330116),))
+    acts = [
+        Act("start"),
+        Act("fit", 2),
+        Act("save"),
+        Act("fit", 2),
+        restore,
+        Act("weights"),
+        Act("step"),
+    ]
+    strategy = ParameterServerStrategy(num_servers=2, chunk_bytes=32)
+    check(Schedule(56, FAMILIES["sync"], 3, strategy, plain, [*acts, Act("shutdown")]))
+
+
 def test_a_step_that_is_begun_when_stop_is_called_is_whole_when_fit_returns() -> None:
     """Where each gradient is an update by itself, also if the processes change meanwhile."""
     plain = FailureConfig(max_failures=1000, heartbeat=2.0, snapshot_every=3, patience=math.inf)

@@ -355,7 +355,8 @@ class Client:
                     install.future.set_result(self.position)
             case Kind.INSTALL_REFUSED:
                 refused = InstallRefused.unpack(message)
-                self.lost_peer = self.lost_peer or refused.peer
+                if all(refused.peer.index != worker for worker, _ in self._ended):
+                    self.lost_peer = self.lost_peer or refused.peer  # else it is replaced
                 if (install := self._installs.pop(refused.sequence, None)) is not None:
                     why = f"nothing was installed: {refused.peer} is gone ({refused.why})"
                     install.future.set_exception(PeerLostError(why))

@@ -28,6 +28,7 @@ from steepest.core.protocol.push_tracking import Reported, Reports, StagedEach
 from steepest.core.protocol.step_summary import OpenStep
 from steepest.errors import ProtocolError, listed
 
+_AWAITED = "its successor has yet to join"
 _MOST_INSTALLS = 64  # states of clients that wait for workers to join
 
 
@@ -310,8 +311,10 @@ class ClosedJob:
         if len(self._installs) >= _MOST_INSTALLS:
             raise ProtocolError(f"{_MOST_INSTALLS} states wait for the workers to join")
         self._client = client
-        if self.losses:
-            peer, why = next(iter(self.losses.items()))
+        absent = {worker_peer(worker): _AWAITED for worker in self.state.members - self.joined}
+        # the successor of one that has been a member comes when the client goes on, which waits for this answer
+        if lost := self.losses or (absent if self._begun else {}):
+            peer, why = min(lost.items())
             return [(client, InstallRefused(install.sequence, peer, why).pack())]
         self.state.install(install, self.joined)
         self.limit = self.state.version
