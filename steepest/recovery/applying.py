@@ -52,14 +52,14 @@ class Applying:
         )
         wanted = replace(
             self._membership(transition, config, dead, numbers, successors, joined),
-            unfrozen=cluster.unfrozen if wished else before.unfrozen,
+            # no model freezes again what it has begun to train, in a change that a death ended, say
+            unfrozen=cluster.unfrozen if wished else before.unfrozen | cluster.begun_to_train,
         )
         seats = {peer: cluster.seat_of(peer) for peer in workers if peer in replaced | missing}
         state = state.only_in(cluster.living())
         same = transfer.pending is None and state.job is cluster.job and not missing
-        same &= transition.workers == world.workers
+        same &= transition.workers == world.workers and wanted.unfrozen == cluster.job.unfrozen
         same_servers = transition.servers == world.servers and config == cluster.job.config
-        same_servers &= wanted.unfrozen == cluster.job.unfrozen
         # then version and samples' places stay, in the middle of a step too
         as_before = same and (bool(dead) or same_servers)
         members = cluster.members

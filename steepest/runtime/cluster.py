@@ -310,6 +310,7 @@ class Cluster(JobContext):
             raise
         self.disconnect()
         cut = replace(config.cut, unfrozen=wanted.unfrozen)
+        self.begun_to_train |= wanted.unfrozen
         actors, places = {**workers, **servers, **started}, dict(zip(fresh, found, strict=True))
         known = {member.actor: member for member in members.values()}
         self._leaving += [one for actor, one in known.items() if actor not in actors.values()]

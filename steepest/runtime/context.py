@@ -85,6 +85,9 @@ class JobContext:
         self.awaited: Set[Peer] = frozenset()  # the dead that are being handled
         self.signs = SignsOfLife(run_config.failure.heartbeat)
         self.unfrozen: frozenset[str] = frozenset()  # names that are to be trained, see `Job`
+        self.begun_to_train: frozenset[str] = (
+            frozenset()
+        )  # those among them that some model may train already
         self.router = Router()
         self.token = system().chance.randbytes(32)
         self.identity = identity_of(run_config.tls)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import nn
 
 import steepest
 from steepest import FailureConfig
+from steepest.core.tensors.layout import ChunkSpec
 from steepest.loop.model import LoopModel
 from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
 from tests.own_loops import Parts, Script
@@ -94,34 +95,69 @@ def test_a_successor_trains_the_same(strategy: str, step: int) -> None:
     assert difference(found.weights, script.alone(3)) < 1e-12
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
-@pytest.mark.parametrize("died", ["worker 1", "worker 2"])
-def test_a_worker_dies_while_what_is_unfrozen_becomes_trained(died: str, strategy: str) -> None:
+def struck(
+    strategy: str,
+    died: str,
+    patch: Callable[[pytest.MonkeyPatch, Callable[[], None]], None],
+    patience: float = math.inf,
+) -> None:
+    """Run a script that unfreezes layers, of which a process dies, when `patch` says, and compare with one process."""
     script, simulation = SCRIPTS["by turns"], Simulation(seed=1)
-    asked: list[bool] = []
-    look = LoopModel.unfrozen
+    struck: list[bool] = []
 
-    def killing(model: LoopModel) -> frozenset[str]:
-        found = look(model)
-        if found and not asked:
-            asked.append(True)
+    def strike() -> None:
+        if not struck:
+            struck.append(True)
             (victim,) = (each for each in simulation.living() if died in str(each))
             simulation.world.kill(victim, "it was killed. connection error code 2.")
-        return found
 
-    with pytest.MonkeyPatch.context() as patch, simulation.running():
-        patch.setattr(LoopModel, "unfrozen", killing)
+    with pytest.MonkeyPatch.context() as patched, simulation.running():
+        patch(patched, strike)
         found = steepest.run(
             script,
             num_workers=3,
             strategy=STRATEGIES[strategy],
-            run_config=run_config(failure=FailureConfig(patience=math.inf, snapshot_every=3)),
+            run_config=run_config(failure=FailureConfig(patience=patience, snapshot_every=3)),
             progress=False,
         )
-        assert asked
+        assert struck
         weights = dict(found.state_dict)
     assert difference(weights, script.alone(3)) < 1e-12
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
+@pytest.mark.parametrize("died", ["worker 1", "worker 2"])
+def test_a_worker_dies_while_what_is_unfrozen_becomes_trained(died: str, strategy: str) -> None:
+    look = LoopModel.unfrozen
+
+    def patch(patched: pytest.MonkeyPatch, strike: Callable[[], None]) -> None:
+        def striking(model: LoopModel) -> frozenset[str]:
+            found = look(model)
+            if found:
+                strike()
+            return found
+
+        patched.setattr(LoopModel, "unfrozen", striking)
+
+    struck(strategy, died, patch)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
+@pytest.mark.parametrize("died", ["worker 0", "worker 1"])
+def test_a_worker_dies_while_models_begin_to_train_it(died: str, strategy: str) -> None:
+    """The job goes on as it was, with models that train more than before: successors do, too."""
+    relayout = LoopModel.relayout
+
+    def patch(patched: pytest.MonkeyPatch, strike: Callable[[], None]) -> None:
+        def striking(model: LoopModel, cut: ChunkSpec) -> None:
+            relayout(model, cut)
+            if cut.unfrozen:
+                strike()
+
+        patched.setattr(LoopModel, "relayout", striking)
+
+    struck(strategy, died, patch, patience=1.0)
 
 
 @pytest.mark.parametrize("step", [7, 20])
