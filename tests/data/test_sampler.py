@@ -143,10 +143,11 @@ def test_whatever_is_leased_returned_and_restarted_each_sample_comes_once_per_ep
             st.sampled_from([None, 1, 4, 100, (samples - samples // 3, samples // 3)])
         )
         plan = going_on(samples, parts * size, seed, step, rest, blocks)
-        ledger, busy, committed = Ledger(step * shares), [], 0
+        ledger, committed = Ledger(step * shares), 0
+        busy: list[int] = []
         for event in data.draw(st.lists(st.integers(0, 5), max_size=25)):
             if event < 2 or not busy:
-                busy.append(ledger.take())
+                busy += ledger.take(1 + event)
                 continue
             lease = busy.pop(event % len(busy))
             if event == 2:

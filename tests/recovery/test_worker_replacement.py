@@ -17,6 +17,7 @@ from steepest.core.messages.driver import Failure
 from steepest.core.messages.membership import Lease
 from steepest.core.messages.message import Kind, Message, worker_peer
 from steepest.core.models.torch import TorchModel
+from steepest.errors import PeerLostError
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
 from tests.deaths import TASK, doomed
@@ -103,27 +104,30 @@ def test_survivors_push_the_gradient_again_that_they_have(n: int, kind: Kind) ->
 
 
 def test_who_has_a_gradient_of_weights_that_were_replaced_meanwhile_computes_it_anew() -> None:
-    def other_weights(cluster: InProcessCluster) -> Any:
+    def halved(cluster: InProcessCluster) -> Any:
         snapshot = cluster.snapshot("weights")
         snapshot.weights.view(torch.float64).mul_(0.5)
-        return cluster.client.install(snapshot.version, snapshot.weights, None)
+        return snapshot.version, snapshot.weights, None
 
     cluster = doomed("sync", [(1, Kind.PUSH, 5)])
     cluster.on_left = lambda worker: None  # nobody comes for now
+    joined = cluster.coordinator.membership.joined
     cluster.client.ask(9, True)
-    cluster.network.run_until(lambda: len(cluster.coordinator.membership.joined) < 3, "its death")
+    cluster.network.run_until(lambda: len(joined) < 3, "its death")
     settle(cluster)
-    version = cluster.coordinator.version
-    installed = other_weights(cluster)
-    settle(cluster)
+    version, other = cluster.coordinator.version, halved(cluster)
+    with pytest.raises(PeerLostError, match="its successor has yet to join"):
+        cluster.wait(cluster.client.install(*other), "the refusal")
     cluster.replace(1)
-    cluster.wait(installed, "the installation")
+    cluster.network.run_until(lambda: len(joined) == 3, "its successor")
+    assert cluster.coordinator.version == version
+    cluster.wait(cluster.client.install(*other), "the installation")
     while not cluster.client.outcomes.empty():
         cluster.client.outcomes.get()
     trained(cluster, 3)
     straight = make("sync", TASK)
     trained(straight, version)
-    straight.wait(other_weights(straight), "the installation")
+    straight.wait(straight.client.install(*halved(straight)), "the installation")
     trained(straight, 3)
     assert same_bits(cluster.weights(), straight.weights())
 

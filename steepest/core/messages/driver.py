@@ -12,6 +12,7 @@ from steepest.core.messages.fields import (
     NUMBER,
     PEER,
     RATES,
+    SPENT,
     TEXT,
     WORKER,
     RateChanges,
@@ -64,9 +65,7 @@ class Result(Body):
     # for each parameter group, what workers' own loops say of it, see `Report`
     hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
     # of each push with statistics: its worker, and the seconds of its data, its computing and its wait
-    spent: Annotated[
-        Seq[tuple[int, float, float, float]], many(each_of(WORKER, NUMBER, NUMBER, NUMBER))
-    ] = ()
+    spent: Annotated[Seq[tuple[int, float, float, float]], many(SPENT)] = ()
 
 
 @body(Kind.FAILURE)

@@ -115,6 +115,16 @@ def one_of(*words: str) -> Field:
     )
 
 
+SPENT = Field(  # checked for each push of each step, so in few calls
+    "the index of a worker and three numbers of seconds",
+    lambda value, limits: (
+        _is_list(value)
+        and [*map(type, value)] == [int, float, float, float]
+        and 0 <= value[0] < limits.workers
+    ),
+)
+
+
 def many(each: Field) -> Field:
     """Return a field that holds a list of any length, each element of which fits `each`."""
     fits = each.fits

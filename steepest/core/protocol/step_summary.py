@@ -20,9 +20,9 @@ class OpenStep:
     def add(self, worker: int, report: Report, staleness: int) -> None:
         """Add the report of a worker's committed push, and its staleness in versions."""
         self._reports.append((report, staleness))
-        if (found := report.timings) and report.samples:
-            parts = (float(found.get(name, 0.0)) for name in ("data", "compute", "wait"))
-            self._spent.append((worker, *parts))  # type: ignore[arg-type]
+        if (spent := report.timings) and report.samples:
+            data, compute, wait = spent.get("data"), spent.get("compute"), spent.get("wait")
+            self._spent.append((worker, data or 0.0, compute or 0.0, wait or 0.0))
 
     def add_norm(self, norm: float | None) -> None:
         """Add the norm of a version's gradient; None where it is not known."""
