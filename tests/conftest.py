@@ -44,7 +44,7 @@ leave_it_to_an_init()  # while this process has one thread
 ROOT = Path(__file__).resolve().parent.parent
 TEST_SECONDS = 180
 BATCH_SECONDS = 0.03  # of virtual time for a batch's gradients, where a test runs simulated
-OFTEN = 2  # times as many cases of a test in make test-cluster as in make test
+OFTEN = 1
 MOST_GARBAGE = 200 << 20  # bytes by which a process of tests grows before garbage is collected
 torch.set_num_threads(1)
 # a machine under load is no error; what failed is printed, so that it can be repeated
