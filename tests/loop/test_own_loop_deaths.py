@@ -250,6 +250,7 @@ def test_without_deaths(strategy: str) -> None:
     check(STRATEGIES[strategy], 1, deaths=0)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_process_dies(strategy: str, seed: int) -> None:
@@ -381,6 +382,7 @@ def test_processes_die_at_many_moments(strategy: str) -> None:
         check(STRATEGIES[strategy], seed, deaths=1 + seed % 2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("script", [adversarial, without_loader])
 def test_a_process_dies_between_two_steps_for_one_batch(script: Any, strategy: str) -> None:

@@ -143,6 +143,7 @@ def test_a_worker_dies_while_what_is_unfrozen_becomes_trained(died: str, strateg
     struck(strategy, died, patch)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("died", ["worker 0", "worker 1"])
 def test_a_worker_dies_while_models_begin_to_train_it(died: str, strategy: str) -> None:

@@ -194,6 +194,7 @@ DEATHS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", DEATHS, ids=["servers", "workers"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_worker_that_dies_changes_nothing(strategy: LocalStrategy, seed: int) -> None:

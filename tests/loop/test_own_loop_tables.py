@@ -138,7 +138,7 @@ def compare(script: Script, found: Any, workers: int) -> None:
         assert all(map(lambda a, b: torch.allclose(a, b, atol=1e-12), each, expected))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -197,6 +197,7 @@ def check_death(name: str, seed: int) -> None:
         assert torch.allclose(each, FOUND[0][-1], atol=1e-12), struck
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["usual", "looking"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_process_that_dies_changes_nothing(name: str, seed: int) -> None:

@@ -222,6 +222,7 @@ def test_each_computes_as_much_as_its_pace_allows(
     assert same_bits(replay(log, task.creator()), found)
 
 
+@pytest.mark.long
 def test_with_all_changes_in_each_round_a_slow_worker_holds_up_nobody() -> None:
     """Once its pace is known: it computes fewer batches."""
     task, seconds = task_of("momentum", 9000), [0.1, 0.1, 0.1, 0.5]
@@ -276,6 +277,7 @@ def timed(task: Task, seconds: Sequence[float], clock: Callable[[], float]) -> A
     return create, ends
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("seconds", "quorum", "least"),
     [
@@ -305,6 +307,7 @@ def test_one_slow_worker_holds_up_nobody(seconds: list[float], quorum: int, leas
     assert shares[1] < 0.6 < least <= shares[0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("grace", [None, 0.4])
 def test_a_late_worker_that_dies_is_replaced_while_the_others_go_on(
