@@ -126,7 +126,8 @@ class PythonSystem:
     now: Callable[[], float] = staticmethod(time.monotonic)
     time: Callable[[], float] = staticmethod(time.time)
     current = staticmethod(threading.current_thread)
-    event, lock, queue = threading.Event, threading.RLock, queue.SimpleQueue
+    event, queue = threading.Event, queue.SimpleQueue
+    lock = staticmethod(threading.RLock)  # a function of Python's, which would be a method here
 
     def __init__(self) -> None:
         self.chance: random.Random = random.SystemRandom()

@@ -6,7 +6,7 @@ import io
 import pickle
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -49,9 +49,7 @@ class Store:
         """Return a copy of a value that was dumped."""
         if not isinstance(value, _Pickled):
             return value
-        unpickler = pickle.Unpickler(io.BytesIO(value.data))
-        unpickler.persistent_load = self._things.__getitem__  # type: ignore[method-assign]
-        return unpickler.load()
+        return _Unpickler(io.BytesIO(value.data), self._things).load()
 
     def number_of(self, thing: Any) -> int | None:
         """Return the number of a thing that travels by reference; None for anything else."""
@@ -156,3 +154,13 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, thing: Any) -> int | None:
         """Return the number of a reference or an actor."""
         return self._store.number_of(thing)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, things: Sequence[Any]) -> None:
+        super().__init__(file)
+        self._things = things
+
+    def persistent_load(self, number: int) -> Any:
+        """Return the thing of a number."""
+        return self._things[number]
