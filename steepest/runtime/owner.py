@@ -201,7 +201,7 @@ class Owner:
             except queue.Empty:
                 continue
             if request is not None:
-                self._waiting.append(request)
+                self._keep(request)
             elif until is None:
                 self._check()
                 return True
@@ -264,7 +264,7 @@ class Owner:
         for arrived in self._arrived():
             served = True
             if arrived is not None:
-                self._waiting.append(arrived)
+                self._keep(arrived)
         while (request := self._next()) is not None:
             served = True
             before = self._level, self._shielded, self._kept
@@ -284,6 +284,12 @@ class Owner:
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._queue.get_nowait()
+
+    def _keep(self, request: Request) -> None:
+        """Have a request wait; fail it where another thread has ended the owner since it left the queue."""
+        self._waiting.append(request)
+        if self._ended.is_set():
+            request.fail(ShutdownError(self._why))
 
     def _next(self) -> Request | None:
         """Take the first request that may run now; None if there is none."""

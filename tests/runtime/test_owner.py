@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -76,6 +76,37 @@ def test_an_end_fails_what_waits_and_what_comes_later(owner: Owner) -> None:
     with pytest.raises(ShutdownError, match="make another one"):
         waiting.future.result(30)
     assert owner.has_ended
+
+
+def test_an_end_fails_a_request_that_has_just_left_the_queue() -> None:
+    owner = Owner()
+    inner = owner._queue
+
+    class Ending:
+        """A queue that has another thread end the owner when a request has been taken."""
+
+        put = staticmethod(inner.put)
+
+        def get_nowait(self) -> Any:
+            return self.ended(inner.get_nowait())
+
+        def get(self, timeout: float) -> Any:
+            return self.ended(inner.get(timeout=timeout))
+
+        def ended(self, taken: Any) -> Any:
+            if taken is not None:
+                ending = threading.Thread(target=owner._give_up, args=("it has ended",))
+                ending.start()
+                ending.join()
+            return taken
+
+    owner._queue = cast("Any", Ending())
+    with using(cast("JobRuntime", SimpleNamespace(is_up=True))):
+        owner.start()
+        asked = owner.submit(lambda: None, Moment.FREE, when=lambda: False)
+        with pytest.raises(ShutdownError, match="it has ended"):
+            asked.future.result(30)
+        owner.end()
 
 
 @pytest.mark.parametrize("kept", [False, True])

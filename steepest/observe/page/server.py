@@ -6,8 +6,10 @@ import contextlib
 import errno
 import hmac
 import json
+import logging
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +21,7 @@ from steepest.observe.page.document import chart_script, page_script, shell
 from steepest.observe.page.run_view import Known
 from steepest.validation import require_count
 
+log = logging.getLogger(__name__)
 _SILENT_SECONDS = 30.0  # after which a connection is closed
 _CLOSE_SECONDS = 0.1  # within which a server sees that it is to close
 _STRANGER = (
@@ -130,7 +133,9 @@ class _PageHTTPServer(ThreadingHTTPServer):
         super().__init__(address, _PageRequest)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Let a reader go that is gone."""
+        """Let a reader go that is gone; log any other error, which has ended the connection."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            log.exception("a request for the page of a job failed")
 
 
 class _PageRequest(BaseHTTPRequestHandler):
