@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from steepest.checkpoint.files import Checkpoint
+from steepest.checkpoint.row_values import wide
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.optimizer_slices import assemble
@@ -64,7 +65,8 @@ class Clicks(nn.Module):
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         """Return (B, 2)."""
-        return self.head(torch.tanh(torch.cat([self.users(users), self.items(items)], 1)))
+        found = torch.cat([self.users(users), self.items(items)], 1)
+        return self.head(torch.tanh(found.to(self.head.weight.dtype)))
 
 
 def with_tables(**settings: Any) -> nn.Module:
@@ -198,7 +200,7 @@ def ordered(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for shard, arrays in shards.items():
         beside = {key: arrays.pop(key) for key in ("updates", "seed")}
-        rows = TableState.of_arrays({key: value.numpy() for key, value in arrays.items()})
+        rows = TableState.of_arrays({key: wide(value) for key, value in arrays.items()})
         parts = {key: torch.from_numpy(array) for key, array in rows.sorted().arrays().items()}
         found |= {f"{shard}/{key}": value for key, value in (parts | beside).items()}
     return found
@@ -252,6 +254,11 @@ def expected_counts(task: Task, log: CommitLog) -> tuple[Tensor, float]:
 
 
 TASK = table_task(row_optimizer=OPTIMIZERS["Adam"].ours)
+#: The same with rows in fewer bytes.
+PACKED = {
+    "bfloat16": table_task(row_optimizer=OPTIMIZERS["Adam"].ours, dtype="bfloat16"),
+    "int8": table_task(row_optimizer=OPTIMIZERS["Adam"].ours, dtype="int8", slots_dtype="bfloat16"),
+}
 
 
 def explained(cluster: InProcessCluster, task: Task = TASK) -> None:

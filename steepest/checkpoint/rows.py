@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from steepest.checkpoint.row_values import wide
 from steepest.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _by_shard(state: Mapping[str, torch.Tensor]) -> _Shards:
 def _state(arrays: Mapping[str, torch.Tensor]) -> TableState:
     from steepest.tables.state import TableState
 
-    known = {key: value.numpy() for key, value in arrays.items() if key not in _NO_ARRAYS}
+    known = {key: wide(value) for key, value in arrays.items() if key not in _NO_ARRAYS}
     return TableState.of_arrays(known)
 
 

@@ -156,7 +156,7 @@ def _unpacked(dealing: Dealing, state: Mapping[str, torch.Tensor]) -> _DelayedGr
         for name in state.keys() - {"weights"}:
             group = dealing.groups[int(name)]
             packed = state[name].clone().numpy()  # at a multiple of its numbers' size
-            found = RowGradients.unpack(packed, group[0].dim, group[0].dtype)
+            found = RowGradients.unpack(packed, group[0].dim, group[0].form.dtype)
             found.require([table.name for table in group], 0, 1)
             gradients[int(name)] = found
     except (ConfigurationError, LookupError, TypeError, ValueError) as error:

@@ -77,6 +77,7 @@ class RowExchange(RowCollector):
         self._worker = worker
         self._send = send
         self._sequence = 0
+        self._forms = [group[0].form for group in dealing.groups]
         self._awaited: dict[int, int] = {}  # by request, the server
         self._answers: dict[int, Rows] = {}
         self.lookups = self._done = 0  # of the last batch, each of one group of tables
@@ -137,8 +138,8 @@ class RowExchange(RowCollector):
         return super().distinct(group, tables, ids)
 
     def _empty(self, group: int, count: int) -> Floats:
-        one = self.dealing.groups[group][0]
-        return np.empty((count, one.dim), one.dtype)
+        form = self._forms[group]
+        return np.empty((count, form.dim), form.dtype)
 
     def _values(self, asked: _AskedRows) -> Floats:
         """Return the rows of a look-up, of which all answers are here."""
@@ -150,7 +151,7 @@ class RowExchange(RowCollector):
             self.versions.append(answer.version)
             assert answer.payload is not None
             self.bytes_pulled += answer.payload.numel()
-            rows: Floats = answer.payload.numpy().view(values.dtype).reshape(-1, values.shape[1])
+            rows = self._forms[asked.group].received(answer.payload.numpy())
             if len(rows) == len(values) and all(isinstance(part, slice) for part in where):
                 return rows
             begin = 0

@@ -18,7 +18,7 @@ from steepest.tables.checks import require_keys
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import unpack_keys
 from steepest.tables.kernels import Int32s, Int64s
-from steepest.tables.table import Table
+from steepest.tables.row_formats import RowFormat
 
 _MOST_WAITING = 64  # pulls of one worker
 
@@ -30,7 +30,7 @@ class _WantedRows(NamedTuple):
     tables: Int32s  # (n,), their numbers
     ids: Int64s
     parts: list[tuple[int, slice]]  # shards of the group with some of them, and which of them
-    one: Table  # a table of the group
+    form: RowFormat  # of the group
 
 
 class RowPulls:
@@ -45,6 +45,7 @@ class RowPulls:
     ) -> None:
         self._server = server
         self._tables = tables
+        self._forms = [group[0].form for group in tables.groups]
         self._shards = shards
         self._send = send
         self._waiting: list[tuple[Peer, _WantedRows]] = []
@@ -106,20 +107,20 @@ class RowPulls:
             if dealing.chunk(pull.group, shard) not in self._shards:
                 raise ProtocolError(f"server {self._server} does not hold shard {shard} of tables")
         parts = [(int(shard), slice(begins[shard], begins[shard + 1])) for shard in shards]
-        return _WantedRows(pull, tables, ids, parts, group[0])
+        return _WantedRows(pull, tables, ids, parts, self._forms[pull.group])
 
     def _values(self, wanted: _WantedRows) -> torch.Tensor | None:
         """Return the rows of a pull, flat bytes, None of no rows."""
         # ConfigurationError or ResourcesError: no room, no memory.
         if not wanted.parts:
             return None
-        width = wanted.one.dim * np.dtype(wanted.one.dtype).itemsize
+        width = wanted.form.sent_bytes
         packed = ROW_MEMORY.empty(len(wanted.ids) * width)
-        values = packed.view(wanted.one.dtype).reshape(-1, wanted.one.dim)
+        values = packed.reshape(-1, width)
         for shard, part in wanted.parts:
             rows = self._shards[self._tables.chunk(wanted.pull.group, shard)].rows
             keys = wanted.tables[part], wanted.ids[part]
             if wanted.pull.training:
                 rows.require_room(*keys)
-            rows.pull(*keys, out=values[part])
+            rows.pull_sent(*keys, values[part])
         return torch.from_numpy(packed)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from steepest.checkpoint.row_values import narrow, wide
 from steepest.core.engine.chunk_store import ChunkStore, StagedPush
 from steepest.core.messages.message import PushId
 from steepest.core.optim.spec import Hyperparameters
@@ -285,7 +286,7 @@ class TableChunk(ChunkStore):
         arrays = {**rest.arrays(), **found, **about}
         while True:
             yield [
-                (self._about(key, begin, begin + len(array)), torch.from_numpy(array))
+                (self._about(key, begin, begin + len(array)), self._narrowed(key, array))
                 for key, array in sorted(arrays.items())
                 if keys is None or key in keys
             ]
@@ -294,6 +295,15 @@ class TableChunk(ChunkStore):
                 return
             arrays = found
 
+    def _narrowed(self, key: str, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Return an array of a state in the dtype in which rows lie."""
+        one = self._tables[0]
+        if key in ("values", "slots"):
+            return narrow(
+                array, one.dtype if key == "values" else one.slots_dtype or array.dtype.name
+            )
+        return torch.from_numpy(array)
+
     def _about(self, key: str, start: int, stop: int) -> dict[str, Any]:
         return {"name": self._name, "key": key, "start": start, "stop": stop, "plain": False}
 
@@ -301,7 +311,18 @@ class TableChunk(ChunkStore):
         """Keep one record of the state, which takes effect with `end_state`."""
         # ProtocolError: it is none of this shard.
         self.check_state(about, value)
-        self._loaded.setdefault(about["key"], {})[about["start"]] = value.contiguous().numpy()
+        self._keep(about, value, self._loaded)
+
+    def _keep(
+        self,
+        about: dict[str, Any],
+        value: torch.Tensor,
+        parts: dict[str, dict[int, npt.NDArray[Any]]],
+    ) -> None:
+        try:
+            parts.setdefault(about["key"], {})[about["start"]] = wide(value)
+        except ConfigurationError as error:
+            raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
 
     def end_state(self) -> None:
         """Make rows of the records that were loaded; ProtocolError: they are not a state of this shard."""
@@ -318,7 +339,7 @@ class TableChunk(ChunkStore):
         """Check that some records are a state of this shard; ProtocolError otherwise."""
         parts: dict[str, dict[int, npt.NDArray[Any]]] = {}
         for about, value in records:
-            parts.setdefault(about["key"], {})[about["start"]] = value.numpy()
+            self._keep(about, value, parts)
         if parts:
             self._checked_state(parts)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from steepest.checkpoint.exported_table import ExportedTable
+from steepest.checkpoint.row_values import wide
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.optim.portable import Record
 from steepest.embedding.job_tables import dealing_of
@@ -54,7 +55,7 @@ def joined_rows(
     in_order = sorted(records, key=lambda record: (record[0], record[1]["start"]))
     for chunk, about, value in in_order:  # parts of several servers come as they come
         if about["key"] in parts:
-            parts[about["key"]].append(value)
+            parts[about["key"]].append(torch.from_numpy(wide(value)))
         else:
             known.setdefault(chunk, {})[about["key"]] = int(value.item())
     ids, order = torch.cat(parts["ids"]).sort()

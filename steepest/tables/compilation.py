@@ -25,11 +25,14 @@ def _compile(tables: tuple[Table, ...]) -> None:
     for group in groups(tables):
         shard = TableShard(group, num_shards=2)
         numbers = np.arange(len(group), dtype=np.int32)
-        cut = shard.cut()[1]
+        cut, form = shard.cut()[1], group[0].form
         for version in (1, 2):
             gradients = np.ones((len(group), shard.dim), shard.dtype)
             shard.push(numbers, np.full(len(group), version), gradients, version)
             shard.pull(numbers, numbers)
+            sent = np.empty((len(group), form.sent_bytes), np.uint8)
+            shard.pull_sent(numbers, np.full(len(group), version), sent)
+            form.received(sent.reshape(-1))
         cut.take(1)
         shard.evict(2)
         shard.load([shard.export()], 2)
@@ -43,7 +46,7 @@ def _compile_eviction(table: Table) -> None:
     if table.eviction is not None:
         shard = TableShard([replace(table, capacity=1, admission=None)])
         for version in (1, 2):
-            gradient = np.ones((1, table.dim), table.dtype)
+            gradient = np.ones((1, table.dim), shard.dtype)
             shard.push([0], [version], gradient, version)
 
 

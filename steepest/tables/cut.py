@@ -112,12 +112,12 @@ class RowCut:
 
     def _copied(self, numbers: Int32s) -> RowArrays:
         blocks = self._blocks
-        rows = blocks.rows[numbers]
+        values, slots = blocks.store.copied(numbers)
         return {
             "tables": blocks.tables[numbers].astype(np.int32),
             "ids": blocks.ids[numbers],
-            "values": np.ascontiguousarray(rows[:, : blocks.dim]),
-            "slots": np.ascontiguousarray(rows[:, blocks.dim :]),
+            "values": values,
+            "slots": slots,
             "written": blocks.written[numbers],
             "sightings": blocks.sightings[numbers],
         }

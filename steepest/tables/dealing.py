@@ -68,8 +68,9 @@ class Dealing:
 
     def description(self) -> list[list[str | int]]:
         """Return, for checkpoints, each table's name, dimension, dtype, optimizer and number of its group."""
+        # The dtype is that in which pushes compute: rows may lie in another one after a restore.
         return [
-            [table.name, table.dim, table.dtype, type(table.optimizer).__name__, number]
+            [table.name, table.dim, table.form.dtype, type(table.optimizer).__name__, number]
             for number, group in enumerate(self.groups)
             for table in group
         ]

@@ -204,6 +204,8 @@ def worn(evict: Sequence[tuple[Evict, ...]], version: int, blocks: Blocks) -> np
             else:
                 norms[table] = way.l2_weight_threshold
     why = np.empty(blocks.top, np.int8)
-    rows, tables, written = blocks.rows, blocks.tables, blocks.written
-    _worn(version, blocks.dim, ages, norms, rows, tables, written, why)
+    for begin, rows in blocks.store.in_turns(blocks.top):
+        of = slice(begin, begin + len(rows))
+        known = blocks.tables[of], blocks.written[of]
+        _worn(version, blocks.dim, ages, norms, rows, *known, why[of])
     return why

@@ -18,6 +18,7 @@ from steepest.tables.capacity import Capacities, Plan
 from steepest.tables.checks import require_gradients, require_ids, require_keys, require_out
 from steepest.tables.cut import RowCut
 from steepest.tables.eviction import Use, worn
+from steepest.tables.gradients import Bytes
 from steepest.tables.hashing import Distinct, salt_of, shard_of
 from steepest.tables.index import Index
 from steepest.tables.initial import Beginning
@@ -89,10 +90,12 @@ class TableShard:
             raise ConfigurationError(f"shard={shard}: give a number from 0 to {num_shards - 1}")
         one = self._tables[0]
         self.seed = seed
-        self.dim, self.dtype, self._optimizer = one.dim, one.dtype, one.optimizer
+        self._form = one.form
+        self.dim, self.dtype, self._optimizer = one.dim, self._form.dtype, one.optimizer
         self._names = [table.name for table in self._tables]
         self._frozen = [number for number, table in enumerate(self._tables) if not table.trainable]
         salts = [salt_of(name, seed) for name in self._names]
+        self._salts: Int64s = np.array(salts, np.uint64).view(np.int64)
         self._beginning = Beginning([table.initial for table in self._tables], salts)
         self._admission = Admission([table.admission for table in self._tables], salts)
         self._capacities = Capacities(self._tables, num_shards)
@@ -101,8 +104,7 @@ class TableShard:
     def _clear(self) -> None:
         """Have no rows."""
         most = self._capacities.most
-        slots = self._optimizer.slots(self.dim)
-        self._blocks = Blocks(self.dim, slots, self.dtype, most)
+        self._blocks = Blocks(self._form, self._salts, most)
         self._index = Index(len(self._tables), most)
         self._uses = {
             number: Use(table.eviction, int(self._capacities.rows[number]))
@@ -148,9 +150,31 @@ class TableShard:
         shape = len(checked), self.dim
         values = np.empty(shape, self.dtype) if out is None else require_out(out, shape, self.dtype)
         found, missing = self._index.find(numbers_of, checked)
-        self._blocks.gather(found, values)
+        self._blocks.store.gather(found, values)
         if missing:
-            self._beginning.fill(numbers_of, checked, np.flatnonzero(found < 0), values)
+            at = np.flatnonzero(found < 0)
+            values[at] = self._form.received(self._first(numbers_of[at], checked[at]).reshape(-1))
+        return values
+
+    def pull_sent(self, tables: npt.ArrayLike, ids: npt.ArrayLike, out: Bytes) -> None:
+        """Write what `pull` returns as it travels to `out`, (n, `RowFormat.sent_bytes`), contiguous."""
+        numbers_of, checked = require_keys(tables, ids, self._names)
+        found, missing = self._index.find(numbers_of, checked)
+        self._blocks.store.send(found, out)
+        if missing:
+            at = np.flatnonzero(found < 0)
+            out[at] = self._first(numbers_of[at], checked[at])
+
+    def _first(self, tables: Int32s, ids: Int64s) -> Bytes:
+        """Return the first values of ids as they travel, (n, `RowFormat.sent_bytes`)."""
+        values = self._first_values(tables, ids)
+        if self._form.is_packed:
+            return self._form.packed_values(values, (tables, ids), self._salts)
+        return values.view(np.uint8)
+
+    def _first_values(self, tables: Int32s, ids: Int64s) -> Floats:
+        values = np.empty((len(ids), self.dim), self.dtype)
+        self._beginning.fill(tables, ids, np.arange(len(ids)), values)
         return values
 
     def push(
@@ -211,7 +235,8 @@ class TableShard:
             self._make_room(plan.excess, version)
             at = at[plan.admitted]
             rows[at] = self._make(numbers_of[at], checked[at], seen[at], version)
-        self._optimizer.update(self._blocks.rows, rows, changes, version, learning_rate)
+        keys = numbers_of, checked
+        self._blocks.store.update(self._optimizer, rows, keys, changes, version, learning_rate)
 
     def _leave_frozen(self, tables: Int32s, rows: Int32s) -> Int32s:
         """Return row numbers, but -2 for ids of frozen tables."""
@@ -317,8 +342,7 @@ class TableShard:
 
     def _make(self, tables: Int32s, ids: Int64s, sightings: Int32s, version: int) -> Int32s:
         """Return the numbers of new rows for ids, with their first values and slots."""
-        values = np.empty((len(ids), self.dim), self.dtype)
-        self._beginning.fill(tables, ids, np.arange(len(ids)), values)
+        values = self._first_values(tables, ids)
         first = np.array(self._optimizer.first_slots(self.dim), self.dtype)
         slots = np.broadcast_to(first, (len(ids), len(first)))
         return self._enter(tables, ids, values, slots, np.int64(version), sightings)
@@ -336,9 +360,7 @@ class TableShard:
         blocks = self._blocks
         numbers = blocks.allocate(tables, ids)
         blocks.written[numbers], blocks.sightings[numbers] = written, sightings
-        blocks.scatter(numbers, values)
-        if slots.shape[1]:
-            blocks.scatter(numbers, slots, self.dim)
+        blocks.store.enter(numbers, (tables, ids), values, slots)
         self._index.insert(tables, ids, numbers)
         self._alive += np.bincount(tables, minlength=len(self._tables))
         for table, use in self._uses.items():

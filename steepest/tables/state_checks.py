@@ -28,13 +28,13 @@ def require_sound(state: TableState, tables: Sequence[Table], version: int) -> N
     """Check that rows can be pushed to and pulled from a shard's state, whatever was written to it."""
     # ConfigurationError: an id is there twice or is none, a table is not of the group, or a row was written after the
     # last push (`version`), say.
-    one, names = tables[0], [table.name for table in tables]
+    one, dtype, names = tables[0], tables[0].form.dtype, [table.name for table in tables]
     widths = state.values.shape[1], state.slots.shape[1]
     fits = widths == (one.dim, one.optimizer.slots(one.dim))
-    if state.values.dtype != one.dtype or not fits:
+    if state.values.dtype != dtype or not fits:
         raise ConfigurationError(
             f"a state of {widths[0]} values and {widths[1]} slots of {state.values.dtype} a row, for "
-            f"tables of {one.dim} and {one.optimizer.slots(one.dim)} of {one.dtype}"
+            f"tables of {one.dim} and {one.optimizer.slots(one.dim)} of {dtype}"
         )
     _require_distinct("ids", state.tables, state.ids, names)
     _require_distinct("counted_ids", state.counted_tables, state.counted_ids, names)

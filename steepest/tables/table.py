@@ -9,6 +9,7 @@ from steepest.errors import ConfigurationError
 from steepest.tables.admission import CBFFilter, CounterFilter, Filter, ProbabilityFilter
 from steepest.tables.eviction import LFU, LRU, Evict, GlobalStepEvict, L2WeightEvict, Policy
 from steepest.tables.initial import Initial, Normal
+from steepest.tables.row_formats import DTYPES, RowFormat
 from steepest.tables.row_optimizers import Adagrad, RowOptimizer, require_optimizer
 from steepest.validation import require_count
 
@@ -24,7 +25,11 @@ class Table:
         dim: values in a row.
         optimizer: how pushes change rows.
         initial: how rows begin.
-        dtype: "float32" or "float64".
+        dtype: in which values lie and travel: "float32", "float64", "bfloat16", "float16", or "int8" with a scale
+            for each row. Pushes compute in float64 for "float64", else in float32, see
+            `steepest.tables.row_formats`; modules get that, and so are gradients.
+        slots_dtype: "bfloat16" for the optimizer's slots, rounded as values are; without it, the one in which
+            pushes compute.
         capacity: rows that there are at most, over all shards; without it, as many as ids.
         eviction: which row goes when the table is full; without it, a push to a full table is refused.
         admission: which ids get a row; without it, all.
@@ -42,6 +47,7 @@ class Table:
     optimizer: RowOptimizer = field(default_factory=Adagrad)
     initial: Initial = field(default_factory=Normal)
     dtype: str = "float32"
+    slots_dtype: str | None = None
     capacity: int | None = None
     eviction: Policy | None = None
     admission: Filter | None = None
@@ -57,10 +63,7 @@ class Table:
         self._require("eviction", (LRU, LFU, type(None)), "LRU(), LFU() or None")
         filters = (CounterFilter, CBFFilter, ProbabilityFilter, type(None))
         self._require("admission", filters, "CounterFilter(), another of steepest.tables, or None")
-        if self.dtype not in ("float32", "float64"):
-            raise ConfigurationError(
-                f"dtype={self.dtype!r} of table {self.name!r}: give 'float32' or 'float64'"
-            )
+        self._require_dtypes()
         self._require("trainable", bool, "True or False")
         if self.capacity is not None:
             require_count(f"capacity of table {self.name!r}", self.capacity)
@@ -79,11 +82,38 @@ class Table:
                 "GlobalStepEvict and one L2WeightEvict"
             )
 
+    @property
+    def form(self) -> RowFormat:
+        """How rows lie and travel; its `dtype` is that in which pushes compute, and modules get values."""
+        slots = self.optimizer.slots(self.dim)
+        return RowFormat(self.dim, slots, self.dtype, self.slots_dtype)
+
+    def _require_dtypes(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigurationError(
+                f"dtype={self.dtype!r} of table {self.name!r}: give one of {', '.join(map(repr, DTYPES))}"
+            )
+        if self.slots_dtype not in (None, "bfloat16") or (
+            self.slots_dtype is not None and self.dtype == "float64"
+        ):
+            raise ConfigurationError(
+                f"slots_dtype={self.slots_dtype!r} of table {self.name!r} of {self.dtype}: give 'bfloat16', "
+                "or None for float32; a float64 table's are float64"
+            )
+
     def _require(self, name: str, kinds: type | tuple[type, ...], wanted: str) -> None:
         if not isinstance(getattr(self, name), kinds):
             raise ConfigurationError(
                 f"{name}={getattr(self, name)!r:.80} of table {self.name!r}: give {wanted}"
             )
+
+
+#: What the tables of a group have in common.
+_Kind = tuple[int, str, "str | None", RowOptimizer]
+
+
+def _kind(table: Table) -> _Kind:
+    return table.dim, table.dtype, table.slots_dtype, table.optimizer
 
 
 def require_group(tables: Iterable[Table]) -> tuple[Table, ...]:
@@ -95,7 +125,7 @@ def require_group(tables: Iterable[Table]) -> tuple[Table, ...]:
         raise ConfigurationError(
             f"two tables of one name among {', '.join(table.name for table in group)}: name each otherwise"
         )
-    if len({(table.dim, table.dtype, table.optimizer) for table in group}) > 1:
+    if len({_kind(table) for table in group}) > 1:
         raise ConfigurationError(
             "tables of one group have one dimension, dtype and optimizer: split them by `groups`"
         )
@@ -120,7 +150,7 @@ def merged(tables: Iterable[Table]) -> tuple[Table, ...]:
 def groups(tables: Iterable[Table]) -> list[tuple[Table, ...]]:
     """Return tables by dimension, dtype and optimizer, in order of first sight."""
     # ConfigurationError: two of a name differ.
-    found: dict[tuple[int, str, RowOptimizer], list[Table]] = {}
+    found: dict[_Kind, list[Table]] = {}
     for table in merged(tables):
-        found.setdefault((table.dim, table.dtype, table.optimizer), []).append(table)
+        found.setdefault(_kind(table), []).append(table)
     return [tuple(group) for group in found.values()]

@@ -53,18 +53,19 @@ THREE_SERVERS = ParameterServerStrategy(num_servers=3)
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("strategy", "shards"),
+    ("strategy", "shards", "dtype"),
     [
-        pytest.param(THREE_SERVERS, 5, id="ps-5"),
-        pytest.param(AllreduceStrategy(), 1, id="allreduce-1"),
-        pytest.param(THREE_SERVERS, 1, id="ps-1", marks=pytest.mark.long),
-        pytest.param(AllreduceStrategy(), 5, id="allreduce-5", marks=pytest.mark.long),
+        pytest.param(THREE_SERVERS, 5, "float64", id="ps-5"),
+        pytest.param(AllreduceStrategy(), 1, "bfloat16", id="allreduce-1"),
+        pytest.param(THREE_SERVERS, 1, "int8", id="ps-1", marks=pytest.mark.long),
+        pytest.param(AllreduceStrategy(), 5, "float16", id="allreduce-5", marks=pytest.mark.long),
     ],
 )
 def test_a_job_with_other_shards_and_servers_goes_on(
-    shards: int, strategy: Any, tmp_path: Path
+    shards: int, strategy: Any, dtype: str, tmp_path: Path
 ) -> None:
-    settings: Any = {"optimizer": Adagrad(), "admission": CounterFilter(filter_freq=2)}
+    settings: Any = {"optimizer": Adagrad(), "dtype": dtype}
+    settings |= {"admission": CounterFilter(filter_freq=2)}
     with trainer(words(**settings)) as sgd:
         sgd.fit(steps=3, progress=False)
         sgd.save(tmp_path)

@@ -21,14 +21,21 @@ PUSHES = st.lists(st.sets(st.integers(0, 30), max_size=9), min_size=1, max_size=
 
 @pytest.mark.long
 @pytest.mark.few(1)
-@pytest.mark.parametrize("policy", [LRU(), LFU(), None])
+@pytest.mark.parametrize(
+    ("policy", "dtype"), [(LRU(), "float32"), (LFU(), "bfloat16"), (None, "int8")], ids=str
+)
 @given(before=PUSHES, meanwhile=PUSHES, most=st.integers(1, 7), since=st.booleans())
 def test_a_cut_has_the_rows_of_its_instant(
-    policy: Any, before: list[set[int]], meanwhile: list[set[int]], most: int, since: bool
+    policy: Any,
+    dtype: str,
+    before: list[set[int]],
+    meanwhile: list[set[int]],
+    most: int,
+    since: bool,
 ) -> None:
     settings: Any = {} if policy is None else {"capacity": 12, "eviction": policy}
     wears = (GlobalStepEvict(steps_to_live=2),)
-    shard = TableShard([table(evict=wears, optimizer=Adagrad(), **settings)])
+    shard = TableShard([table(evict=wears, optimizer=Adagrad(), dtype=dtype, **settings)])
     for version, ids in enumerate(before, 1):
         push(shard, sorted(ids), version)
     base = len(before) // 2 if since else None

@@ -12,6 +12,8 @@ from tests.modes import TOGETHER, check_counts, make, trained
 from tests.reference import difference, same_bits
 from tests.table_tasks import (
     OPTIMIZERS,
+    PACKED,
+    TASK,
     all_weights,
     clicks,
     in_one_process,
@@ -57,9 +59,9 @@ def test_a_job_trains_as_torch_does_in_one_process(job: tuple[Any, ...]) -> None
     assert difference(expected, untrained) > 0.05
 
 
-@pytest.mark.parametrize("mode", mostly_long(TOGETHER, "sync"))
+@pytest.mark.parametrize("mode", mostly_long([*TOGETHER, *PACKED], "sync", "bfloat16"))
 def test_rows_are_the_same_bits_at_any_number_of_servers(mode: str) -> None:
-    task = table_task(row_optimizer=OPTIMIZERS["Adam"].ours)
+    task, mode = (PACKED[mode], "sync") if mode in PACKED else (TASK, mode)
     expected = make("sync", task, 3, servers=1)
     trained(expected, STEPS)
     for servers in (2, 3) if mode == "sync" else (2,):

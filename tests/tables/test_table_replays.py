@@ -18,9 +18,10 @@ from steepest.embedding.row_messages import RowKind
 from steepest.testing import Fault, InProcessCluster
 from tests.deaths import doomed
 from tests.modes import TOGETHER, make, trained
-from tests.reference import difference, same_bits, sgd
+from tests.reference import Task, difference, same_bits, sgd
 from tests.table_tasks import (
     OPTIMIZERS,
+    PACKED,
     TASK,
     Clicks,
     all_weights,
@@ -37,8 +38,8 @@ STEPS = 6
 DEATHS = [(kind, n) for kind in (RowKind.PULL_ROWS, Kind.PUSH, Kind.REPORT) for n in (1, 4)]
 
 
-def undisturbed(name: str = "sync", **options: Any) -> InProcessCluster:
-    cluster = make(name, TASK, **options)
+def undisturbed(name: str = "sync", task: Task = TASK, **options: Any) -> InProcessCluster:
+    cluster = make(name, task, **options)
     trained(cluster, STEPS)
     return cluster
 
@@ -52,6 +53,18 @@ def alike(cluster: InProcessCluster, expected: InProcessCluster) -> None:
 @pytest.mark.parametrize("name", mostly_long([*TOGETHER, "backup"], "allreduce"))
 def test_a_replay_makes_the_same_rows(name: str) -> None:
     explained(undisturbed(name, devices=2, accumulate=2, shuffle=1))
+
+
+@pytest.mark.parametrize("dtype", mostly_long(PACKED, "int8"))
+def test_rows_in_fewer_bytes_are_replayed_and_survive_a_death(dtype: str) -> None:
+    task = PACKED[dtype]
+    expected = undisturbed(task=task)
+    explained(expected, task)
+    cluster = doomed("sync", [(1, RowKind.PULL_ROWS, 4)], creator=task.creator())
+    while (missing := STEPS - cluster.client.position.version) > 0:
+        cluster.step(missing)
+    assert cluster.lives[1] == 1
+    alike(cluster, expected)
 
 
 def test_a_replay_makes_the_same_rows_beside_aggregators() -> None:

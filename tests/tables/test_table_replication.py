@@ -20,6 +20,7 @@ from tests.reference import Task
 from tests.table_tasks import (
     DIM,
     OPTIMIZERS,
+    PACKED,
     ROWS,
     counting,
     expected_counts,
@@ -46,10 +47,19 @@ def rows_on(cluster: InProcessCluster, holders: dict[int, int]) -> dict[str, tor
     return {name: value for name, value in found.items() if name.startswith("tables/")}
 
 
-@pytest.mark.parametrize("name", mostly_long(["sync", "allreduce", "async"], "allreduce"))
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        pytest.param("sync", ADAM, marks=pytest.mark.long),
+        ("allreduce", ADAM),
+        pytest.param("async", ADAM, marks=pytest.mark.long),
+        ("async", PACKED["int8"]),
+    ],
+    ids=["sync", "allreduce", "async", "async-int8"],
+)
 @seeds(1)
-def test_copies_of_rows_are_the_same_bits(name: str, seed: int) -> None:
-    cluster = make(name, ADAM, servers=3, settings=TWICE, shuffle=seed)
+def test_copies_of_rows_are_the_same_bits(name: str, task: Task, seed: int) -> None:
+    cluster = make(name, task, servers=3, settings=TWICE, shuffle=seed)
     trained(cluster, 6)
     settle(cluster)
     first, second = (
@@ -101,11 +111,15 @@ def surviving(cluster: InProcessCluster, state: SharedState) -> dict[str, torch.
     return first
 
 
-@pytest.mark.parametrize("name", ["sync", "allreduce"])
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [("sync", PACKED["bfloat16"]), ("allreduce", ADAM)],
+    ids=["sync-bfloat16", "allreduce"],
+)
 @seeds(1)
-def test_rows_and_slots_survive_a_server(name: str, seed: int) -> None:
-    cluster, state, log = struck(name, ADAM, seed)
-    again = replay_state(log, ADAM.creator())
+def test_rows_and_slots_survive_a_server(name: str, task: Task, seed: int) -> None:
+    cluster, state, log = struck(name, task, seed)
+    again = replay_state(log, task.creator())
     expected = {name: value for name, value in again.items() if name.startswith("tables/")}
     assert same_rows(surviving(cluster, state), expected)
 

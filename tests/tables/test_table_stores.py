@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -26,9 +28,12 @@ DIM = 4
 
 
 class TestShard(ChunkStoreContract):
-    dealing = Dealing(
-        (table(dim=DIM, optimizer=Adagrad(lr=0.5), initial=Uniform(-1.0, 1.0)),), 1, 7, 3
-    )
+    dtype = "float32"
+
+    @property
+    def dealing(self) -> Dealing:
+        settings: Any = {"optimizer": Adagrad(lr=0.5), "initial": Uniform(-1.0, 1.0)}
+        return Dealing((table(dim=DIM, dtype=self.dtype, **settings),), 1, 7, 3)
 
     def make(self) -> TableChunk:
         return TableChunk(CHUNK, self.dealing)
@@ -38,6 +43,10 @@ class TestShard(ChunkStoreContract):
         ids, ones = np.array([2, 5, 11]), np.ones(3, np.int32)
         values = np.full((3, DIM), value, np.float32)
         return torch.from_numpy(RowGradients(np.zeros(3, np.int32), ids, values, ones).pack())
+
+
+class TestPackedShard(TestShard):
+    dtype = "int8"
 
 
 def test_a_job_of_a_model_with_tables_needs_what_knows_them() -> None:
