@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,19 @@ from steepest.tables.local import LocalRows
 Batch = tuple[Tensor, Tensor]  # ids (features, batch), gradients of their embeddings with a dim
 
 
-def tables(features: int, dim: int, lr: float = RATE, width: float = 0.1) -> dict[str, Table]:
-    how: Any = {"optimizer": Adagrad(lr=lr), "initial": Uniform(-width, width)}
+def tables(
+    features: int, dim: int, lr: float = RATE, width: float = 0.1, **how: Any
+) -> dict[str, Table]:
+    how = {"optimizer": Adagrad(lr=lr), "initial": Uniform(-width, width)} | how
     return {f"f{number}": Table(f"f{number}", dim, **how) for number in range(features)}
 
 
 class Rows(nn.Module):
     """Embeddings of all features."""
 
-    def __init__(self, features: int, dim: int) -> None:
+    def __init__(self, features: int, dim: int, **how: Any) -> None:
         super().__init__()
-        self.embeddings = EmbeddingCollection(tables(features, dim))
+        self.embeddings = EmbeddingCollection(tables(features, dim, **how))
 
     def forward(self, ids: Tensor) -> list[Tensor]:
         names = [f"f{number}" for number in range(len(ids))]
@@ -113,6 +115,44 @@ class RowSteps:
         return RowModel(
             Rows(self.features, self.dim),
             data=Prepared(self.batches()),
+            batch_size=self.batch,
+            optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=RATE),
+        )
+
+
+class Fresh:
+    """Ids that are new in each batch, and gradients of ones, as `data=`."""
+
+    def __init__(self, size: int, dim: int) -> None:
+        self.size: int | None = size
+        self._dim = dim
+
+    def open(self, shares: Iterable[Any], prefetch: bool = True) -> Iterator[Batch]:
+        for share in shares:
+            ids = torch.from_numpy((np.asarray(share) * 2_654_435_761) & ((1 << 62) - 1))
+            yield ids[None], torch.ones(1, len(ids), self._dim)
+
+
+@dataclass(frozen=True)
+class FreshRows:
+    """Steps that make rows, and nothing else.
+
+    Attributes:
+        batch: rows of a step.
+        count: rows of an epoch.
+        dim: of a row.
+        how: settings of the table.
+    """
+
+    batch: int = 26 * 4096
+    count: int = 10_000_000
+    dim: int = 16
+    how: Mapping[str, Any] = field(default_factory=dict)
+
+    def model(self) -> TorchModel:
+        return RowModel(
+            Rows(1, self.dim, **self.how),
+            data=Fresh(self.count, self.dim),
             batch_size=self.batch,
             optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=RATE),
         )

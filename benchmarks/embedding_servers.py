@@ -15,6 +15,8 @@ Tables:
 ``hybrid``   clicks of `benchmarks.clicks` by a network with tables; two hosts (network namespaces of this machine
              on one bridge, with links of 1 Gbit/s; needs root), each with a worker and a server; dense layers
              in step and rows that may lack two updates, beside all in step.
+``memory``   what a server's process, which is its worker's too, takes of so many million new rows of dimension 16, by
+             their format and optimizer, and of ids that are counted and not admitted: bytes for each.
 ``areas``    the test AUC of both after an epoch of a million clicks, by trainers' two workers.
 
 One thread each. The contenders take turns of so many steps, odd rounds in reverse order; a ratio is the median
@@ -43,7 +45,7 @@ from torch import Tensor
 
 from benchmarks.clicks import Clicks, auc
 from benchmarks.embedding import RIVALS, report
-from benchmarks.embedding_bodies import ClickModel, RowSteps
+from benchmarks.embedding_bodies import ClickModel, FreshRows, RowSteps
 from benchmarks.embedding_rivals import Trained, make
 from benchmarks.job_processes import all_processes
 from benchmarks.models import Modelled
@@ -52,6 +54,7 @@ from benchmarks.overhead import alternate, machine, positive
 from benchmarks.parameter_server_rivals import ray_started
 from benchmarks.training_bodies import HYBRID, job_team
 from steepest import DistributedSGD, ParameterServerStrategy
+from steepest.tables import CounterFilter, RowWiseAdagrad
 
 Turn = Callable[[], float]
 
@@ -208,13 +211,43 @@ def run_areas(workload: ClickModel, seeds: int) -> list[dict[str, Any]]:
     return found
 
 
+# -- memory --------------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "Adagrad": {},
+    "row-wise Adagrad": {"optimizer": RowWiseAdagrad()},
+    "row-wise Adagrad, bfloat16": {"optimizer": RowWiseAdagrad(), "dtype": "bfloat16"},
+    "row-wise Adagrad, int8": {"optimizer": RowWiseAdagrad(), "dtype": "int8"},
+    "not admitted": {"admission": CounterFilter(filter_freq=2)},
+}
+
+
+def run_memory(millions: int) -> list[dict[str, Any]]:
+    found = []
+    print(f"\n{millions} million new rows of dimension 16: bytes of the process for each")
+    with ray_started(cpus=2):
+        for name, how in KINDS.items():
+            workload = FreshRows(count=(millions + 1) * 1_000_000, how=how)
+            with trainer(workload, 1, "ps") as sgd:
+                warm, steps = 5, millions * 1_000_000 // workload.batch
+                sgd.fit(steps=warm, progress=False)
+                before = sum(sgd.stats().memory.values())
+                sgd.fit(steps=steps, progress=False)
+                taken = sum(sgd.stats().memory.values()) - before
+            each = taken / (steps * workload.batch)
+            found.append({"title": "memory", "name": name, "bytes a row": each})
+            print(f"  {name}: {each:.1f}")
+    return found
+
+
 # -- all -----------------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    kinds = ("step", "workers", "hybrid", "areas")
+    kinds = ("step", "workers", "hybrid", "areas", "memory")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--millions", type=positive, default=5, help="of rows, in memory")
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--steps", type=positive, default=20, help="of a turn")
     parser.add_argument("--batch", type=positive, default=4096, help="clicks of a worker's step")
@@ -235,6 +268,8 @@ def main() -> None:
         found += run_hybrid(arguments.rounds, arguments.steps, arguments.mbit, clicks)
     if "areas" in arguments.only:
         found += run_areas(clicks, arguments.seeds)
+    if "memory" in arguments.only:
+        found += run_memory(arguments.millions)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1))
 
