@@ -52,13 +52,12 @@ class RowForm(NamedTuple):
 
 
 @inlined
-def _of_bfloat16(word: int) -> np.float32:
-    found: np.float32 = np.uint32(np.int64(word) << 16).view(np.float32)
-    return found
+def _of_bfloat16(word: int) -> Any:
+    return np.uint32(np.int64(word) << 16).view(np.float32)
 
 
 @inlined
-def _of_float16(word: int) -> np.float32:
+def _of_float16(word: int) -> Any:
     bits = np.int64(word)
     sign, exponent, fraction = (bits & 0x8000) << 16, bits & 0x7C00, bits & 0x3FF
     if exponent == 0:
@@ -114,13 +113,13 @@ def _unpack(packed: RowWords, form: RowForm, numbers: Int32s, rows: Floats) -> i
 
 
 @inlined
-def _whole(value: float, draw: int) -> float:
+def _whole(value: float, draw: int) -> Any:
     """Return a number rounded to a whole one."""
     return np.floor(value + (draw + 0.5) * 2.0**-16) if draw >= 0 else np.rint(value)
 
 
 @inlined
-def _to_bfloat16(value: np.float32, draw: int) -> int:
+def _to_bfloat16(value: np.float32, draw: int) -> Any:
     bits = np.int64(np.float32(value).view(np.uint32))
     rounded = bits + (draw if draw >= 0 else 0x7FFF + ((bits >> 16) & 1))
     if (bits & 0x7F800000) == 0x7F800000:  # infinite, or NaN, which stays one
@@ -131,7 +130,7 @@ def _to_bfloat16(value: np.float32, draw: int) -> int:
 
 
 @inlined
-def _to_float16(value: np.float32, draw: int) -> int:
+def _to_float16(value: np.float32, draw: int) -> Any:
     bits = np.int64(np.float32(value).view(np.uint32))
     sign, size = (bits >> 16) & 0x8000, bits & 0x7FFFFFFF
     if size >= 0x7F800000:  # infinite, or NaN, which stays one
@@ -159,7 +158,7 @@ def _write(words: Any, begin: int, kind: int, source: Any, draws: Int64s) -> Non
 
 
 @inlined
-def _write_int8(octets: Any, source: Any, draws: Int64s) -> int:
+def _write_int8(octets: Any, source: Any, draws: Int64s) -> Any:
     """Write values as multiples of a power of two; return that, as a bfloat16."""
     largest = np.float32(0.0)
     for column in range(len(source)):

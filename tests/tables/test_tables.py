@@ -356,12 +356,14 @@ def test_increments_hold_what_was_changed() -> None:
 
 
 def test_all_kernels_are_compiled_before_they_are_used() -> None:
-    from steepest.tables import blocks, hashing, index, initial, pooling, shard
+    from steepest.tables import hashing, index, initial, pooling, row_formats, row_store, shard
 
     group = [table(optimizer=Adam(), dtype="float64"), table("u", optimizer=Adagrad())]
+    group.append(table("v", dtype="int8"))
     compile_kernels(group)
-    watched = [blocks._gather, blocks._scatter, index._find, initial._fill, shard._mark]
+    watched = [row_store._gather, row_store._scatter, index._find, initial._fill, shard._mark]
     watched += [hashing._distinct, hashing._add_up, pooling._pool, pooling._spread]
+    watched += [row_formats._pack, row_formats._unpack, row_formats._copy]
     before = [len(kernel.signatures) for kernel in watched]  # type: ignore[attr-defined]
     for of in groups(group):
         made = TableShard(of)
@@ -369,6 +371,10 @@ def test_all_kernels_are_compiled_before_they_are_used() -> None:
         frozen = np.zeros(2, np.int32)
         frozen.flags.writeable = False
         made.pull(frozen, np.arange(4)[::2])
+        form = of[0].form
+        sent = np.empty((2, form.sent_bytes), np.uint8)
+        made.pull_sent(frozen, np.arange(4)[::2], sent)
+        form.received(sent.reshape(-1))
         module = EmbeddingBag(of[0], mode="mean")
         connect(module, LocalRows(of, num_shards=2))
         module(torch.tensor([[1, 2], [2, 3]])).sum().backward()
@@ -430,7 +436,10 @@ def test_bad_pushes_are_refused_and_change_nothing() -> None:
     [
         ({"name": ""}, "name='': give a table a name"),
         ({"dim": 0}, "dim of table 't'=0: give an integer of at least 1"),
-        ({"dtype": "float16"}, "dtype='float16' of table 't': give 'float32' or 'float64'"),
+        ({"dtype": "fp16"}, "dtype='fp16' of table 't': give one of 'float32', .*'int8'"),
+        ({"dtype": torch.bfloat16}, "dtype=torch.bfloat16 of table 't': give one of"),
+        ({"slots_dtype": "float16"}, "slots_dtype='float16' of table 't' of float32: give 'bf"),
+        ({"dtype": "float64", "slots_dtype": "bfloat16"}, "a float64 table's are float64"),
         ({"initial": 0.1}, "initial=0.1 of table 't': give Normal"),
         ({"optimizer": torch.optim.Adagrad}, r"torch.optim.adagrad.Adagrad for .* give Adagrad\("),
         ({"optimizer": torch.optim.SparseAdam}, r"row by row, where they lie; give Adam\("),
