@@ -22,12 +22,16 @@ class Silent:
 
     def __init__(self) -> None:
         self.timeouts: list[float] = []
+        self.closed = False
 
     def poll(self, timeout: float) -> Sequence[TransportEvent]:
         self.timeouts.append(timeout)
         return []
 
     def pump(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class Counting:
@@ -149,3 +153,19 @@ def test_a_forked_child_is_told_at_once_that_it_has_no_connections() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert router.call(lambda: 2).result(5) == 2
     router.stop()
+
+
+def test_a_transport_that_is_replaced_is_closed() -> None:
+    router, first, second = Router(), Silent(), Silent()
+    router.use(first)  # type: ignore[arg-type]
+    router.use(second)  # type: ignore[arg-type]
+    router.use(second)  # type: ignore[arg-type]
+    assert (first.closed, second.closed) == (True, False)
+
+
+def test_transports_in_turn_leave_no_descriptors() -> None:
+    router, before = Router(), len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        router.use(WireTransport(bytes(32), (ME,), "here", router.destination))
+    router.clear()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -121,7 +121,9 @@ class Router:
     # -- wiring --------------------------------------------------------------------------------
 
     def use(self, transport: Transport) -> None:
-        """Receive and send over a transport, whose sink is `destination`."""
+        """Receive and send over a transport, whose sink is `destination`; the one used before is closed."""
+        if self.transport is not None and self.transport is not transport:
+            self.transport.close()
         self.transport = transport
 
     def admit(self, admission: MessageCheck) -> None:
