@@ -28,6 +28,7 @@ import torch
 from steepest.checkpoint import rows
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
 from steepest.checkpoint.safetensors_file import read_tensors, write_tensors
+from steepest.checkpoint.table_moves import changes_of_tables, require_tables
 from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.data.fingerprint import Fingerprint, differences
@@ -176,13 +177,7 @@ class JobSignature:
                 "Checkpoints(data='new'), with which weights, optimizer state and step stay and "
                 "epochs begin anew"
             )
-        theirs_of_rows = [list(each) for each in saved.about.get("tables", ())]
-        if theirs_of_rows != [list(each) for each in self.tables]:
-            raise CheckpointError(
-                f"it has the embedding tables {theirs_of_rows}, this job has {self.tables}: tables "
-                "must have the same names, dimensions, dtypes and optimizers, and the same of them must "
-                "have equal optimizers; their capacities and table_shards may differ"
-            )
+        require_tables(saved.about.get("tables", ()), self.tables)
         wanted = {entry.name: (entry.shape, entry.dtype) for entry in self.layout.entries}
         wanted |= {
             name: (tuple(buffer.shape), buffer.dtype)
@@ -214,6 +209,10 @@ class JobSignature:
             )
             found.insert(0, f"{now} instead of {before}")
         return found
+
+    def other_tables(self, saved: Checkpoint) -> list[str]:
+        """Return in words how embedding tables differ from those of a checkpoint, see `changes_of_tables`."""
+        return changes_of_tables(saved.about.get("tables", ()), self.tables)
 
     def other_batches(self, saved: Checkpoint) -> list[str]:
         """Return in words how batches and steps differ from those of a checkpoint; none for one size."""

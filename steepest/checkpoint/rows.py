@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from steepest.checkpoint.row_values import wide
+from steepest.checkpoint.table_moves import TableMoves, moved_rows
 from steepest.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -35,37 +37,84 @@ def together(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
     return found
 
 
-def dealt(state: Mapping[str, torch.Tensor], dealing: Dealing | None) -> dict[str, torch.Tensor]:
-    """Return optimizer state ("parameter/key") with rows in the shards of a job, however many there were."""
-    # CheckpointError: the rows make no sense, or a table has more of them than its capacity.
-    if dealing is None:
-        return dict(state)
-    shards = _by_shard(state)
-    groups = len(dealing.groups)
-    if not shards or len(shards) % groups or sorted(shards) != list(range(len(shards))):
-        raise CheckpointError(f"it has the shards {sorted(shards)} of {groups} groups of tables")
-    each = len(shards) // groups
+def dealt(
+    state: Mapping[str, torch.Tensor], saved: Sequence[Sequence[Any]], dealing: Dealing | None
+) -> dict[str, torch.Tensor]:
+    """Return optimizer state ("parameter/key") with rows in the shards of a job, however many there were.
+
+    Rows of tables that the job has not are left out; tables that it has beside begin without rows, and
+    those of another optimizer with its first slots.
+
+    Args:
+        state: of a checkpoint.
+        saved: the description of its tables, see `Dealing.description`.
+        dealing: of the job's tables; None if it has none.
+
+    Raises:
+        CheckpointError: the rows make no sense, or a table has more of them than its capacity.
+    """
     found = {name: value for name, value in state.items() if not name.startswith(TABLES)}
-    for at in range(groups * dealing.num_shards):
-        group, shard = divmod(at, dealing.num_shards)
-        parts = [shards[group * each + part] for part in range(each)]
-        if each == dealing.num_shards:
-            own = parts[shard]
-            _part_of(dealing, at, [own])
-        else:
+    shards = _by_shard(state)
+    if dealing is None or not shards:
+        return found
+    moves = TableMoves(saved, dealing)
+    each, rest = divmod(len(shards), moves.groups or len(shards) + 1)
+    if rest or sorted(shards) != list(range(len(shards))):
+        raise CheckpointError(
+            f"it has the shards {sorted(shards)} of {moves.groups} groups of tables"
+        )
+    newest = max((part["updates"] for part in shards.values()), key=int)
+    for group in range(len(dealing.groups)):
+        same = moves.same(group)
+        parts = [] if same is None else [shards[same * each + at] for at in range(each)]
+        states = [_state(part) for part in parts] or _moved(shards, each, moves, dealing, group)
+        kept = {"updates": newest, "seed": shards[0]["seed"]}
+        if parts:
             kept = {key: parts[0][key] for key in ("updates", "seed")}
-            own = _part_of(dealing, at, parts) | kept
-        found |= {f"{TABLES}{at}/{key}": value for key, value in own.items()}
+        for shard in range(dealing.num_shards):
+            at = group * dealing.num_shards + shard
+            if len(parts) == dealing.num_shards:
+                own = parts[shard]
+                _part_of(dealing, at, states[shard : shard + 1])
+            else:
+                own = _part_of(dealing, at, states) | kept
+            found |= {f"{TABLES}{at}/{key}": value for key, value in own.items()}
     return found
 
 
-def _part_of(
-    dealing: Dealing, at: int, parts: Sequence[Mapping[str, torch.Tensor]]
-) -> dict[str, torch.Tensor]:
-    """Return the arrays of one shard, from those of all shards before."""
+def _moved(
+    shards: _Shards, each: int, moves: TableMoves, dealing: Dealing, group: int
+) -> list[TableState]:
+    """Return the rows of a group of tables, from those of all groups in which they were before."""
+    optimizer = dealing.groups[group][0].optimizer
+    no_rows = dealing.make(dealing.first + group * dealing.num_shards).export()
+    found = [replace(no_rows, counters={})]
+    for old, numbers in moves.numbers(group).items():
+        begun = optimizer if moves.begins_anew(group, old) else None
+        for at in range(old * each, (old + 1) * each):
+            found.append(moved_rows(_state(shards[at]), numbers, begun))
+    return found
+
+
+def unpushed(
+    states: Mapping[int, Mapping[str, torch.Tensor]],
+    saved: Sequence[Sequence[Any]],
+    dealing: Dealing | None,
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Return by worker the gradients of rows that were not pushed, for a job's tables; else as `dealt`."""
+    if dealing is None or not states:
+        return {}
+    if [list(each) for each in saved] == dealing.description():
+        return {worker: dict(state) for worker, state in states.items()}
+    moves = TableMoves(saved, dealing)
+    return {worker: moves.unpushed(state) for worker, state in states.items()}
+
+
+def _part_of(dealing: Dealing, at: int, states: Sequence[TableState]) -> dict[str, torch.Tensor]:
+    """Return the arrays of one shard, from the states of all shards before."""
     # CheckpointError: they make no sense, or a table has more rows than its capacity.
     try:
-        state = dealing.make(dealing.first + at).part_of([_state(part) for part in parts])
+        state = dealing.make(dealing.first + at).part_of(states)
     except ConfigurationError as error:
         raise CheckpointError(f"embedding tables: {error}") from error
     return _arrays(state)

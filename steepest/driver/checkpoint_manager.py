@@ -380,7 +380,7 @@ def _evaluations(saved: files.Checkpoint) -> list[EvaluationResult]:
 def _tell_of(
     signature: files.JobSignature, saved: files.Checkpoint, path: object, data: str
 ) -> None:
-    """Log in what data and batches differ from those of a checkpoint that was restored."""
+    """Log in what data, tables and batches differ from those of a checkpoint that was restored."""
     if differences := signature.other_data(saved):
         what = (
             "epochs begin anew"
@@ -391,6 +391,12 @@ def _tell_of(
             "the training data are not those of the checkpoint at %s: %s: %s",
             path, "; ".join(differences[:8]), what,
         )  # fmt: skip
+    if differences := signature.other_tables(saved):
+        log.warning(
+            "the embedding tables are not those of the checkpoint at %s: %s",
+            path,
+            "; ".join(differences),
+        )
     if differences := signature.other_batches(saved):
         log.warning(
             "the batch size is not that of the checkpoint at %s: %s: the epoch goes on after its last "

@@ -608,7 +608,8 @@ class DistributedSGD:
         takes the same steps, to rounding, at any number of workers.
 
         Data of as many samples whose fingerprint is another one are taken for the same data; a
-        warning says in what they differ.
+        warning says in what they differ. Embedding tables that the checkpoint has not begin without
+        rows, and its others are left out; a warning names both.
 
         Args:
             path: a directory, or a URL such as ``s3://bucket/best``.

@@ -51,8 +51,11 @@ class JobState:
             CheckpointError: it has parts that are of no such job.
         """
         about, layout = saved.about, job.description.layout
-        optimizer = rows.dealt(saved.optimizer, dealing_of(job))
+        tables, dealing = about.get("tables", ()), dealing_of(job)
+        optimizer = rows.dealt(saved.optimizer, tables, dealing)
         collected, replicas = OptimizerState.saved(optimizer, about, saved.replicas)
+        unpushed = rows.unpushed(collected.rows, tables, dealing)
+        collected = replace(collected, rows=unpushed)
         weights = layout.allocate()
         layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
         mean = Tensors((k, value) for k, value in saved.weights.items() if k not in layout.index)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from steepest.checkpoint.rows import TABLES
 from steepest.compression.gradient_compressor import check_residuals
 from steepest.core.engine.job import Job
 from steepest.core.engine.local_names import is_own_weight
@@ -149,8 +150,9 @@ class OptimizerState:
             rows = self.rows_for(cluster.job)
             cluster.workers.call(remote_functions.load_exchanged, UNPUSHED, rows, Tensors())
         records = disassemble(layout, self.state, self.plain)
+        of_rows = {key: value for key, value in self.state.items() if key.startswith(TABLES)}
         if cluster.job.config.local:
-            records = disassemble(layout, dict(self.outer), [])
+            records = disassemble(layout, dict(self.outer) | of_rows, [])
         if cluster.job.compresses:
             left_out, mean = self._left_out_of(cluster.job), dict[str, torch.Tensor]()
             check_residuals(layout, left_out.values())
@@ -162,7 +164,8 @@ class OptimizerState:
         if not cluster.job.config.local:
             return records
         own = dict(self.own) if same or len(self.own) == len(workers) else {}
-        others = self.state | _mean_own_weights(self.own)
+        dense = {key: value for key, value in self.state.items() if key not in of_rows}
+        others = dense | _mean_own_weights(self.own)
         cluster.workers.call(
             remote_functions.load_inner_state, own, others, self.plain, self.schedule
         )

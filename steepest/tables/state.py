@@ -126,8 +126,9 @@ def joined(states: Iterable[TableState]) -> TableState:
         if isinstance(parts[0], np.ndarray):
             changes[known.name] = np.concatenate(parts)
     counters: dict[int, npt.NDArray[Any]] = {}
-    for table in states[0].counters:
-        counters[table] = np.maximum.reduce([state.counters[table] for state in states])
+    for table in sorted({table for state in states for table in state.counters}):
+        of = [state.counters[table] for state in states if table in state.counters]
+        counters[table] = np.maximum.reduce(of)
     return replace(states[0], counters=counters, **changes).sorted()
 
 

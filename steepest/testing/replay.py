@@ -13,6 +13,7 @@ import torch
 from steepest.aggregation.extension import route_of
 from steepest.aggregation.host_aggregator import HostAggregator
 from steepest.checkpoint import files
+from steepest.checkpoint.rows import dealt
 from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.core.engine.commit_log import Commit, CommitLog, LoggedPush, Unpushed
 from steepest.core.engine.exchange import Exchange
@@ -118,6 +119,7 @@ class _Carried(NamedTuple):
     state: dict[str, torch.Tensor]  # of the optimizer
     plain: list[str]  # keys of the state that are plain values
     step: int | None = None  # of the checkpoint that it was read from, if it was
+    tables: Sequence[Sequence[Any]] = ()  # of that checkpoint, as its manifest has them
 
     @classmethod
     def of(cls, saved: files.Checkpoint) -> _Carried:
@@ -130,7 +132,8 @@ class _Carried(NamedTuple):
             )
         mean = Tensors(saved.weights)
         state = saved.optimizer, saved.about["plain"]
-        return cls(dict(saved.weights), mean, [], *state, saved.about["step"])
+        tables = saved.about.get("tables", ())
+        return cls(dict(saved.weights), mean, [], *state, saved.about["step"], tables)
 
 
 def _is_mean(name: str, value: torch.Tensor, saved: files.Checkpoint) -> bool:
@@ -150,7 +153,10 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
 def _optimizer_state(job: Job, model: Model, carried: _Carried | None) -> ArrivingState | None:
     """Return the state of the servers' optimizer with which a part of a log begins, if any."""
     if carried is not None:
-        return ArrivingState(dict(carried.state), tuple(carried.plain))
+        state = dict(carried.state)
+        if carried.step is not None:
+            state = dealt(state, carried.tables, dealing_of(job))
+        return ArrivingState(state, tuple(carried.plain))
     found = arriving_with(model)
     return found if not job.strategy.local else None
 

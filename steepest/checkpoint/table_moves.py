@@ -1,0 +1,189 @@
+"""Where the embedding tables of a checkpoint are in a job whose tables are others, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from steepest.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from steepest.tables.dealing import Dealing
+    from steepest.tables.row_optimizers import RowOptimizer
+    from steepest.tables.state import TableState
+
+
+class _Described(NamedTuple):
+    """What a manifest says of a table, see `Dealing.description`; its number is its place in its group."""
+
+    name: str
+    dim: int
+    dtype: str
+    optimizer: str
+    group: int
+    number: int
+
+
+def _described(description: Sequence[Sequence[Any]]) -> dict[str, _Described]:
+    """Return the tables of a description by name, in order."""
+    sizes: dict[int, int] = {}
+    found = {}
+    for name, dim, dtype, optimizer, group in description:
+        number = sizes[group] = sizes.get(group, -1) + 1
+        found[name] = _Described(name, dim, dtype, optimizer, group, number)
+    return found
+
+
+def require_tables(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]]) -> None:
+    """Check that a job's tables can have the rows of a checkpoint's of their names; CheckpointError otherwise."""
+    before = _described(saved)
+    for name, table in _described(own).items():
+        was = before.get(name, table)
+        if (was.dim, was.dtype) != (table.dim, table.dtype):
+            raise CheckpointError(
+                f"its embedding table {name!r} has dimension {was.dim} and computes in {was.dtype}, this job's "
+                f"has {table.dim} and {table.dtype}: give the table that dimension and dtype, or another name, "
+                "with which it begins without rows"
+            )
+
+
+def changes_of_tables(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]]) -> list[str]:
+    """Return in words which tables a job has that a checkpoint has not, and the other way round."""
+    before, after = _described(saved), _described(own)
+    new = [name for name in after if name not in before]
+    dropped = [name for name in before if name not in after]
+    others = [
+        f"{name!r} ({before[name].optimizer} before, {table.optimizer} now)"
+        for name, table in after.items()
+        if name in before and before[name].optimizer != table.optimizer
+    ]
+    found = []
+    if new:
+        found.append(f"new, without rows yet: {', '.join(map(repr, new))}")
+    if dropped:
+        found.append(f"dropped with their rows: {', '.join(map(repr, dropped))}")
+    if others:
+        found.append(f"with another optimizer, whose slots begin anew: {', '.join(others)}")
+    return found
+
+
+class TableMoves:
+    """Where the rows of each group of a job's tables were in a checkpoint.
+
+    Args:
+        saved: the checkpoint's description of its tables, see `Dealing.description`.
+        dealing: of the job's tables.
+
+    Attributes:
+        groups: how many the checkpoint has.
+    """
+
+    def __init__(self, saved: Sequence[Sequence[Any]], dealing: Dealing) -> None:
+        self._dealing = dealing
+        self._before = _described(saved)
+        self._after = _described(dealing.description())
+        self.groups = len({table.group for table in self._before.values()})
+
+    def same(self, group: int) -> int | None:
+        """Return which group of the checkpoint has the tables of a group as they are; None for none."""
+        here = [table for table in self._after.values() if table.group == group]
+        was = self._before.get(here[0].name)
+        if was is None:
+            return None
+        there = [table for table in self._before.values() if table.group == was.group]
+        same = [table[:4] for table in there] == [table[:4] for table in here]
+        return was.group if same else None
+
+    def numbers(self, group: int) -> dict[int, dict[int, int]]:
+        """Return by group of the checkpoint which of its tables a group has: its numbers of them, by those there."""
+        found: dict[int, dict[int, int]] = {}
+        for name, table in self._after.items():
+            if table.group == group and (was := self._before.get(name)) is not None:
+                found.setdefault(was.group, {})[was.number] = table.number
+        return found
+
+    def begins_anew(self, group: int, old: int) -> bool:
+        """Return whether slots of a group of the checkpoint are of another optimizer than a group has."""
+        here, there = (
+            {table.optimizer for table in of.values() if table.group == number}
+            for of, number in ((self._after, group), (self._before, old))
+        )
+        return here != there
+
+    def unpushed(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return gradients of rows that a worker has not pushed, see `DelayedRows.state`, for the job's groups."""
+        from steepest.tables.gradients import RowGradients, added
+
+        before = {table.group: table for table in self._before.values()}
+        found: dict[str, torch.Tensor] = {}
+        try:
+            gradients = {
+                int(name): RowGradients.unpack(
+                    packed.clone().numpy(), before[int(name)].dim, before[int(name)].dtype
+                )
+                for name, packed in state.items()
+                if name != "weights"
+            }
+            for group in range(len(self._dealing.groups)):
+                parts = [
+                    _moved_gradients(gradients[old], numbers)
+                    for old, numbers in self.numbers(group).items()
+                    if old in gradients
+                ]
+                if any(map(len, parts)):
+                    found[str(group)] = torch.from_numpy(added(parts).pack())
+        except (ConfigurationError, LookupError, ValueError) as error:
+            raise CheckpointError(
+                f"the gradients of rows that a worker had not pushed make no sense: {error}"
+            ) from error
+        return {"weights": state["weights"], **found} if found else {}
+
+
+def moved_rows(
+    state: TableState, numbers: Mapping[int, int], optimizer: RowOptimizer | None
+) -> TableState:
+    """Return the rows, counts and counters of some tables of a state, with other numbers of tables.
+
+    Args:
+        state: of all tables of its group.
+        numbers: those that the tables get, by those that they have.
+        optimizer: whose first slots rows get; None to keep those that they have.
+    """
+    to = _renumbering(numbers)
+    moved = state.only(_among(state.tables, to) >= 0, _among(state.counted_tables, to) >= 0)
+    slots = moved.slots
+    if optimizer is not None:
+        first = np.array(optimizer.first_slots(state.values.shape[1]), state.values.dtype)
+        slots = np.tile(first, (len(moved.ids), 1))
+    return replace(
+        moved,
+        tables=_among(moved.tables, to),
+        counted_tables=_among(moved.counted_tables, to),
+        removed_tables=moved.removed_tables[:0],
+        removed_ids=moved.removed_ids[:0],
+        slots=slots,
+        counters={numbers[of]: kept for of, kept in state.counters.items() if of in numbers},
+    )
+
+
+def _moved_gradients(gradients: Any, numbers: Mapping[int, int]) -> Any:
+    to = _among(gradients.tables, _renumbering(numbers))
+    return replace(gradients, tables=to).taken(to >= 0)
+
+
+def _renumbering(numbers: Mapping[int, int]) -> Any:
+    """Return (m,) int32: by old number the new one, or -1."""
+    to = np.full(max(numbers, default=0) + 1, -1, np.int32)
+    for old, new in numbers.items():
+        to[old] = new
+    return to
+
+
+def _among(tables: Any, to: Any) -> Any:
+    """Return the new numbers of tables (n,), -1 for those that are left out."""
+    known = (tables >= 0) & (tables < len(to))
+    return np.where(known, to[np.where(known, tables, 0)], -1).astype(np.int32)
