@@ -11,6 +11,7 @@ import torch
 from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.core.engine.in_words import pushes_in_words
 from steepest.core.engine.incoming_weights import ArrivingWeights, Key, where_lent
+from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.engine.topology import Topology
 from steepest.core.messages.gradients import HostPush, Push, Weights, WeightsShared
 from steepest.core.messages.message import (
@@ -85,6 +86,11 @@ class HostAggregator:
         self._step: Key = (-1, -1)
         self._gathering: dict[int, _Gathering] = {}  # by chunk, of that step
         self._sum = torch.empty(0, dtype=torch.uint8)
+        self._spans: RoleSpans | None = None
+
+    def record(self, spans: RoleSpans | None) -> None:
+        """Record what the aggregator does, see `RecordsSpans`."""
+        self._spans = spans
 
     # -- Role ----------------------------------------------------------------------------------
 
@@ -179,9 +185,16 @@ class HostAggregator:
         ):
             return  # a copy
         gathering.pushes[source.index] = push  # perhaps instead of one that was taken back
+        spans = self._spans
+        if spans is not None:
+            about = (push.sequence, push.pulled, push.chunk, source.index)
+            spans.add(SpanKind.STAGE, spans.now(), *about)
         if len(gathering.pushes) == len(self._workers):
+            began = 0.0 if spans is None else spans.now()
             pushes = {worker: gathering.pushes[worker] for worker in self._workers}
             self._push_on(push.chunk, pushes, source.index)
+            if spans is not None:
+                spans.add(SpanKind.REDUCE, began, -1, push.pulled + 1, push.chunk)
 
     def _push_on(self, chunk: int, pushes: dict[int, Push], last: int) -> None:
         """Push on the sum of a chunk's gradients, or each by itself, the `last` worker's first, if it is not finite."""

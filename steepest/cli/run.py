@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from steepest.errors import ConfigurationError
+from steepest.observe.timeline.trace_file import check_target
 
 _STRATEGIES = ("ps", "allreduce", "async", "ssp", "simple")
 
@@ -49,6 +50,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--every", type=int, metavar="N", help="steps from one checkpoint to the next"
     )
+    parser.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="record what each process does, for https://ui.perfetto.dev",
+    )
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
@@ -56,6 +62,8 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run a script with its own arguments, and print what it has reported last; return the exit status."""
     if options.checkpoints is None and options.every is not None:
         raise ConfigurationError("--every without --checkpoints: give both")
+    if options.timeline is not None:
+        check_target(options.timeline)
     from steepest.loop.script import UserScript
 
     script, workers = UserScript.read(options.script, arguments), _workers(options.workers)
@@ -82,6 +90,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             seed=options.seed,
             checkpoints=checkpoints,
             progress=not options.no_progress,
+            timeline=options.timeline,
         )
     for name, value in result.metrics.items():
         sys.stdout.write(f"{name}: {value:.6g}\n")

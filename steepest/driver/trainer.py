@@ -29,11 +29,13 @@ from steepest.driver.dropped_trainers import drop
 from steepest.driver.fit_loop import Fit, FitArguments
 from steepest.driver.job_page import JobPage, open_page
 from steepest.driver.job_stats import job_stats
+from steepest.driver.timeline import Timeline, recorded
 from steepest.driver.training import Training
 from steepest.errors import ConfigurationError, PeerLostError, ShutdownError, UnfrozenError
 from steepest.observe.history import History
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, ProcessInfo, Stats, StepResult
+from steepest.observe.timeline.trace_file import check_target
 from steepest.recovery.supervisor import Supervisor
 from steepest.runtime import remote_functions
 from steepest.runtime.cluster import Cluster
@@ -143,6 +145,7 @@ class DistributedSGD:
         self._cluster: Cluster | None = None
         self._dropped: weakref.finalize[..., DistributedSGD] | None = None
         self._page: JobPage | None = None
+        self._timeline: Timeline | None = None
         with contextlib.ExitStack() as undo:
             lock = DirectoryLock(checkpoints)
             undo.callback(lock.release)
@@ -562,6 +565,37 @@ class DistributedSGD:
             self._page = open_page(cluster, self._training, self._keeping.folder, host, port)
         return self._page
 
+    @contextlib.contextmanager
+    def timeline(self, path: str | Path) -> Iterator[None]:
+        """Record what each process does in a block, and write it to a file that https://ui.perfetto.dev opens.
+
+        It has spans of workers (compute, load, push, wait, call), of servers and aggregators (stage, reduce, apply,
+        wait) and of the driver, with steps, versions and chunks, and what travels between them, on one clock; see
+        `docs/timeline.md`. `steepest explain` says in words what it shows. The file is written when the block ends,
+        also by an exception.
+
+        Args:
+            path: of the file, in Chrome's trace format; one that is there is replaced.
+
+        Raises:
+            ConfigurationError: it cannot be written, which is found before the block begins as far as that is possible;
+                or a timeline is being recorded already.
+
+        Example:
+            >>> with sgd.timeline("trace.json"):                            # doctest: +SKIP
+            ...     sgd.fit(steps=100)
+        """
+        cluster, target = self._live(), check_target(path)
+        if self._timeline is not None:
+            raise ConfigurationError("timeline() within timeline(): one is recorded at a time")
+        self._timeline = Timeline(cluster, self._training, target)
+
+        def release() -> None:
+            self._timeline = None
+
+        with recorded(self._timeline, release):
+            yield
+
     def log(self) -> CommitLog:
         """Return every commit so far, with its pushes, their samples, and the versions they pulled.
 
@@ -771,7 +805,10 @@ class DistributedSGD:
                     "on_epoch_end, for which workers pause, or between steps of a loop of your own"
                 )
             self._live()
-            yield
+            with (
+                contextlib.nullcontext() if self._timeline is None else self._timeline.call(method)
+            ):
+                yield
 
     def _on_workers(self, function: Callable[..., Any], *arguments: Any, **how: Any) -> list[Any]:
         """Run a user's function once on workers, see `WorkerCalls.call`, when no process is dead."""

@@ -121,6 +121,9 @@ class Training:
         self._run: StepRun | None = None  # of the present, or last, call
         self._asked: Future[None] | None = None  # the last request for steps, to the router
         self._warned = False
+        self.on_count: Callable[[int], None] | None = (
+            None  # called with each committed step's number
+        )
         self._described: tuple[object, int] = (None, -1)  # members and events when it was told
         supervisor.make_up = self._make_up
 
@@ -395,6 +398,8 @@ class Training:
         self.history.stepped(self.last, figures, ends_epoch=ends)
         self.history.record.stepped(result.step, figures.seconds, result.spent)
         self._describe()
+        if self.on_count is not None:
+            self.on_count(result.step)
         return self.last
 
     def _describe(self) -> None:

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from steepest.observe.display import ENDLESS
 from steepest.observe.history import History
 from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
+from steepest.observe.timeline.trace_file import check_target
 from steepest.strategies.named import as_strategy
 
 _IN_LOCKSTEP = -1
@@ -74,6 +76,7 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     checkpoints: Checkpoints | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool | str = True,
+    timeline: str | Path | None = None,
 ) -> RunResult:
     """Run a function that trains in a loop of its own on many workers, as one training.
 
@@ -86,6 +89,7 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
             `checkpoints` the same program, started again, goes on where it was. Without a `run_config` a step waits
             for the successor of a dead worker (``FailureConfig(patience=math.inf)``), so that all stay in their loops.
         callbacks, progress: as of `DistributedSGD.fit`.
+        timeline: the file of a timeline of the whole run, see `DistributedSGD.timeline`; None for none.
 
     Raises:
         ConfigurationError: an argument is wrong, or what `prepare` was given cannot be shared.
@@ -106,6 +110,8 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         raise ConfigurationError(
             f"steepest.run() was given {function!r:.200}: give a function without arguments that trains"
         )
+    if timeline is not None:
+        check_target(timeline)
     chosen = as_strategy(strategy)
     if chosen.local and chosen.delay:
         raise ConfigurationError(
@@ -114,16 +120,21 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
             "and TorchModel"
         )
     local = chosen.updates if chosen.local else 0
-    with DistributedSGD(
-        LoopCreator(function, seed, chosen.rule.together, local),
-        num_workers,
-        gpu=gpu,
-        strategy=strategy,
-        global_batch_size=global_batch_size,
-        seed=seed,
-        run_config=run_config or RunConfig(failure=FailureConfig(patience=math.inf)),
-        checkpoints=checkpoints,
-    ) as sgd:
+    with contextlib.ExitStack() as whole:
+        sgd = whole.enter_context(
+            DistributedSGD(
+                LoopCreator(function, seed, chosen.rule.together, local),
+                num_workers,
+                gpu=gpu,
+                strategy=strategy,
+                global_batch_size=global_batch_size,
+                seed=seed,
+                run_config=run_config or RunConfig(failure=FailureConfig(patience=math.inf)),
+                checkpoints=checkpoints,
+            )
+        )
+        if timeline is not None:
+            whole.enter_context(sgd.timeline(timeline))
         # of a run that has ended, and is started again, functions report nothing any more
         begun_before = checkpoints is not None and len(sgd.history.steps) > 0
         reports = Reports(read_reports(checkpoints.path) if begun_before and checkpoints else ())

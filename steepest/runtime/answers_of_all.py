@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from steepest.core.messages.message import Peer
@@ -12,11 +12,17 @@ from steepest.runtime.job_runtime import CallError, ProcessDied, runtime
 _ANSWER_SECONDS = 2.0
 
 
-def ask_all(actors: Mapping[Peer, Any], method: str) -> dict[Peer, Any]:
+def ask_all(
+    actors: Mapping[Peer, Any],
+    method: str,
+    arguments: Callable[[Peer], Sequence[Any]] = lambda peer: (),
+) -> dict[Peer, Any]:
     """Return what a method of each process returned, without those that are dead or do not answer in 2 seconds."""
     if not actors or not runtime().is_up:  # else a call would begin Ray anew
         return {}
-    calls = {peer: runtime().call(actor, method) for peer, actor in actors.items()}
+    calls = {
+        peer: runtime().call(actor, method, *arguments(peer)) for peer, actor in actors.items()
+    }
     done = runtime().wait(calls.values(), _ANSWER_SECONDS)
     found = {}
     for peer, call in calls.items():

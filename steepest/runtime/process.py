@@ -29,6 +29,7 @@ from steepest.core.engine.job import Description, Job, ModelCreator
 from steepest.core.engine.model_building import build_models
 from steepest.core.engine.replicas import Memory, Replicas, memory_for
 from steepest.core.engine.server import Server
+from steepest.core.engine.spans import SpanRing, record_roles
 from steepest.core.engine.worker import Worker
 from steepest.core.messages.gradients import Decision
 from steepest.core.messages.message import (
@@ -160,6 +161,7 @@ class ProcessActor:
         self._index = -1
         self._shares = 1  # of a step
         self._token, self._identity = token, identity
+        self._spans: SpanRing | None = None  # while a timeline is recorded
         self.router = Router()
         self._use(self._idle())
         if keep_memory and runtime().owns_process and keep_freed_memory():
@@ -529,6 +531,20 @@ class ProcessActor:
             "resident": _resident_bytes(),
             "tables": table_counts(self._servers),
         }
+
+    def clock(self) -> float:
+        """Return the time by which spans are recorded, in seconds."""
+        return system().now()
+
+    def record(self, capacity: int) -> None:
+        """Record spans from now on, of which the newest `capacity` are kept; 0 to record none."""
+        self._spans = SpanRing(capacity) if capacity else None
+        self.router.call(functools.partial(record_roles, self.router, self._spans))
+
+    def spans(self, number: int, least: int) -> tuple[int, bytes]:
+        """Return the spans after the first `number`, if they are so many, see `SpanRing.since`; also amid a step."""
+        ring = self._spans
+        return (number, b"") if ring is None else ring.since(number, least)
 
     def stop(self) -> None:
         """Close every channel and end the router's thread."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from steepest.core.engine.chunk_store import ChunkStore, StagedPush
 from steepest.core.engine.early_pushes import EarlyPushes
+from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.engine.staging_progress import StagingProgress
 from steepest.core.engine.topology import Topology
 from steepest.core.messages.gradients import HostPush, Push, PushStaged, VersionStaged
@@ -36,6 +37,7 @@ class PushIntake:
         trainable: the chunks that take gradients.
         members: the workers of the generation.
         progress: how much of each gradient is staged.
+        spans: records what is staged and reduced; None to record nothing.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class PushIntake:
         self._is_passed = copies or bool(layout.opaque_chunks) or layout.fragments > 1
         self._done = ClosedPushes()
         self._early = EarlyPushes(len(self.trainable))
+        self.spans: RoleSpans | None = None
         self._ended: dict[int, int] = {}  # by worker, the incarnation of its last life that is over
 
     def begin_generation(self, members: Iterable[int]) -> None:
@@ -122,6 +125,7 @@ class PushIntake:
         pushes = self._pushes_of(source, pushed)
         if self._refuses(pushes, pushed, held):
             return
+        began = 0.0 if self.spans is None else self.spans.now()
         payload = pushed.payload
         codec = held.codec_of(payload, self._codec)
         self._drop_taken_back(pushes, held)
@@ -136,6 +140,9 @@ class PushIntake:
                 self._reduce(held)
         else:
             self._count(push, held, pushed.pulled)
+        if self.spans is not None:
+            about = (push.sequence, pushed.pulled, pushed.chunk, source.index)
+            self.spans.add(SpanKind.STAGE, began, *about)
 
     def _may_have_joined(self, source: Peer) -> bool:
         """Return whether a worker may be a member of which this server is not told yet."""
@@ -256,7 +263,10 @@ class PushIntake:
 
     def _reduce(self, held: ChunkStore) -> None:
         """Reduce a chunk that all members have pushed; after the last, send VERSION_STAGED."""
+        began = 0.0 if self.spans is None else self.spans.now()
         found = self.progress.reduce(held)
+        if self.spans is not None:
+            self.spans.add(SpanKind.REDUCE, began, -1, self.version + 1, held.chunk.index)
         if found is not None:
             staged = VersionStaged(self.generation, self.version, *found)
             self._send(COORDINATOR, staged.pack())

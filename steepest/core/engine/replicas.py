@@ -21,6 +21,7 @@ from steepest.core.engine.companion import Companion
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.gradient_sum import GradientSum
 from steepest.core.engine.sample_places import Place, SamplePlaces
+from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.messages.fields import RateChanges
 from steepest.core.models.protocol import (
     Arrive,
@@ -134,6 +135,9 @@ class Replicas:
 
     #: how many leased shares `compute` takes together, from the one on that it is given
     leased_shares = 1
+
+    #: records when batches are loaded; None elsewhere
+    spans: RoleSpans | None = None
 
     #: lets messages move, between two batches of a share that is begun early; None elsewhere
     between_batches: Callable[[], None] | None = None
@@ -420,6 +424,8 @@ class Replicas:
             began, replica = self._now(), place[1]
             batch = companion.take(place, self.batches.load)
             loaded = self._now()
+            if self.spans is not None:
+                self.spans.add(SpanKind.LOAD, began)
             companion.begin_batch(place)
             if (weighs := self._able.batches[replica]) is not None:
                 weighs.expect(

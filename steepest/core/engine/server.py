@@ -18,6 +18,7 @@ from steepest.core.engine.push_intake import PushIntake
 from steepest.core.engine.put_states import PutStates
 from steepest.core.engine.raised_update import RaisedUpdate
 from steepest.core.engine.server_chunk import ServerChunk
+from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.engine.topology import Topology
 from steepest.core.messages.gradients import (
     CommitOrder,
@@ -153,9 +154,14 @@ class Server:
         )
         make_way = self._weights.make_way
         self._puts = PutStates(index, self.chunks, send, make_way, checked=mode.open_to_all)
+        self._spans: RoleSpans | None = None
         self._left_out: set[int] = (
             set()
         )  # workers of whose pushes the last committed one was left out
+
+    def record(self, spans: RoleSpans | None) -> None:
+        """Record what the server does, see `RecordsSpans`."""
+        self._spans = self._intake.spans = spans
 
     def begin_with(self, records: Iterable[Record]) -> None:
         """Set the state of this server's chunks, before the first step; records of other chunks are left out."""
@@ -374,9 +380,14 @@ class Server:
 
     def _apply(self, held: ChunkStore, commit: CommitOrder, hyper: list[dict[str, Any]]) -> None:
         """Take the optimizer's step of a commit on one chunk."""
+        spans, about = self._spans, (-1, commit.version, held.chunk.index)
+        began = 0.0 if spans is None else spans.now()
         if not self._together:
             aggregated = self._hosts.aggregators
             held.reduce(push for push in commit.pushes if push in held.staged or not aggregated)
+            if spans is not None:
+                spans.add(SpanKind.REDUCE, began, *about)
+                began = spans.now()
         held.clip(commit.clip)
         try:
             held.apply(hyper, commit.rate, self._weights.make_way(held))
@@ -385,6 +396,8 @@ class Server:
                 raise
             self.torn = RaisedUpdate.of(self.version, error)
             self._send(COORDINATOR, self.torn.to_coordinator(self._intake.generation).pack())
+        if spans is not None:
+            spans.add(SpanKind.APPLY, began, *about)
 
     def _check_commit(self, commit: CommitOrder, hyper: list[dict[str, Any]]) -> None:
         """Check that all of a commit can be applied, before any of it is; ProtocolError otherwise."""

@@ -9,6 +9,7 @@ from steepest.core.engine.between_turns import BetweenTurns, apart_from_models
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.generators import HeldGenerators
 from steepest.core.engine.incoming_weights import Key
+from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.system import system
 from steepest.errors import PeerLostError, ShutdownError
 
@@ -40,6 +41,7 @@ class StepWaits:
         failure: a server or the coordinator is lost: no newer version will come.
         defect: raised by this process' own code, not a model's.
         seconds: of waiting in the step.
+        spans: records the waits; None to record none.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class StepWaits:
         self.failure: PeerLostError | None = None
         self.defect: BaseException | None = None
         self.seconds = 0.0
+        self.spans: RoleSpans | None = None
         self._now = system().now
 
     def arrive(self, entry: int | None) -> None:
@@ -71,9 +74,16 @@ class StepWaits:
             with self.own_work(), apart_from_models():
                 self._between.wait()
         generators.go_on()
-        self.seconds += self._now() - began
+        self._waited(began)
         if entry is None:
             self._all_arrived()
+
+    def _waited(self, began: float) -> None:
+        """Count the seconds since a wait began."""
+        self.seconds += self._now() - began
+        if self.spans is not None:
+            version = -1 if self.arriving is None else self.arriving[1]
+            self.spans.add(SpanKind.WAIT, began, -1, version)
 
     def _all_arrived(self) -> None:
         """Note, amid a step, that all of its weights are here."""
@@ -107,7 +117,7 @@ class StepWaits:
             with self.own_work(), apart_from_models():
                 self._between.receive()
         generators.go_on()
-        self.seconds += self._now() - began
+        self._waited(began)
 
     @contextlib.contextmanager
     def own_work(self) -> Iterator[None]:

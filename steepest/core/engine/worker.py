@@ -15,6 +15,7 @@ from steepest.core.engine.between_turns import BetweenTurns
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.generators import about_to_change
 from steepest.core.engine.replicas import Replicas, WorkerResult
+from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.engine.step_waits import AbandonedError, PausedError, StepWaits
 from steepest.core.engine.waiting_calls import WaitingCall, WaitingCalls, into_future
 from steepest.core.messages.gradients import Report
@@ -109,6 +110,11 @@ class Worker:
         self._since = self._now()  # when the last step or call began, or the role did
         self._waited = 0.0  # seconds between the last report and the weights that followed it
         self._pushed_at = 0.0
+        self._spans: RoleSpans | None = None
+
+    def record(self, spans: RoleSpans | None) -> None:
+        """Record what the worker does, see `RecordsSpans`."""
+        self._spans = self._waits.spans = self._replicas.spans = spans
 
     @property
     def newest_generation(self) -> int:
@@ -228,6 +234,8 @@ class Worker:
                 complete, skipped = self._exchange.receive(source, message)
                 if skipped is not None:
                     self._note_decision(skipped)
+                if self._spans is not None and message.kind is Kind.WEIGHTS:
+                    self._spans.add(SpanKind.PULL, self._now(), -1, message.version, message.chunk)
                 if complete is not None:
                     self._complete = max(self._complete, complete)
                     self._take_version()
@@ -415,6 +423,8 @@ class Worker:
                 call.miss() if call.miss is not None and missed else call.run()
         finally:
             self._stepping = self._waits.calling = False
+            if self._spans is not None:
+                self._spans.add(SpanKind.CALL, self._since, -1, self.version)
         self._replicas.forget_writes()
         if self._waits.defect is not None:
             raise self._waits.defect
@@ -427,9 +437,14 @@ class Worker:
             self._run_calls(version)
         self._stepping, self._waits.superseded, self._waits.seconds = True, False, 0.0
         self.computing, self._since = share, self._now()
+        if self._spans is not None and self._pushed_at:
+            self._spans.add(SpanKind.WAIT, self._pushed_at, share, version, ended=self._since)
         try:
             self._compute(share, version)
         finally:
+            if self._spans is not None:
+                end = self._pushed_at if self._pushed_at > self._since else None
+                self._spans.add(SpanKind.COMPUTE, self._since, share, version, ended=end)
             self._stepping, self._waits.arriving, self.computing = False, None, None
             self._waits.begin_push = self._replicas.between_batches = None
         self._run_calls()
@@ -505,6 +520,8 @@ class Worker:
             self._since = self._now()
             self.computing = version * self._members + self._index
             self._replicas.load_ahead(self.computing)
+            if self._spans is not None:
+                self._spans.add(SpanKind.LOAD, self._since, self.computing, version)
             self.computing = None
 
     def _report(self, result: WorkerResult, version: int) -> Report:
@@ -569,8 +586,13 @@ class Worker:
         """Push a complete chunk, and let bytes move; see `ChunkReady`."""
         # A small last one leaves with the report: one wake-up.
         with self._waits.own_work():
+            began = 0.0 if self._spans is None else self._now()
             if self._exchange.ready(chunk, payload, unit, total, absent):
                 self._between.pump()
+            if self._spans is not None:
+                self._spans.add(
+                    SpanKind.PUSH, began, self._exchange.sequence, self._pushed[1], chunk
+                )
 
     def _fail(self, version: int, error: BaseException) -> None:
         """Send the coordinator FAILED with an error of the user's code, unless it was abandoned."""

@@ -109,6 +109,7 @@ class Router:
         self._events: deque[TransportEvent] = deque()  # of the transport, not delivered yet
         self._later: deque[Callable[[], None]] = deque()  # to be called when nothing is to be done
         self._ticked = 0.0
+        self._on_role: Callable[[Peer, Role], None] | None = None
         self._now = system().now
         self._stopping = system().event()
         self._why = "the process is shut down"  # nothing can be done, once `_stopping` is set
@@ -133,6 +134,15 @@ class Router:
     def host(self, peer: Peer, role: Role) -> None:
         """Deliver the messages for `peer` to a role in this process from now on."""
         self._roles[peer] = role
+        if self._on_role is not None:
+            self._on_role(peer, role)
+
+    def attend(self, on_role: Callable[[Peer, Role], None] | None) -> None:
+        """Have a function called with each role of this process, and with those that are hosted later."""
+        self._on_role = on_role
+        if on_role is not None:
+            for peer, role in self._roles.items():
+                on_role(peer, role)
 
     def attach(self, channel: Channel) -> None:
         """Send messages for the roles at a channel's other end over that channel from now on.

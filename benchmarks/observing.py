@@ -1,0 +1,111 @@
+"""What it costs to look at a job: the time of a step while its timeline is recorded, or its page is open.
+
+    python -m benchmarks.observing                       # the ConvNet under "ps", about two minutes
+    python -m benchmarks.observing --strategy allreduce --model mlp --rounds 9
+
+One job of two workers trains in turns, odd rounds in reverse order: ``off``, ``timeline`` (recorded from before
+the turn; the file is written after it, and is not timed) and, where plotly is installed, ``page``, whose data a
+thread of another process fetches twice a second. The ratio is that of a turn to ``off`` of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import multiprocessing
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.models import WORKLOADS
+from benchmarks.overhead import alternate, compare, comparison, positive
+from benchmarks.rivals import WORKERS
+from steepest import DistributedSGD, TorchModel
+from steepest.errors import ConfigurationError
+
+_LOOK_SECONDS = 0.5  # as the page in a browser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.observing")
+    parser.add_argument("--model", choices=[*WORKLOADS], default="convnet")
+    parser.add_argument("--strategy", default="ps")
+    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--steps", type=positive, help="steps of one turn")
+    options = parser.parse_args(arguments)
+    workload = WORKLOADS[options.model]
+    steps = options.steps or workload.steps
+
+    def creator(worker_index: int, device_index: int) -> TorchModel:
+        torch.set_num_threads(1)
+        return workload.model()
+
+    with (
+        DistributedSGD(creator, WORKERS, strategy=options.strategy) as sgd,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        trace = Path(folder) / "trace.json"
+        turns: dict[str, Callable[[], float]] = {
+            "off": functools.partial(seconds_of, sgd, steps),
+            "timeline": functools.partial(with_timeline, sgd, steps, trace),
+        }
+        with contextlib.suppress(ConfigurationError):  # plotly is not installed
+            turns["page"] = functools.partial(with_page, sgd, steps, sgd.page().url)
+        for turn in turns.values():
+            turn()
+        rows = compare(alternate(turns, options.rounds), ["off"])
+        size = trace.stat().st_size / 1e6
+    title = f"{options.model}, {options.strategy}, {WORKERS} workers, turns of {steps} steps"
+    print(comparison(title, rows, {"timeline": "1.02", "page": "1.01"}))
+    print(f"the last trace has {size:.1f} MB")
+
+
+def seconds_of(sgd: DistributedSGD, steps: int) -> float:
+    begin = time.perf_counter()
+    sgd.fit(steps=steps, progress=False)
+    return (time.perf_counter() - begin) / steps
+
+
+def with_timeline(sgd: DistributedSGD, steps: int, path: Path) -> float:
+    with sgd.timeline(path):
+        return seconds_of(sgd, steps)
+
+
+def with_page(sgd: DistributedSGD, steps: int, url: str) -> float:
+    looker = multiprocessing.get_context("spawn").Process(target=look, args=(url,), daemon=True)
+    looker.start()
+    try:
+        return seconds_of(sgd, steps)
+    finally:
+        looker.terminate()
+        looker.join()
+
+
+def look(url: str) -> None:
+    """Fetch the page's data as an open page does, until this process is ended."""
+    address, _, token = url.partition("#token=")
+    query, steps = "", 0
+    while True:
+        request = urllib.request.Request(
+            f"{address}data{query}", headers={"Authorization": f"Bearer {token}"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            found = json.load(answer)
+        curves = found["curves"]
+        if not query or "since" not in curves:
+            steps = 0
+        steps = curves.get("since", 0) + len(curves["step"])
+        query = (
+            f"?since={max(steps - 1, 0)}&revision={curves['revision']}&changes={found['changes']}"
+        )
+        time.sleep(_LOOK_SECONDS)
+
+
+if __name__ == "__main__":
+    main()
