@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from steepest.checkpoint.safetensors_file import write_tensors
+from steepest.checkpoint.unknown_rows import UnknownRows
 from steepest.core.tensors.dtypes import as_bytes
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.storage.files import storage_of
@@ -34,6 +35,7 @@ class ExportedTable:
         version: the number of updates until this instant.
         place: the instant, for a later export of what has changed.
         base: the instant since which rows have changed; None if all rows are here.
+        unknown: the values of ids without rows, as the job answers them; None for zeros.
 
     Example:
         >>> table = ExportedTable("words", torch.tensor([3, 8]), torch.tensor([[1.0], [2.0]]))
@@ -48,6 +50,7 @@ class ExportedTable:
     version: int = 0
     place: Sequence[Sequence[int]] = ()
     base: Sequence[Sequence[int]] | None = None
+    unknown: UnknownRows | None = None
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -57,15 +60,18 @@ class ExportedTable:
         """Return a plain module with these rows, whose input is what `index` returns.
 
         Returns:
-            A frozen `torch.nn.Embedding` of n + 1 rows: row 0, its `padding_idx`, is of zeros, for
-            ids without rows; row i + 1 is that of ``ids[i]``.
+            A frozen `torch.nn.Embedding` of n + 1 rows: row 0, its `padding_idx`, is for ids without
+            rows; row i + 1 is that of ``ids[i]``. Row 0 has the value that the job answers for such
+            ids, if that is one for all (`Table(default=Zeros())`, say), and else zeros: `look_up`
+            has the values by id.
 
         Raises:
             ConfigurationError: these are changes only.
         """
         self._require_whole("embedding()")
-        zeros = self.values.new_zeros(1, self.values.shape[1])
-        rows = torch.cat([zeros, self.values])
+        constant = None if self.unknown is None else self.unknown.constant
+        first = self.values.new_full((1, self.values.shape[1]), constant or 0.0)
+        rows = torch.cat([first, self.values])
         count, dim = rows.shape
         found = torch.nn.Embedding(count, dim, padding_idx=0, _weight=rows)
         found.weight.requires_grad_(False)
@@ -78,9 +84,26 @@ class ExportedTable:
             ConfigurationError: these are changes only, or the ids are no integers.
         """
         self._require_whole("index()")
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-            raise ConfigurationError(f"ids of {ids.dtype}: give integers")
-        return self._places(ids.to(torch.int64)) + 1
+        return self._places(_integers(ids)) + 1
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the values of ids of any shape, those without rows included, as the job answers them.
+
+        Returns:
+            The ids' shape, and the table's dimension.
+
+        Raises:
+            ConfigurationError: these are changes only, or the ids are no integers.
+        """
+        self._require_whole("look_up()")
+        flat = _integers(ids).reshape(-1)
+        places, dim = self._places(flat), self.values.shape[1]
+        found = self.values.new_zeros(len(flat), dim)
+        known = places >= 0
+        found[known] = self.values[places[known]]
+        if self.unknown is not None:
+            found[~known] = self.unknown.values(flat[~known], dim).to(found.dtype)
+        return found.view(*ids.shape, dim)
 
     def updated(self, changes: ExportedTable) -> ExportedTable:
         """Return these rows with later changes.
@@ -106,7 +129,7 @@ class ExportedTable:
         kept[old[old >= 0]] = False
         ids, order = torch.cat([self.ids[kept], changes.ids]).sort()
         values = torch.cat([self.values[kept], changes.values])[order]
-        return ExportedTable(self.name, ids, values, version=changes.version, place=changes.place)
+        return replace(changes, ids=ids, values=values, removed=changes.removed[:0], base=None)
 
     def _places(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the place of each id in `ids`, int64; -1 where there is none."""
@@ -127,10 +150,11 @@ class ExportedTable:
         """
         place = place_of(path)
         tensors = {name: getattr(self, name).contiguous() for name in _TENSORS}
+        unknown = None if self.unknown is None else asdict(self.unknown)
         about = {
             "format": _FORMAT,
             "sha256": _digest(tensors),
-            "about": json.dumps([self.name, self.version, self.place, self.base]),
+            "about": json.dumps([self.name, self.version, self.place, self.base, unknown]),
         }
         try:
             write_tensors(place, tensors, write=storage_of(place).replace, metadata=about)
@@ -157,10 +181,12 @@ class ExportedTable:
                 tensors = {name: file.get_tensor(name) for name in _TENSORS}
             if _digest(tensors) != about.get("sha256"):
                 raise ValueError("its tensors do not have their checksum")
-            name, version, place, base = json.loads(about["about"])
+            name, version, place, base, unknown = json.loads(about["about"])
+            if unknown is not None:
+                unknown = UnknownRows(tuple(unknown.pop("parameters")), **unknown)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"no whole exported table at {path}: {error}") from error
-        return cls(name, **tensors, version=version, place=place, base=base)
+        return cls(name, **tensors, version=version, place=place, base=base, unknown=unknown)
 
     def _require_whole(self, what: str) -> None:
         if self.base is not None:
@@ -168,6 +194,12 @@ class ExportedTable:
                 f"{what} of changes of table {self.name!r} alone: apply them first, with "
                 "earlier.updated(changes)"
             )
+
+
+def _integers(ids: torch.Tensor) -> torch.Tensor:
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise ConfigurationError(f"ids of {ids.dtype}: give integers")
+    return ids.to(torch.int64)
 
 
 def _plain(place: Sequence[Sequence[int]] | None) -> list[list[int]] | None:

@@ -45,5 +45,6 @@ def wide(value: torch.Tensor) -> npt.NDArray[Any]:
             f"an array of int8 and shape {tuple(value.shape)} in a state of tables: give rows of values "
             "and the two bytes of their scale"
         )
-    scales = value[:, -_SCALE_BYTES:].contiguous().view(torch.bfloat16).float()
+    octets = value[:, -_SCALE_BYTES:].reshape(-1).clone()  # one row's may begin at an odd byte
+    scales = octets.view(torch.bfloat16)[:, None].float()
     return (value[:, :-_SCALE_BYTES].float() * scales).numpy()

@@ -122,5 +122,5 @@ class RowPulls:
             keys = wanted.tables[part], wanted.ids[part]
             if wanted.pull.training:
                 rows.require_room(*keys)
-            rows.pull_sent(*keys, values[part])
+            rows.pull_sent(*keys, values[part], training=wanted.pull.training)
         return torch.from_numpy(packed)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.row_values import wide
+from steepest.checkpoint.unknown_rows import UnknownRows
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.optim.portable import Record
 from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.row_messages import RowsToRead
 from steepest.errors import ConfigurationError
 from steepest.runtime.cluster import Cluster
+
+if TYPE_CHECKING:
+    from steepest.tables.table import Table
 
 
 def export_table(cluster: Cluster, name: str, since: ExportedTable | None) -> ExportedTable:
@@ -43,13 +48,15 @@ def export_table(cluster: Cluster, name: str, since: ExportedTable | None) -> Ex
     covered = {chunk for chunk, about, _ in records if about["key"] == "since"}
     if bases and covered != set(chunks):  # of some shards it is not known what has changed
         records, covered = (read([]) if covered else records), set()
-    return joined_rows(name, records, place if covered else None)
+    return joined_rows(table, records, place if covered else None)
 
 
 def joined_rows(
-    name: str, records: Sequence[Record], base: list[list[int]] | None
+    table: Table, records: Sequence[Record], base: list[list[int]] | None
 ) -> ExportedTable:
-    """Return the rows of all shards as one table, in order of ids; for `base` see `ExportedTable.base`."""
+    """Return the rows of a table's shards as one, in order of ids; for `base` see `ExportedTable.base`."""
+    from steepest.tables.hashing import salt_of  # needs what only tables need
+
     parts: dict[str, list[torch.Tensor]] = {"ids": [], "values": [], "removed_ids": []}
     known: dict[int, dict[str, int]] = {}
     in_order = sorted(records, key=lambda record: (record[0], record[1]["start"]))
@@ -62,4 +69,7 @@ def joined_rows(
     removed, _ = torch.cat(parts["removed_ids"]).sort()
     place = [[chunk, each["life"], each["updates"]] for chunk, each in sorted(known.items())]
     values = torch.cat(parts["values"])[order]
-    return ExportedTable(name, ids, values, removed, max(each[2] for each in place), place, base)
+    version = max(each[2] for each in place)
+    salt = salt_of(table.name, next(iter(known.values()))["seed"])
+    unknown = UnknownRows((table.default or table.initial).parameters(), salt, table.dtype)
+    return ExportedTable(table.name, ids, values, removed, version, place, base, unknown)

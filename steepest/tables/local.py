@@ -83,7 +83,7 @@ class LocalRows:
             keys = tables[mine], ids[mine]
             if training:
                 shard.require_room(*keys)
-            values[mine] = shard.pull(*keys)
+            values[mine] = shard.pull(*keys, training=training)
         return values
 
     def push(

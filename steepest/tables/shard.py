@@ -21,7 +21,7 @@ from steepest.tables.eviction import Use, worn
 from steepest.tables.gradients import Bytes
 from steepest.tables.hashing import Distinct, salt_of, shard_of
 from steepest.tables.index import Index
-from steepest.tables.initial import Beginning
+from steepest.tables.initial import Beginning, Initial
 from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
 from steepest.tables.removals import Removals
 from steepest.tables.state import TableState, joined
@@ -97,6 +97,11 @@ class TableShard:
         salts = [salt_of(name, seed) for name in self._names]
         self._salts: Int64s = np.array(salts, np.uint64).view(np.int64)
         self._beginning = Beginning([table.initial for table in self._tables], salts)
+        # of ids without rows, by whether a push of them follows: then a table may make rows of all of them
+        self._unknown = [
+            Beginning([_values_of_unknown(table, training) for table in self._tables], salts)
+            for training in (False, True)
+        ]
         self._admission = Admission([table.admission for table in self._tables], salts)
         self._capacities = Capacities(self._tables, num_shards)
         self._clear()
@@ -131,13 +136,22 @@ class TableShard:
         """Return the number of rows of each table."""
         return np.array(self._alive)
 
-    def pull(self, tables: npt.ArrayLike, ids: npt.ArrayLike, out: Floats | None = None) -> Floats:
-        """Return the values of rows, or the first values of ids that have none.
+    def pull(
+        self,
+        tables: npt.ArrayLike,
+        ids: npt.ArrayLike,
+        out: Floats | None = None,
+        *,
+        training: bool = False,
+    ) -> Floats:
+        """Return the values of rows; ids that have none have their table's default, or first values.
 
         Args:
             tables, ids: (n,), table numbers and ids, which may repeat.
             out: (n, dim), contiguous and of the tables' dtype: where to write the values; without it,
                 to a new array.
+            training: whether a push of these ids follows: those whose rows it will make have first
+                values.
 
         Returns:
             (n, dim): `out`, if it is given.
@@ -153,28 +167,32 @@ class TableShard:
         self._blocks.store.gather(found, values)
         if missing:
             at = np.flatnonzero(found < 0)
-            values[at] = self._form.received(self._first(numbers_of[at], checked[at]).reshape(-1))
+            values[at] = self._form.received(
+                self._first(numbers_of[at], checked[at], training).reshape(-1)
+            )
         return values
 
-    def pull_sent(self, tables: npt.ArrayLike, ids: npt.ArrayLike, out: Bytes) -> None:
+    def pull_sent(
+        self, tables: npt.ArrayLike, ids: npt.ArrayLike, out: Bytes, *, training: bool = False
+    ) -> None:
         """Write what `pull` returns as it travels to `out`, (n, `RowFormat.sent_bytes`), contiguous."""
         numbers_of, checked = require_keys(tables, ids, self._names)
         found, missing = self._index.find(numbers_of, checked)
         self._blocks.store.send(found, out)
         if missing:
             at = np.flatnonzero(found < 0)
-            out[at] = self._first(numbers_of[at], checked[at])
+            out[at] = self._first(numbers_of[at], checked[at], training)
 
-    def _first(self, tables: Int32s, ids: Int64s) -> Bytes:
-        """Return the first values of ids as they travel, (n, `RowFormat.sent_bytes`)."""
-        values = self._first_values(tables, ids)
+    def _first(self, tables: Int32s, ids: Int64s, training: bool) -> Bytes:
+        """Return the values of ids without rows as they travel, (n, `RowFormat.sent_bytes`)."""
+        values = self._filled(self._unknown[training], tables, ids)
         if self._form.is_packed:
             return self._form.packed_values(values, (tables, ids), self._salts)
         return values.view(np.uint8)
 
-    def _first_values(self, tables: Int32s, ids: Int64s) -> Floats:
+    def _filled(self, beginning: Beginning, tables: Int32s, ids: Int64s) -> Floats:
         values = np.empty((len(ids), self.dim), self.dtype)
-        self._beginning.fill(tables, ids, np.arange(len(ids)), values)
+        beginning.fill(tables, ids, np.arange(len(ids)), values)
         return values
 
     def push(
@@ -342,7 +360,7 @@ class TableShard:
 
     def _make(self, tables: Int32s, ids: Int64s, sightings: Int32s, version: int) -> Int32s:
         """Return the numbers of new rows for ids, with their first values and slots."""
-        values = self._first_values(tables, ids)
+        values = self._filled(self._beginning, tables, ids)
         first = np.array(self._optimizer.first_slots(self.dim), self.dtype)
         slots = np.broadcast_to(first, (len(ids), len(first)))
         return self._enter(tables, ids, values, slots, np.int64(version), sightings)
@@ -535,6 +553,12 @@ class TableShard:
     def _mine(self, tables: Int32s, ids: Int64s) -> npt.NDArray[np.bool_]:
         """Return which (table, id) are of this shard."""
         return np.equal(shard_of(tables, ids, self._num_shards), self._shard)
+
+
+def _values_of_unknown(table: Table, training: bool) -> Initial:
+    """Return how the values of ids without rows are made; `training` where a push of them follows."""
+    makes_rows = training and table.trainable and table.admission is None
+    return table.initial if table.default is None or makes_rows else table.default
 
 
 def _require_sightings(sightings: npt.ArrayLike | None, count: int) -> Int32s:

@@ -35,6 +35,9 @@ class Table:
         admission: which ids get a row; without it, all.
         evict: the rows that `TableShard.evict` removes.
         trainable: False for a table whose rows stay as they are: a checkpoint's, say, or first values.
+        default: the values of an id that has no row and gets none with the present batch: in evaluations,
+            in exports, and in training until `admission` lets the id in, or where the table is not
+            trainable. Without it such ids have the values with which their rows would begin.
 
     Example:
         >>> from steepest.tables import Adagrad, Table, Uniform
@@ -53,6 +56,7 @@ class Table:
     admission: Filter | None = None
     evict: tuple[Evict, ...] = ()
     trainable: bool = True
+    default: Initial | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -60,6 +64,7 @@ class Table:
         require_count(f"dim of table {self.name!r}", self.dim)
         require_optimizer(self.name, self.optimizer)
         self._require("initial", Initial, "Normal(), Uniform() or another of steepest.tables")
+        self._require("default", (Initial, type(None)), "Zeros(), Constant() or None, say")
         self._require("eviction", (LRU, LFU, type(None)), "LRU(), LFU() or None")
         filters = (CounterFilter, CBFFilter, ProbabilityFilter, type(None))
         self._require("admission", filters, "CounterFilter(), another of steepest.tables, or None")

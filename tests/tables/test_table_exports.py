@@ -28,6 +28,7 @@ from steepest.storage.files import storage_of
 from steepest.storage.places import place_of
 from steepest.tables.eviction import LRU
 from tests.table_jobs import FIRST, IDS, trainer, words
+from tests.table_tools import table
 
 
 def expected(ids: Tensor = IDS, epochs: int = 1) -> tuple[Tensor, Tensor]:
@@ -62,7 +63,7 @@ def test_a_table_is_exported_as_a_plain_module(strategy: Any) -> None:
     wanted = torch.tensor([[2, 5], [6, 1000]])
     assert found.index(wanted).tolist() == [[1, 3], [0, 8]]
     assert torch.equal(plain(found.index(wanted))[0, 1], found.values[2])
-    assert (plain(found.index(torch.tensor(6))) == 0).all()
+    assert (plain(found.index(torch.tensor(6))) == FIRST).all()
 
 
 class Reading(Callback):
@@ -86,8 +87,8 @@ def test_what_is_read_amid_asynchronous_training_is_of_one_instant() -> None:
     found: list[tuple[int, float]] = []
 
     def read(sgd: DistributedSGD) -> None:
-        table = sgd.export_table("words")
-        found.append((table.version, float((FIRST - table.values[:, 0]).sum())))
+        rows = sgd.export_table("words")
+        found.append((rows.version, float((FIRST - rows.values[:, 0]).sum())))
         snapshot = sgd._state.snapshot("state")
         optimizer, _ = assemble(sgd._job.description.layout, snapshot.records)
         values = [value[:, 0] for key, value in optimizer.items() if key.endswith("values")]
@@ -226,13 +227,13 @@ def test_parts_of_two_servers_may_come_in_any_order() -> None:
         return chunk, {"key": key, "start": start}, value[:, None] if key == "values" else value
 
     shards = [
-        [record(chunk, key, 0, chunk) for key in ("life", "updates")]
+        [record(chunk, key, 0, chunk) for key in ("life", "seed", "updates")]
         + [record(chunk, "removed_ids", 0)]
         + [record(chunk, "ids", at, 10 * chunk + at) for at in range(3)]
         + [record(chunk, "values", at, 10 * chunk + at) for at in range(3)]
         for chunk in (1, 2)
     ]
-    for records in (shards[0] + shards[1], shards[1][:6] + shards[0] + shards[1][6:]):
-        found = joined_rows("t", records, None)
+    for records in (shards[0] + shards[1], shards[1][:7] + shards[0] + shards[1][7:]):
+        found = joined_rows(table(), records, None)
         assert found.ids.tolist() == [10, 11, 12, 20, 21, 22]
         assert found.values.flatten().tolist() == found.ids.tolist()
