@@ -31,6 +31,31 @@ class OwnWeights:
                 if value is not None:
                     view.copy_(value)
 
+    def onto(self, layout: ParameterLayout, old: torch.Tensor, new: torch.Tensor) -> OwnWeights:
+        """Return those that differ from the servers' weights in `new` by as much as these from those in `old`.
+
+        Chunks that have been pushed are left as they are: their new values are to be taken in.
+
+        Args:
+            layout: of both flat vectors.
+            old: from which these weights were computed.
+            new: of a later version.
+        """
+        values = dict(self.values)
+        for index in self.values.keys() - self.sent:
+            before, now = (layout.chunk_view(vector, index) for vector in (old, new))
+            if torch.equal(before, now):
+                continue
+            chunk = layout.chunks[index]
+            pairs = zip(
+                layout.slice_views(chunk, before), layout.slice_views(chunk, now), strict=True
+            )
+            values[index] = [
+                None if value is None else value + (there - here)
+                for value, (here, there) in zip(self.values[index], pairs, strict=True)
+            ]
+        return replace(self, values=values)
+
     def weight_of(self, chunk: int, more: float) -> float:
         """Return the weight of the samples behind a chunk's change, those of a share of the weight `more` included."""
         return self.since.get(chunk, 0.0) + more

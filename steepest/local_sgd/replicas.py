@@ -63,6 +63,10 @@ class LocalReplicas(Replicas):
     Of a layout in several fragments each step exchanges one, in turn. In the others the worker goes
     on from weights of its own, which are state as that of its optimizer is (`OwnWeights`).
 
+    Where shares are leased, the lease says which fragment is pushed; but one that the worker has not pushed for
+    long comes first. When others have changed weights of which it has yet to push changes, it adds what they have
+    changed to its own weights.
+
     With `delay` it goes on from what it has pushed, too, for so many batches of the next share, and
     takes the new weights in then: between the two, pushes and weights travel while it computes. A
     share is begun before it is known whether the one before was committed; where it was left out,
@@ -106,6 +110,8 @@ class LocalReplicas(Replicas):
         self.delays = delay > 0
         # the servers' weights, as far as they are taken in
         self._base = self.layout.allocate()
+        # whether the next ones are those to which the worker's own weights, as they were loaded, belong
+        self._base_is_due = True
         # where new ones arrive, and what is pushed of them, while a share is computed
         self._arrivals, self._difference = self.weights, self._sum
         if delay:
@@ -166,6 +172,9 @@ class LocalReplicas(Replicas):
 
     def weights_changed(self) -> None:
         """Have the models compute with the weights that have arrived, unless a share goes on from its own."""
+        if self._base_is_due and not self._computing:
+            self._base.copy_(self._arrivals)
+            self._base_is_due = False
         if self.delays and not self._computing:
             for chunk in self.layout.chunks:
                 arrived = self.layout.chunk_view(self._arrivals, chunk.index)
@@ -196,12 +205,19 @@ class LocalReplicas(Replicas):
         if not self.places(number):
             self._tell_place((number, 0, 0), empty=True)
         self._begin(number)
+        if self.leased:
+            self._own_weights = self._own_weights.onto(self.layout, self._base, self.weights)
+            assert self._before is not None, "it was saved"
+            self._before = replace(self._before, own=self._own_weights)
         self._base.copy_(self.weights)
         self._computing, self._is_void = True, False
         try:
             while (result := self._train(number, metrics, arrive)) is None:
                 self._begin_anew(number)
-            self._exchange_fragment(self.batches.places.step_of(number), result.weight, chunk_ready)
+            turn = self.batches.places.step_of(number)
+            if self.leased:
+                self.fragment = turn = self._own_turn(result.weight)
+            self._exchange_fragment(turn, result.weight, chunk_ready)
             self._companion.end_share(chunk_ready, self._updates)
             self._pushed = number
         except BaseException:
@@ -219,21 +235,22 @@ class LocalReplicas(Replicas):
         parts: list[Batches] = []
         self._own_weights.write(self.layout, self.weights)
         for share in range(number, number + self.leased_shares):
-            if not self._train_share(share, parts, metrics, arrive):
+            if not self._train_share(share, parts, metrics, arrive, goes_on=share > number):
                 return None
         return summarize_batches(parts)
 
     def _train_share(
-        self, number: int, parts: list[Batches], metrics: bool, arrive: Arrive
+        self, number: int, parts: list[Batches], metrics: bool, arrive: Arrive, *, goes_on: bool
     ) -> bool:
         """Make the updates of one share, and add what they give; False where what it began from was left out."""
+        # goes_on: from a share before, with which it is pushed
         step = self.batches.places.step_of(number)
         first = self._updates_before(step)
         # where workers get as many shares as they compute in time, each is one update of the step
         of_step = self._updates_of_step if self._updates < self._updates_of_step else 0
         first += number % self.batches.places.shares * of_step // self.batches.places.shares
         for update in range(self._updates):
-            if update == self._delay and not self._take_in(arrive):
+            if update == self._delay and not goes_on and not self._take_in(arrive):
                 return False
             micros = range(update * self._accumulate, (update + 1) * self._accumulate)
             places = [place for place in self.places(number) if place[2] in micros]
@@ -284,10 +301,21 @@ class LocalReplicas(Replicas):
         self._earlier, self._pushed, self._is_void = None, -1, False
         self.weights.copy_(self._base)
 
-    def _exchange_fragment(self, step: int, weight: float, chunk_ready: ChunkReady) -> None:
-        """Push what a step's fragment has changed since its last exchange, and keep the weights of the others."""
+    def _own_turn(self, weight: float) -> int:
+        """Return the fragment to be pushed after a leased share, of samples of some weight."""
+        # That whose turn it is, unless another waits for twice as long as it would in turn: a worker whose leases come
+        # in step with the turns would push the same one again and again.
+        since, count = self._own_weights.since, self.layout.fragments
+        of_fragments = map(self.layout.of_fragment, range(count))
+        waited = [max((since.get(i, 0.0) for i in chunks), default=0.0) for chunks in of_fragments]
+        longest = waited.index(max(waited))
+        overdue = waited[longest] + weight >= 2 * count * weight and waited[longest] > 0
+        return longest if self.turn is None or overdue else self.turn % count
+
+    def _exchange_fragment(self, turn: int, weight: float, chunk_ready: ChunkReady) -> None:
+        """Push what a fragment has changed since its last exchange, and keep the weights of the others."""
         # weight: of the samples of this share
-        exchanged = self.layout.changed_by(step + 1)
+        exchanged = self.layout.of_fragment(turn)
         own, goes_on = self._own_weights, self.delays or self._blend > 0
         for index in reversed(self._dense):
             total = own.weight_of(index, weight)
@@ -437,6 +465,8 @@ class LocalReplicas(Replicas):
             records, schedule, own = before.optimizer, before.schedule, before.own
         else:
             records, schedule, own = self._records(), self._schedule.state(), self._own_weights
+        if self.leased and not self._base_is_due:
+            own = own.onto(self.layout, self._base, self.weights)
         state, plain = assemble(self.layout, records)
         found = {name: value.clone() for name, value in state.items()}
         return found | own.state(self.layout), plain, schedule
@@ -451,6 +481,7 @@ class LocalReplicas(Replicas):
         of_optimizer = {name: value for name, value in state.items() if not is_own_weight(name)}
         self._load(disassemble(self.layout, of_optimizer, plain))
         self._own_weights = OwnWeights.loaded(self.layout, state)
+        self._base_is_due = True
         self._schedule.load_state(schedule)
         self._before = self._earlier = None
         self._is_open = False

@@ -51,8 +51,9 @@ class LocalStrategy(WithFormats, ServerStrategy):
         quorum: how many workers' changes make a round; the others go on by themselves, and theirs are part
             of the next one, by the weight of their samples, so that nobody waits for a slow worker or one
             that has left (Decoupled DiLoCo, 2026, arXiv:2604.21428). A step is then as many changes as there are
-            workers, whichever made them. None for all workers' changes, each from the same weights.
-            Needs `num_servers`; not together with `fragments`, `delay` and embedding tables.
+            workers, whichever made them. None for all workers' changes, each from the same weights. With
+            `fragments` each worker's change is of one of them, as the rounds take turns; that of a late worker may
+            be of another than the others'. Needs `num_servers`; not together with `delay` and embedding tables.
         grace: seconds for which a round waits for further changes once `quorum` have come, by the
             coordinator's clock. What had come is in the log, so that a replay does not depend on time.
         pace: "equal" for `sync_every` batches of each worker between two exchanges; "speed" for so many of the fastest,
@@ -170,12 +171,11 @@ class LocalStrategy(WithFormats, ServerStrategy):
                 f"{what} without servers: a slow worker would hold up the slice that it averages for "
                 "the others; give num_servers=1, say"
             )
-        for name, least in (("fragments", 1), ("delay", 0)):
-            if (given := getattr(self, name)) > least:
-                raise ConfigurationError(
-                    f"{what} with {name}={given}: workers exchange the whole model then, and "
-                    f"wait for what becomes of it; leave {name} out, or the other"
-                )
+        if self.delay:
+            raise ConfigurationError(
+                f"{what} with delay={self.delay}: workers wait for what becomes of their changes then; leave delay "
+                "out, or the other"
+            )
 
     @property
     def _has_rounds(self) -> bool:

@@ -285,7 +285,7 @@ class _PartReplay:
         replicas.use_exchange(exchange)
         exchange.begin(0, push.pulled, push.incarnation, is_last=RowsOfPush.of(push).own)
         end.dense.sequence = push.sequence
-        replicas.leased_shares = push.length
+        replicas.leased_shares, replicas.turn = push.length, push.fragment
         replicas.compute(push.share, exchange.ready, False)
         if self._rows is not None:
             self._rows.end()

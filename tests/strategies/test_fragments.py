@@ -25,45 +25,10 @@ from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster, replay
 from tests.pairs import grid
 from tests.random_examples import seeds
-from tests.reference import OptimizerFactory, Task, Weights, difference, same_bits, samples, sgd
+from tests.reference import Task, Weights, difference, same_bits, samples, sgd
+from tests.rounds import FRAGMENTS, OPTIMIZERS, deep, deep_task
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
-
-OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "momentum": sgd(momentum=0.9, nesterov=True),
-    "adam": lambda module: torch.optim.Adam(module.parameters(), lr=0.01),
-}
-#: The fragments of `deep`, in the order in which they are exchanged.
-FRAGMENTS = {
-    1: [["6.bias", "6.weight", "4.bias", "4.weight", "2.bias", "2.weight", "0.bias", "0.weight"]],
-    2: [
-        ["6.bias", "6.weight", "4.bias", "4.weight"],
-        ["2.bias", "2.weight", "0.bias", "0.weight"],
-    ],
-    3: [
-        ["6.bias", "6.weight"],
-        ["4.bias", "4.weight", "2.bias", "2.weight"],
-        ["0.bias", "0.weight"],
-    ],
-    4: [
-        ["6.bias", "6.weight"],
-        ["4.bias", "4.weight"],
-        ["2.bias", "2.weight"],
-        ["0.bias", "0.weight"],
-    ],
-}
-
-
-def deep() -> nn.Module:
-    """Four layers of equally many parameters."""
-    torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(3, 3), nn.Tanh())]
-    return nn.Sequential(*layers[:-1]).double()
-
-
-def task_of(optimizer: str, count: int = 50) -> Task:
-    data = samples(count, outputs=3)
-    return Task(deep, OPTIMIZERS[optimizer], data, batch_size=2)
 
 
 def by_hand(
@@ -181,7 +146,7 @@ def test_equals_the_same_by_hand(
     optimizer: str, size: tuple[int, int], servers: int | None, how: tuple[int, int, float]
 ) -> None:
     (workers, devices), (fragments, delay, blend) = size, how
-    task = task_of(optimizer)
+    task = deep_task(optimizer)
     for config in (
         LocalStrategy(
             sync_every=2 * fragments + fragments * delay,
@@ -207,7 +172,7 @@ def test_equals_the_same_by_hand(
 
 
 def test_each_exchange_carries_one_fragment() -> None:
-    task = task_of("adam", 600)
+    task = deep_task("adam", 600)
     whole = run(task, 2, 2, LocalStrategy(sync_every=8, num_servers=1))
     once = [result.bytes_pushed for result in whole.step(2)]
     pulled = [result.bytes_pulled for result in whole.step(2)]
@@ -246,7 +211,7 @@ def test_a_step_that_is_skipped_leaves_no_trace(
     delay: int, blend: float, shuffle: int | None
 ) -> None:
     """Also in the weights of fragments that it would not have exchanged; what was begun from it is begun anew."""
-    task = task_of("momentum", 60)
+    task = deep_task("momentum", 60)
     task.data[1][SamplePlan(60, 8, 0).share(3, 2, 4)[0]] = torch.inf  # of worker 1's fourth step
     config = LocalStrategy(
         sync_every=4, fragments=2, delay=delay, blend=blend, nonfinite="skip", chunk_bytes=48
@@ -293,7 +258,7 @@ def test_a_step_that_failed_leaves_no_trace(delay: int, raises_in: int) -> None:
 
 
 def test_uneven_ends_of_epochs_and_more_workers_than_samples() -> None:
-    task = task_of("momentum", 7)
+    task = deep_task("momentum", 7)
     config = LocalStrategy(sync_every=4, fragments=2)
     assert difference(run(task, 3, 9, config).weights(), by_hand(task, 3, 9, config)) < 1e-12
 
@@ -333,7 +298,7 @@ def test_fragments_are_whole_layers_of_about_the_same_size() -> None:
 def test_a_worker_computes_on_while_its_changes_and_what_became_of_them_travel(
     servers: int | None,
 ) -> None:
-    task = task_of("adam", 600)
+    task = deep_task("adam", 600)
     passes = [0, 0]
     leads: list[int] = []
 
@@ -360,7 +325,7 @@ def test_a_worker_computes_on_while_its_changes_and_what_became_of_them_travel(
 def test_what_was_begun_from_a_step_that_is_skipped_is_begun_anew(
     servers: int | None, seed: int
 ) -> None:
-    task = task_of("momentum", 72)
+    task = deep_task("momentum", 72)
     task.data[1][SamplePlan(72, 12, 0).share(3, 2, 6)[0]] = torch.inf  # of worker 0's fourth step
     strategy = LocalStrategy(
         sync_every=6, fragments=2, delay=2, blend=0.5, nonfinite="skip", num_servers=servers
@@ -376,7 +341,7 @@ def test_real_overlap_changes_no_bit(servers: int | None, how: tuple[int, int, f
     fragments, delay, blend = how
     task = Task(normalised, OPTIMIZERS["adam"], samples(96, outputs=3), batch_size=4)
     if fragments > 2:
-        task = task_of("adam")
+        task = deep_task("adam")
     strategy = LocalStrategy(
         sync_every=fragments * (delay + 1),
         fragments=fragments,
@@ -389,7 +354,7 @@ def test_real_overlap_changes_no_bit(servers: int | None, how: tuple[int, int, f
 
 
 def test_more_fragments_than_layers_are_refused() -> None:
-    task = task_of("adam")
+    task = deep_task("adam")
     with pytest.raises(ModelError, match=r"fragments=8: the model has 4 layers .* at most 4"):
         InProcessCluster(
             task.creator(), num_workers=2, strategy=LocalStrategy(sync_every=8, fragments=8)
@@ -440,7 +405,7 @@ def test_embedding_tables_are_refused(settings: dict[str, Any], message: str) ->
 def test_a_checkpoint_in_the_middle_of_a_cycle_goes_on_exactly(
     servers: int | None, delay: int, tmp_path: Path
 ) -> None:
-    task = task_of("adam")
+    task = deep_task("adam")
     strategy = LocalStrategy(sync_every=8, fragments=4, delay=delay, blend=0.5, num_servers=servers)
     whole = simulated_run(task, strategy, 9)
     with quiet(), Simulation(1).running():
@@ -494,7 +459,7 @@ def test_after_a_death_the_successor_goes_on_with_the_mean_of_the_others(delay: 
 
 def test_strategies_follow_each_other() -> None:
     """To other fragments own weights are taken along; to another kind of training they are not."""
-    task = task_of("momentum", 96)
+    task = deep_task("momentum", 96)
     with quiet(), Simulation(1).running():
         strategy, config = LocalStrategy(sync_every=4, fragments=2), run_config()
         with DistributedSGD(task.creator(), 2, strategy=strategy, run_config=config) as trainer:
@@ -515,7 +480,7 @@ def test_strategies_follow_each_other() -> None:
 @seeds(3)
 def test_a_worker_may_be_ahead_of_a_server_that_has_none_of_a_fragment(seed: int) -> None:
     """It has the weights of a version from other servers before that one has heard of the commit."""
-    task = task_of("momentum", 60)
+    task = deep_task("momentum", 60)
     strategy = LocalStrategy(sync_every=4, fragments=4, num_servers=2)
     found = run(task, 3, 8, strategy, shuffle=seed).weights()
     assert same_bits(found, run(task, 3, 8, strategy).weights())

@@ -25,6 +25,7 @@ class _PushFields(NamedTuple):
     share: int
     more: tuple[Any, ...] = ()
     length: int = 1
+    fragment: int = 0
 
 
 class LoggedPush(_PushFields):
@@ -37,6 +38,7 @@ class LoggedPush(_PushFields):
             the plan; those of `length` shares, from that one on.
         more: what a replay needs to know of it besides, as the worker's `Exchange.logged` says; such as of which
             versions were parts of the weights that it has asked for in the middle of the step.
+        fragment: the part of the model that it changes, in rounds of a quorum; else 0.
     """
 
     __slots__ = ()
@@ -51,11 +53,12 @@ class LoggedPush(_PushFields):
         *more: Any,
     ) -> LoggedPush:
         """Return the push of an entry of the coordinator's log, which has what is `more` behind the rest."""
-        first, length = (share, 1) if isinstance(share, int) else share
-        return super().__new__(cls, worker, incarnation, sequence, pulled, first, more, length)
+        first, length, *fragment = (share, 1) if isinstance(share, int) else share
+        about = worker, incarnation, sequence, pulled, first, more, length
+        return super().__new__(cls, *about, *fragment)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        share = self.share if self.length == 1 else (self.share, self.length)
+        share = (self.share, self.length, self.fragment)
         return (*self[:4], share, *self.more)
 
     @property

@@ -110,11 +110,15 @@ class ArrivingWeights:
         elif address_of(payload) != address:
             as_tensor(view).copy_(as_tensor(payload))
         if key not in self._awaited:
-            self._awaited[key] = set(
-                self._all if weights.reload else self._layout.changed_by(weights.version)
-            )
+            self._awaited[key] = set(self._all if weights.reload else self._sent_with(weights))
         self._awaited[key].discard(weights.chunk)
         return weights
+
+    def _sent_with(self, weights: Weights) -> frozenset[int]:
+        """Return the chunks of which a reader is sent a version."""
+        if weights.fragments is None:
+            return self._layout.changed_by(weights.version)
+        return self._layout.of_fragments(weights.fragments)
 
     def has(self, entry: int | None, key: Key) -> bool:
         """Return whether a trainable parameter is here whole, at a generation and version or later."""

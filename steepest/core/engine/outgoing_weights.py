@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -82,10 +82,11 @@ class OutgoingWeights:
         *,
         reload: bool = False,
         skipped: bool = False,
+        fragments: Sequence[int] | None = None,
     ) -> None:
         """Send a reader a chunk at a generation and version, if it gets that from this server."""
         # Opaque chunks are not sent. sequence: the request's, or 0; reload: all chunks are sent, frozen too;
-        # skipped: the reader's last push was left out.
+        # skipped: the reader's last push was left out; fragments: of which it is sent chunks, None for that in turn.
         if held.is_opaque:
             return  # workers ask for what they need
         holders = self._holders[held.chunk.index]
@@ -97,7 +98,8 @@ class OutgoingWeights:
             payload = held.sent.clone() if reload else self._changes[held.chunk.index]
         generation, version = at
         chunk = held.chunk.index
-        weights = Weights(generation, sequence, version, chunk, reload, skipped, payload)
+        about = generation, sequence, version, chunk, reload, skipped
+        weights = Weights(*about, fragments, payload)
         self._send(reader, weights.pack())
 
     def _is_far(self, reader: Peer) -> bool:

@@ -135,6 +135,10 @@ class Replicas:
 
     #: how many leased shares `compute` takes together, from the one on that it is given
     leased_shares = 1
+    #: which part of the model it pushes of leased shares, counted round and round; None for that not pushed for longest
+    turn: int | None = None
+    #: the part that the last leased share has changed
+    fragment = 0
 
     #: records when batches are loaded; None elsewhere
     spans: RoleSpans | None = None

@@ -158,6 +158,9 @@ class Server:
         self._left_out: set[int] = (
             set()
         )  # workers of whose pushes the last committed one was left out
+        # where a version is of any fragment: that of each one's last update, and the one that each reader was sent last
+        self._updated = None if mode.together else [0] * layout.fragments
+        self._sent: dict[Peer, int] = {}
 
     def record(self, spans: RoleSpans | None) -> None:
         """Record what the server does, see `RecordsSpans`."""
@@ -348,7 +351,8 @@ class Server:
         self._intake.progress.begin_version()
         workers = ((self._hosts.reader_of(worker), request) for worker, request in commit.readers)
         readers = list(dict.fromkeys(workers))
-        changed = self._layout.changed_by(commit.version)
+        changed = self._changed_by(commit)
+        due = [(reader, sequence, self._due(reader)) for reader, sequence in readers]
         for held in self._in_order:
             if held.is_opaque:
                 self.flush()  # the weights, with which workers go on meanwhile
@@ -357,12 +361,12 @@ class Server:
             for push in commit.pushes:
                 if push in held.staged:  # what an aggregator added up is staged as the first push
                     held.forget(push)
-            sent = self.torn is None and held.chunk.index in changed
-            if sent:
+            if self.torn is not None:
+                continue
+            if held.chunk.index in changed:
                 self._weights.change(held)
-            for reader, sequence in readers if sent else ():
-                skipped = self._is_left_out(reader)
-                self._weights.send(reader, held, self._position, sequence, skipped=skipped)
+            for reader, sequence, fragments in due:
+                self._send_due(reader, sequence, held, fragments)
         if self.torn is not None and self._open_to_all:
             for reader, sequence in readers:
                 self._send_torn(reader, sequence, self.torn)
@@ -373,6 +377,33 @@ class Server:
         if self._service is not None:
             self._service.reached(self._position)
         self._intake.stage_early()
+
+    def _changed_by(self, commit: CommitOrder) -> frozenset[int]:
+        """Return the chunks that a commit changes, and note of which fragments it is."""
+        if self._updated is None or len(self._updated) == 1:
+            return self._layout.changed_by(commit.version)
+        for fragment in commit.fragments:
+            self._updated[fragment % len(self._updated)] = commit.version
+        return self._layout.of_fragments(commit.fragments)
+
+    def _due(self, reader: Peer) -> list[int] | None:
+        """Return the fragments with updates that a reader was not sent, which it is sent now; None for that in turn."""
+        if self._updated is None or len(self._updated) == 1:
+            return None
+        last, self._sent[reader] = self._sent.get(reader, 0), self.version
+        return [fragment for fragment, version in enumerate(self._updated) if version > last]
+
+    def _send_due(
+        self, reader: Peer, sequence: int, held: ChunkStore, fragments: list[int] | None
+    ) -> None:
+        """Send a reader a chunk, if it is of one of the fragments that are due, see `_due`."""
+        if fragments is None:
+            is_due = held.chunk.index in self._layout.changed_by(self.version)
+        else:
+            is_due = held.chunk.fragment in fragments
+        if is_due:
+            skipped, at = self._is_left_out(reader), self._position
+            self._weights.send(reader, held, at, sequence, skipped=skipped, fragments=fragments)
 
     def _is_left_out(self, reader: Peer) -> bool:
         """Return whether a reader's last committed push, or those of its workers, was left out."""
@@ -440,6 +471,7 @@ class Server:
         if self._is_now(joined):
             # it may have been missing when the generation began
             self._intake.members |= {joined.worker}
+            self._sent[worker_peer(joined.worker)] = self.version
             for held in self.chunks.values():
                 self._weights.send(worker_peer(joined.worker), held, self._position, reload=True)
             self._intake.stage_early()
@@ -453,9 +485,9 @@ class Server:
         """Send workers the trainable weights as they are; each entry is (worker, request)."""
         for worker, sequence in readers:
             reader = worker_peer(worker)
-            skipped = self._is_left_out(reader)
+            fragments = self._due(reader)
             for held in reversed(self._trainable):
-                self._weights.send(reader, held, self._position, sequence, skipped=skipped)
+                self._send_due(reader, sequence, held, fragments)
 
     # -- membership and state ------------------------------------------------------------------
 
@@ -467,10 +499,13 @@ class Server:
         self._since = self._now()
         self._intake.begin_generation(begun.workers)
         self._left_out.clear()
+        if self._updated is not None:  # all readers are sent all weights
+            self._updated = [begun.version] * len(self._updated)
         self._install(begun.install)
         if begun.reload:
             readers = map(self._hosts.reader_of, sorted(self._intake.members))
             for reader in dict.fromkeys(readers):
+                self._sent[reader] = begun.version
                 for held in self.chunks.values():
                     self._weights.send(reader, held, self._position, reload=True)
         if self._service is not None:

@@ -375,6 +375,7 @@ class Worker:
                     (lease.share, lease.version),
                     lease.count,
                 )
+                self._replicas.turn = lease.turn
                 self._exchange.committed(lease.committed)
                 self._replicas.decided(counts=lease.committed == self._exchange.sequence)
 
@@ -546,6 +547,7 @@ class Worker:
                 *moved,
             ),
             **stats,
+            fragment=self._replicas.fragment,
             more=None if self._computed is None else self._computed.more or None,
             hyper=self._replicas.hyper,
             clip=self._replicas.clip,

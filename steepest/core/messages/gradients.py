@@ -151,6 +151,8 @@ class Report(Body):
     metrics: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
     # seconds, by part of the step: "data", "compute", "wait"
     timings: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
+    # the part of the model that it changes, where updates under a rule of rounds change one part
+    fragment: Annotated[int, COUNT] = 0
     # what a replay needs to know of the push beside its name and samples, see `LoggedPush.more`; None for nothing
     more: Annotated[Seq[Any] | None, UNUSED] = None
     # for each parameter group, the hyperparameters of a worker's own loop that differ from the optimizer's own; None
@@ -196,6 +198,7 @@ class CommitOrder(Decision):
         clip: factor of the mean gradient, from clipping by its norm.
         entry: the commit's entry in the log, if a log is kept and servers remember decisions.
         made: as how many versions it counts.
+        fragments: the parts of the model that it changes, ascending, under a rule of rounds.
     """
 
     rate: Annotated[float, Header("weight", FACTOR)]
@@ -206,6 +209,7 @@ class CommitOrder(Decision):
     clip: Annotated[float, NUMBER] = 1.0
     entry: Annotated[list[Any] | None, many(ANYTHING)] = None
     made: Annotated[int, COUNT] = 1
+    fragments: Annotated[Seq[int], many(COUNT)] = ()
 
 
 @body(Kind.DISCARD)
@@ -260,6 +264,8 @@ class Weights(Body):
     reload: Annotated[bool, FLAG] = False
     # whether the reader's last committed push was left out, because of NaN or infinity
     skipped: Annotated[bool, FLAG] = False
+    # the parts of the model of which the reader is sent this version; None for that of which the version is in turn
+    fragments: Annotated[Seq[int] | None, many(COUNT)] = None
     # in the chunk's dtype or in half precision
     payload: Payload = None
 

@@ -62,6 +62,8 @@ class ClosedJob:
         self._stats = True
         self._installs: list[tuple[Peer, int]] = []  # requests that wait for all workers to join
         self._step = OpenStep()
+        # the fragment, counted round and round, after that of most pushes of the last round; None before that
+        self._turn: int | None = None
         # Of commits whose pushes are not counted yet: generation, version before, reports and staleness
         # by worker, norm, versions after each push.
         self._unsettled: list[
@@ -359,6 +361,7 @@ class ClosedJob:
                 stats=self._stats,
                 committed=last,
                 count=len(shares),
+                turn=self._turn,
             )
             out.append((worker_peer(worker), lease.pack()))
         idle = () if granted else sorted(self.joined - set(state.leases.busy))
@@ -393,6 +396,8 @@ class ClosedJob:
             readers = [[push.worker, 0] for push in made.pushes]
         else:
             state.leases.commit(made.pushes, skipped=made.skipped)
+            turns = [r.fragment for r in made.reports.values() if isinstance(r, Report)]
+            self._turn = max(turns, key=turns.count) + 1 if turns else None
             if state.versions_per_step == 1:  # what the others are computing can only be dropped
                 state.leases.give_back(state.leases.busy)
             readers, out = self._lease()

@@ -178,7 +178,9 @@ class CommitEach:
 class CommitQuorum:
     """Rounds of as many pushes as have come in time; a late one is part of the next round.
 
-    The version counts shares of samples, so that a step has as many however they were divided into rounds.
+    The version counts shares of samples, so that a step has as many however they were divided into rounds. Of a model
+    in fragments each push is of that whose turn it is at its worker, and a round of any: if a late push had to wait
+    for a round of its own fragment, the worker that it leaves behind would wait for that of its own, and so on.
 
     Args:
         quorum: how many pushes make a round; None for those of all workers that have begun one.

@@ -309,6 +309,7 @@ class Coordinator:
             clip=clip,
             entry=state.log_entry(entry),
             made=made,
+            fragments=sorted({r.fragment for r in reports.values() if isinstance(r, Report)}),
         )
         return state.to_servers(commit) + answers + self._reads_due()
 
@@ -326,12 +327,16 @@ class Coordinator:
         entries: list[list[Any]] = []
         for push in pushes:
             share: int | list[int] | None = push.pulled * state.pushes_per_step + push.worker
+            report = reports[push.worker]
             if not state.rule.together:
                 share = None
                 if shares := state.leases.shares_of(push.worker):
-                    share = shares[0] if len(shares) == 1 else [shares[0], len(shares)]
+                    part = (
+                        [report.fragment] if isinstance(report, Report) and report.fragment else []
+                    )
+                    many = part or len(shares) > 1
+                    share = [shares[0], len(shares), *part] if many else shares[0]
             entry: list[Any] = [push.worker, push.incarnation, push.sequence, push.pulled, share]
-            report = reports[push.worker]
             if isinstance(report, Report) and report.more:
                 entry += report.more
             entries.append(entry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -301,7 +301,15 @@ class ParameterLayout:
 
     def changed_by(self, version: int) -> frozenset[int]:
         """Return the chunks of the flat vector that the update to a version changes: one fragment's, in turn."""
-        return self._by_fragment[(version - 1) % len(self._by_fragment)]
+        return self.of_fragment(version - 1)
+
+    def of_fragment(self, turn: int) -> frozenset[int]:
+        """Return the chunks of the flat vector of a fragment; numbers go on after the last one with the first."""
+        return self._by_fragment[turn % len(self._by_fragment)]
+
+    def of_fragments(self, turns: Iterable[int]) -> frozenset[int]:
+        """Return the chunks of the flat vector of some fragments."""
+        return frozenset(chunk for turn in turns for chunk in self.of_fragment(turn))
 
     @cached_property
     def on_pages(self) -> bool:

@@ -1,0 +1,266 @@
+"""Rounds of a quorum, of a model in fragments: slow workers and slow links together, against plain torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from steepest import AllreduceStrategy, DistributedSGD
+from steepest.core.data.sampler import SamplePlan
+from steepest.core.engine.commit_log import CommitLog
+from steepest.core.system import system
+from steepest.strategies.local import LocalStrategy
+from steepest.testing import replay
+from tests.modes import check_counts
+from tests.pairs import grid
+from tests.reference import Task, Weights, difference, same_bits
+from tests.rounds import FRAGMENTS, OPTIMIZERS, Outer, deep_task, run_rounds, simulated, timed
+from tests.simulation.run import Simulation
+
+
+class Life:
+    """One life of a worker: its weights, what it began from, and the samples since it pushed each fragment."""
+
+    def __init__(self, task: Task, weights: list[torch.Tensor], fragments: int) -> None:
+        self.module = task.module()
+        self.optimizer = task.optimizer(self.module)
+        self.since, self.sent = [0] * fragments, -1
+        self.base = weights
+        with torch.no_grad():
+            for p, value in zip(self.module.parameters(), weights, strict=True):
+                p.copy_(value)
+
+
+def by_hand(task: Task, log: CommitLog, strategy: LocalStrategy) -> Weights:
+    """The rounds of a log in plain torch, one change after the other; a worker's later lives begin anew."""
+    workers, devices = log.num_workers, log.devices_per_worker
+    every, count = strategy.sync_every // strategy.fragments, strategy.fragments
+    shared = task.module()
+    outer = Outer(shared, strategy)
+    names = [name for name, _ in shared.named_parameters()]
+    part_of = {name: part for part, found in enumerate(FRAGMENTS[count]) for name in found}
+    parts_of = [part_of[name] for name in names]
+    history = {log.start: [p.detach().clone() for p in shared.parameters()]}
+    lives: dict[tuple[int, int], Life] = {}
+    parts = workers * devices * every
+    of_step = workers * every if strategy.pace == "speed" else workers  # shares
+    of_share = 1 if strategy.pace == "speed" else every  # updates
+    plan = SamplePlan(len(task.data[0]), parts * task.batch_size, 0)
+    for commit in log.commits:
+        changes, totals = [torch.zeros_like(p) for p in shared.parameters()], [0.0] * count
+        for push in commit.pushes:
+            now = history[push.pulled]
+            life = lives.setdefault(push[:2], Life(task, now, count))  # type: ignore[arg-type]
+            with torch.no_grad():
+                for p, old, new, of in zip(
+                    life.module.parameters(), life.base, now, parts_of, strict=True
+                ):
+                    if of == life.sent:
+                        p.copy_(new + (p - new) * strategy.blend)
+                    else:
+                        p += new - old
+            life.base = now
+            for share, update in itertools.product(push.shares, range(of_share)):
+                step, place = divmod(share, of_step)
+                index = [
+                    plan.share(step, (place * devices + device) * of_share + update, parts)
+                    for device in range(devices)
+                ]
+                samples = sum(map(len, index))
+                if not samples:
+                    continue
+                life.optimizer.zero_grad()
+                for some in filter(len, index):
+                    x, y = (column[torch.from_numpy(some.copy())] for column in task.data)
+                    (task.loss(life.module(x), y) * (len(some) / samples)).backward()
+                life.optimizer.step()
+                life.since = [each + samples for each in life.since]
+            part = push.fragment
+            for change, p, base, of in zip(
+                changes, life.module.parameters(), now, parts_of, strict=True
+            ):
+                if of == part:
+                    change += (base - p.detach()) * life.since[part]
+            totals[part] += life.since[part]
+            life.since[part], life.sent = 0, part
+        for p, change, of in zip(outer.parameters, changes, parts_of, strict=True):
+            p.grad = change / totals[of] if totals[of] else None
+        outer.sgd.step()
+        history[commit.version] = [p.detach().clone() for p in shared.parameters()]
+    return dict(zip(names, history[max(history)], strict=True))
+
+
+def check_samples(log: CommitLog) -> None:
+    seen = Counter(at for part in log.samples() for at in [(part[0], n) for n in range(*part[1:])])
+    assert set(seen.values()) == {1}
+
+
+@pytest.mark.few(4)
+@grid(
+    optimizer=OPTIMIZERS,
+    size=[(1, 1, 1), (2, 1, 1), (2, 1, 2), (3, 1, 2), (3, 2, 1), (3, 1, 3)],
+    fragments=[2, 3, 4],
+    pace=["equal", "speed"],
+    blend=[0.0, 0.25],
+    servers=[1, 2],
+    shuffle=[None, 1, 2],
+)
+def test_equals_the_same_by_hand(
+    optimizer: str,
+    size: tuple[int, int, int],
+    fragments: int,
+    pace: str,
+    blend: float,
+    servers: int,
+    shuffle: int,
+) -> None:
+    workers, devices, quorum = size
+    task = deep_task(optimizer, 70)
+    strategy = LocalStrategy(
+        sync_every=2 * fragments,
+        fragments=fragments,
+        quorum=quorum,
+        pace=pace,
+        blend=blend,
+        outer_lr=0.4,
+        outer_momentum=0.5,
+        nesterov=True,
+        num_servers=servers,
+        chunk_bytes=32,
+    )
+    cluster = run_rounds(task, workers, 13, strategy, devices_per_worker=devices, shuffle=shuffle)
+    log, found = cluster.log(), cluster.weights()
+    assert difference(found, by_hand(task, log, strategy)) < 1e-12
+    assert same_bits(replay(log, task.creator()), found)
+    check_counts(cluster, log)
+    for worker in range(workers):
+        turns = [p.fragment for c in log.commits for p in c.pushes if p.worker == worker]
+        assert all(
+            set(turns[i : i + 2 * fragments]) == set(range(fragments))
+            for i in range(len(turns) - 2 * fragments)
+        )
+
+
+def test_with_all_changes_in_each_round_fragments_are_as_without_a_quorum() -> None:
+    """To rounding: workers add what others have changed, which is nothing there."""
+    task = deep_task("adam", 96)
+    strategy = LocalStrategy(sync_every=8, fragments=4, num_servers=1, outer_momentum=0.5)
+    found = run_rounds(task, 2, 10, replace(strategy, quorum=2)).weights()
+    assert difference(found, run_rounds(task, 2, 10, strategy).weights()) < 1e-12
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("pace", ["equal", "speed"])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_slow_worker_that_dies_is_replaced_while_the_others_go_on(
+    workers: int, pace: str
+) -> None:
+    task = deep_task("adam", 400)
+    strategy = LocalStrategy(
+        sync_every=8, fragments=2, quorum=workers - 1, grace=0.1, pace=pace, num_servers=2
+    )
+    create, _ = timed(task, [0.3, *[0.05] * (workers - 1)], lambda: 0.0)
+
+    def act(trainer: DistributedSGD, simulation: Simulation) -> None:
+        victim = next(each for each in simulation.living() if "worker 0" in str(each))
+        simulation.at_event(150, lambda: simulation.world.kill(victim, "it was killed."))
+        trainer.fit(steps=30, progress=False)
+        assert [event.kind for event in trainer.stats().events] == ["replaced"]
+
+    found, log = simulated(task, workers, strategy, act, create)
+    pushes = [push for commit in log.commits for push in commit.pushes]
+    assert {push.incarnation for push in pushes if push.worker == 0} == {0, 1}
+    assert max(max(commit.staleness) for commit in log.commits) > 0
+    check_samples(log)
+    assert same_bits(replay(log, task.creator()), found)
+    assert difference(found, by_hand(task, log, strategy)) < 1e-12
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("settings", "least"), [({"quorum": 3}, 0.9), ({"quorum": 1}, 0.95), ({"pace": "speed"}, 0.95)]
+)
+def test_a_slow_worker_holds_up_nobody(settings: dict[str, Any], least: float) -> None:
+    task, seconds = deep_task("momentum", 9000), [0.1, 0.1, 0.1, 0.5]
+    strategy = LocalStrategy(sync_every=40, fragments=4, num_servers=1, **settings)
+    create, ends = timed(task, seconds, lambda: system().now())
+    simulated(task, 4, strategy, lambda t, _: t.fit(steps=40, progress=False), create)
+    begin, end = max(each[12] for each in ends), min(each[-1] for each in ends)
+    done = sum(begin < at <= end for each in ends for at in each)
+    assert done >= least * sum((end - begin) / each for each in seconds)
+
+
+def test_a_checkpoint_in_the_middle_of_a_cycle_goes_on_exactly(tmp_path: Path) -> None:
+    task = deep_task("adam")
+    strategy = LocalStrategy(
+        sync_every=8, fragments=4, quorum=2, grace=50.0, num_servers=2, replication=2, blend=0.25
+    )
+    whole, _ = simulated(task, 2, strategy, lambda t, _: t.fit(steps=9, progress=False))
+
+    def act(trainer: DistributedSGD, simulation: Simulation) -> None:
+        trainer.fit(steps=6, progress=False)
+        trainer.save(tmp_path / "saved")
+
+    simulated(task, 2, strategy, act)
+
+    def go_on(trainer: DistributedSGD, simulation: Simulation) -> None:
+        trainer.restore(tmp_path / "saved")
+        trainer.fit(steps=3, progress=False)
+
+    found, log = simulated(task, 2, strategy, go_on)
+    assert same_bits(found, whole)
+    assert log.commits[0].before == 12
+
+
+def test_workers_come_and_go_and_strategies_follow_each_other() -> None:
+    task = deep_task("momentum", 96)
+    strategy = LocalStrategy(sync_every=8, fragments=4, quorum=2, num_servers=1)
+    create, _ = timed(task, [0.1, 0.02, 0.03, 0.3], lambda: 0.0)
+
+    def act(trainer: DistributedSGD, simulation: Simulation) -> None:
+        trainer.fit(steps=7, progress=False)
+        trainer.resize(num_workers=4)
+        trainer.fit(steps=7, progress=False)
+        for other in (
+            replace(strategy, fragments=2, quorum=3, grace=0.1, outer_momentum=0.5),
+            replace(strategy, pace="speed", outer_momentum=0.5, delayed_nesterov=2),
+            LocalStrategy(sync_every=4, fragments=2, num_servers=1),
+            AllreduceStrategy(),
+            strategy,
+        ):
+            trainer.set_strategy(other)
+            trainer.fit(steps=3, progress=False)
+        trainer.resize(num_workers=2)
+        assert trainer.fit(steps=4, progress=False).step == 33
+
+    _, log = simulated(task, 3, strategy, act, create)
+    check_samples(log)
+
+
+def test_a_round_with_infinity_leaves_no_trace_in_later_ones() -> None:
+    task = deep_task("adam", 60)
+    task.data[1][SamplePlan(60, 8, 0).share(2, 1, 4)[0]] = torch.inf
+    strategy = LocalStrategy(sync_every=4, fragments=2, quorum=1, nonfinite="skip", num_servers=1)
+    cluster = run_rounds(task, 2, 9, strategy, shuffle=3)
+    log, found = cluster.log(), cluster.weights()
+    assert sum(commit.skipped for commit in log.commits) == 1
+    assert all(bool(value.isfinite().all()) for value in found.values())
+    assert same_bits(replay(log, task.creator()), found)
+
+
+def test_a_push_carries_one_fragment() -> None:
+    task = deep_task("adam", 600)
+    whole = run_rounds(task, 2, 2, LocalStrategy(sync_every=8, quorum=2, num_servers=1)).step(2)
+    parts = run_rounds(
+        task, 2, 2, LocalStrategy(sync_every=8, fragments=4, quorum=2, num_servers=1)
+    )
+    results = parts.step(8)
+    for name in ("bytes_pushed", "bytes_pulled"):
+        once = [getattr(result, name) for result in whole]
+        assert [4 * getattr(result, name) for result in results] == once * 4
