@@ -45,7 +45,8 @@ import torch
 from benchmarks.embedding_rivals import RATE, Bags, Fbgemm, OneBag, Trained, Tutorial, make
 from benchmarks.overhead import machine, positive, progress, ratios
 from benchmarks.parameter_server_rivals import ray_started
-from steepest.embedding.modules import EmbeddingCollection, connect
+from steepest.embedding.collection import EmbeddingCollection
+from steepest.embedding.modules import connect
 from steepest.tables.compilation import compile_kernels
 from steepest.tables.index import Index
 from steepest.tables.initial import Uniform

@@ -41,7 +41,8 @@ from benchmarks.clicks import Clicks, auc
 from benchmarks.embedding import DIM, LOOK_UPS, ids_of, report, resident, timed, turns
 from benchmarks.embedding_bodies import ClickNetwork
 from benchmarks.overhead import machine, positive, progress
-from steepest.embedding.modules import EmbeddingCollection, connect, tables_of
+from steepest.embedding.collection import EmbeddingCollection
+from steepest.embedding.modules import connect, tables_of
 from steepest.tables.compilation import compile_kernels
 from steepest.tables.hashing import Distinct
 from steepest.tables.local import LocalRows

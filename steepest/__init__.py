@@ -41,9 +41,9 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.data.ray_dataset import RayDataset as RayDataset
     from steepest.driver.prometheus import Prometheus as Prometheus
     from steepest.driver.trainer import DistributedSGD as DistributedSGD
+    from steepest.embedding.collection import EmbeddingCollection as EmbeddingCollection
     from steepest.embedding.modules import Embedding as Embedding
     from steepest.embedding.modules import EmbeddingBag as EmbeddingBag
-    from steepest.embedding.modules import EmbeddingCollection as EmbeddingCollection
     from steepest.embedding.modules import connect as connect
     from steepest.embedding.torch_model import TorchModel as TorchModel
     from steepest.loop.calls import clip_grad_norm_ as clip_grad_norm_
@@ -96,7 +96,7 @@ _MODULES = {
     "EvaluationResult": "observe.results",
     "Embedding": "embedding.modules",
     "EmbeddingBag": "embedding.modules",
-    "EmbeddingCollection": "embedding.modules",
+    "EmbeddingCollection": "embedding.collection",
     "Event": "observe.results",
     "ExportedTable": "checkpoint.exported_table",
     "FailureConfig": "config.run",

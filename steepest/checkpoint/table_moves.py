@@ -40,8 +40,13 @@ def _described(description: Sequence[Sequence[Any]]) -> dict[str, _Described]:
 
 def require_tables(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]]) -> None:
     """Check that a job's tables can have the rows of a checkpoint's of their names; CheckpointError otherwise."""
-    before = _described(saved)
-    for name, table in _described(own).items():
+    before, after = _described(saved), _described(own)
+    if before and after and not before.keys() & after.keys():
+        raise CheckpointError(
+            f"its embedding tables are {', '.join(map(repr, before))}, this job's {', '.join(map(repr, after))}: give "
+            "one of them at least the name that it had, or the checkpoint's weights alone to set_weights()"
+        )
+    for name, table in after.items():
         was = before.get(name, table)
         if (was.dim, was.dtype) != (table.dim, table.dtype):
             raise CheckpointError(

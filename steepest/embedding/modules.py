@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -25,9 +25,6 @@ from steepest.tables.local import LocalRows
 from steepest.tables.pooling import Bags
 from steepest.tables.table import Table, merged
 from steepest.validation import require_choice
-
-#: Ids of a feature: a tensor (B,) or (B, N), a jagged tensor (B, *), or B lists.
-Ids = Tensor | Sequence[Sequence[int]]
 
 
 class RowSource(Protocol):
@@ -94,7 +91,7 @@ class _Pool(torch.autograd.Function):
         return of_rows, torch.from_numpy(of_weights), None
 
 
-def _left_to_python(function: Callable[P, R]) -> Callable[P, R]:
+def left_to_python(function: Callable[P, R]) -> Callable[P, R]:
     """Have `torch.compile` call a function as it is; do not import its compiler, if nobody has."""
 
     @functools.wraps(function)
@@ -266,16 +263,16 @@ class Embedding(TableModule):
     def __init__(self, table: Table, *, padding_idx: int | None = None) -> None:
         super().__init__([table])
         self.embedding_dim = table.dim
-        self.padding_idx = _require_padding(table, padding_idx)
+        self.padding_idx = require_padding(table, padding_idx)
 
-    @_left_to_python
+    @left_to_python
     def forward(self, ids: Tensor) -> Tensor:
         """Return the embeddings of ids of any shape: their shape, and the table's dimension."""
         (table,) = self.tables
         flat = _require_tensor(table, ids).reshape(-1)
         kept = None if self.padding_idx is None else flat != self.padding_idx
         ((_, rows, inverse),) = self._look_up([(table, flat if kept is None else flat[kept])])
-        values = _apart(rows, inverse)
+        values = embeddings_apart(rows, inverse)
         if kept is not None:
             values = values.new_zeros(len(flat), table.dim).index_put((kept,), values)
         return values.view(*ids.shape, table.dim)
@@ -306,10 +303,10 @@ class EmbeddingBag(TableModule):
         require_choice("mode", mode, ("sum", "mean", "max"))
         self.mode = mode
         self.embedding_dim = table.dim
-        self.padding_idx = _require_padding(table, padding_idx)
+        self.padding_idx = require_padding(table, padding_idx)
         self.include_last_offset = include_last_offset
 
-    @_left_to_python
+    @left_to_python
     def forward(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
@@ -339,95 +336,11 @@ class EmbeddingBag(TableModule):
             flat, bounds = flat[kept], before[bounds]
             weights = None if weights is None else weights[kept]
         ((_, rows, inverse),) = self._look_up([(table, flat)])
-        return _pooled(rows, inverse, bounds, self.mode, weights)
+        return pooled_rows(rows, inverse, bounds, self.mode, weights)
 
 
-class EmbeddingCollection(TableModule):
-    """Embeddings of many features, whose rows are pulled and pushed together.
-
-    Args:
-        tables: by feature; features may share one.
-        mode: "sum", "mean" or "max" of a sample's embeddings; None leaves them apart.
-    """
-
-    def __init__(self, tables: Mapping[str, Table], *, mode: str | None = "sum") -> None:
-        if not isinstance(tables, Mapping):
-            raise ConfigurationError(f"tables={tables!r:.80}: give a dict of features and Tables")
-        super().__init__(list(tables.values()))
-        require_choice("mode", mode, (None, "sum", "mean", "max"))
-        self.mode = mode
-        self._features = dict(tables)
-
-    @_left_to_python
-    def forward(self, ids: Mapping[str, Ids]) -> dict[str, Tensor]:
-        """Return embeddings by feature.
-
-        Args:
-            ids: by feature, of each of B samples: a tensor (B,) or (B, N), a jagged tensor
-                (`torch.nested`, layout `torch.jagged`), or B lists.
-
-        Returns:
-            (B, dim) of each feature. Without a mode of a tensor its shape and the table's dimension,
-            else a jagged tensor `(B, *, dim)`.
-
-        Raises:
-            ConfigurationError: a feature is not known, or its ids are not so.
-        """
-        if not isinstance(ids, Mapping):
-            raise ConfigurationError(
-                f"ids are a {type(ids).__name__}: give a dict of features and their ids"
-            )
-        unknown = [name for name in ids if name not in self._features]
-        if unknown:
-            raise ConfigurationError(
-                f"features {unknown}: give some of {', '.join(map(repr, self._features))}"
-            )
-        names = list(ids)
-        parts = [_bags_of(name, ids[name]) for name in names]
-        tables = [self._features[name] for name in names]
-        embedded: dict[str, Tensor] = {}
-        for of, rows, inverse in self._look_up(
-            [(table, flat) for table, (flat, _) in zip(tables, parts, strict=True)]
-        ):
-            bounds = [parts[at][1] for at in of]
-            if self.mode is None:
-                sizes = [len(parts[at][0]) for at in of]
-                pooled = _apart(rows, inverse)
-            else:
-                sizes = [part.shape[0] - 1 for part in bounds]
-                pooled = _pooled(rows, inverse, _one_after_another(bounds), self.mode, None)
-            # one backward pass for all: each would have rows of zeros for the others' ids
-            for at, part in zip(of, torch.split(pooled, sizes), strict=True):
-                embedded[names[at]] = self._shaped(part, ids[names[at]], parts[at][1])
-        return {name: embedded[name] for name in names}
-
-    def _shaped(self, values: Tensor, ids: Ids, bounds: Tensor) -> Tensor:
-        """Return a feature's embeddings in the shape of its ids, if they are apart."""
-        if self.mode is not None:
-            return values
-        if isinstance(ids, Tensor) and not ids.is_nested:
-            return values.view(*ids.shape, -1)
-        return torch.nested.nested_tensor_from_jagged(values, bounds)
-
-
-def _one_after_another(bounds: Sequence[Tensor]) -> Tensor:
-    """Return where bags begin when features' ids stand one after another, and the end."""
-    first = bounds[0]
-    if len(bounds) == 1:
-        return first
-    if len(first) > 1 and all(part is first for part in bounds):
-        count, device = len(first) - 1, first.device
-        size = int(first[-1]) // count
-        if first is _evenly(count, size, device):
-            return _evenly(count * len(bounds), size, device)
-    begin, moved = 0, []
-    for part in bounds:
-        moved.append(part[:-1] + begin)
-        begin += int(part[-1])
-    return torch.cat([*moved, bounds[-1].new_tensor([begin])])
-
-
-def _require_padding(table: Table, padding_idx: Any) -> int | None:
+def require_padding(table: Table, padding_idx: Any) -> int | None:
+    """Return an id that is padding, or None; ConfigurationError: it is no integer."""
     known = padding_idx is None or isinstance(padding_idx, Integral)
     if not known or isinstance(padding_idx, bool):
         raise ConfigurationError(
@@ -450,13 +363,13 @@ def _require_tensor(table: Table, ids: Any) -> Tensor:
     return ids
 
 
-def _apart(rows: Tensor, inverse: Tensor) -> Tensor:
+def embeddings_apart(rows: Tensor, inverse: Tensor) -> Tensor:
     """Return the embedding of each id, (n, dim): bags of one."""
     bounds = torch.arange(len(inverse) + 1, device=rows.device)
-    return _pooled(rows, inverse, bounds, "sum", None)
+    return pooled_rows(rows, inverse, bounds, "sum", None)
 
 
-def _pooled(
+def pooled_rows(
     rows: Tensor, inverse: Tensor, bounds: Tensor, mode: str, weights: Tensor | None
 ) -> Tensor:
     """Return the embeddings of bags, (B, dim), of rows (m, dim), by mode "sum", "mean" or "max"."""
@@ -485,7 +398,7 @@ def _bags(ids: Tensor, offsets: Tensor | None, includes_last: bool) -> tuple[Ten
     """Return ids (n,), and where each bag begins, with the end, (B + 1,)."""
     if ids.dim() == 2 and offsets is None:
         count, size = ids.shape
-        return ids.reshape(-1), _evenly(count, size, ids.device)
+        return ids.reshape(-1), evenly(count, size, ids.device)
     if ids.dim() != 1 or offsets is None or offsets.dim() != 1:
         given = "none" if offsets is None else f"of shape {tuple(offsets.shape)}"
         raise ConfigurationError(
@@ -504,31 +417,6 @@ def _bags(ids: Tensor, offsets: Tensor | None, includes_last: bool) -> tuple[Ten
 
 
 @functools.lru_cache(maxsize=16)
-def _evenly(count: int, size: int, device: torch.device) -> Tensor:
+def evenly(count: int, size: int, device: torch.device) -> Tensor:
     """Return where bags of one size begin, and the end, (count + 1,); the same tensor each time."""
     return torch.arange(count + 1, device=device) * size
-
-
-def _bags_of(name: str, ids: Ids) -> tuple[Tensor, Tensor]:
-    """Return a feature's ids (n,), and where each sample's begin, with the end, (B + 1,)."""
-    if isinstance(ids, Tensor) and ids.is_nested:
-        if ids.layout != torch.jagged or ids.dim() != 2:
-            raise ConfigurationError(
-                f"a nested tensor of layout {ids.layout} and {ids.dim()} dimensions for feature "
-                f"{name!r}: give one of layout torch.jagged, of a row of ids for each sample"
-            )
-        jagged: Any = ids
-        return jagged.values(), jagged.offsets()
-    if isinstance(ids, Tensor):
-        if ids.dim() not in (1, 2):
-            raise ConfigurationError(
-                f"ids of shape {tuple(ids.shape)} for feature {name!r}: give (B,) or (B, N)"
-            )
-        size = ids.shape[1] if ids.dim() == 2 else 1
-        return ids.reshape(-1), _evenly(ids.shape[0], size, ids.device)
-    sizes = [len(part) for part in ids]
-    flat = np.concatenate(
-        [np.empty(0, np.int64), *(require_ids(f"ids of feature {name!r}", part) for part in ids)]
-    )
-    bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    return torch.from_numpy(flat), torch.from_numpy(bounds)

@@ -25,9 +25,9 @@ Bools = npt.NDArray[np.bool_]
 _MOST_COUNTED = 2**31 - 2  # what an index can map an id to
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CounterFilter:
-    """An id is admitted at its `filter_freq`-th sighting, counted exactly, in 20 bytes an id."""
+    """An id is admitted at its `filter_freq`-th sighting, counted exactly, in some 27 bytes an id."""
 
     filter_freq: int
 
@@ -79,7 +79,7 @@ class CBFFilter:
         return max(1, round(-math.log2(self.false_positive_probability)))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ProbabilityFilter:
     """An id is admitted by each push that it is in with a probability, decided by seed, id and version."""
 

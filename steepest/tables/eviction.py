@@ -28,7 +28,7 @@ class LFU:
     """A full table loses the row that was pushed least often; of several, that of the least id."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GlobalStepEvict:
     """`evict` removes rows that no push of the last `steps_to_live` versions has updated."""
 
@@ -38,7 +38,7 @@ class GlobalStepEvict:
         require_count("GlobalStepEvict(steps_to_live)", self.steps_to_live)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class L2WeightEvict:
     """`evict` removes rows whose Euclidean norm is below a threshold."""
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from steepest.embedding.collection import EmbeddingCollection
 from steepest.embedding.modules import (
     Embedding,
     EmbeddingBag,
-    EmbeddingCollection,
     connect,
     tables_of,
 )
@@ -311,6 +311,65 @@ def test_embeddings_of_a_collection_may_stay_apart() -> None:
     ]
 
 
+def test_features_of_a_collection_have_modes_weights_and_padding_of_their_own() -> None:
+    tables = {name: described(name) for name in "abcde"}
+    modes = {"a": "sum", "b": "mean", "c": "max", "d": None, "e": "sum"}
+    ours = EmbeddingCollection(tables, mode=modes, padding_idx={"a": 0, "b": 9, "d": 2})
+    source = connected(ours)
+    ids = {
+        "a": torch.tensor([[0, 1, 2], [3, 0, 0]]),
+        "b": [[9], [1, 9, 4]],
+        "c": torch.tensor([[1, 2], [5, 6]]),
+        "d": torch.tensor([[1, 2], [2, 3]]),
+        "e": [[7, 7], []],
+    }
+    weights = {"a": torch.tensor([[5.0, 2.0, 3.0], [4.0, 5.0, 5.0]], dtype=torch.float64)}
+    out = ours(ids, weights)
+    a, b, c, d, e = (rows_of(source, tables[name]) for name in "abcde")
+    zeros = torch.zeros(5, dtype=torch.float64)
+    assert torch.allclose(out["a"], torch.stack([2 * a[1] + 3 * a[2], 4 * a[3]]))
+    assert torch.allclose(out["b"], torch.stack([zeros, (b[1] + b[4]) / 2]))
+    assert torch.equal(out["c"], torch.stack([c[1].maximum(c[2]), c[5].maximum(c[6])]))
+    assert torch.equal(out["d"], torch.stack([d[1], zeros, zeros, d[3]]).view(2, 2, 5))
+    assert torch.allclose(out["e"], torch.stack([2 * e[7], zeros]))
+    before = {name: rows_of(source, tables[name]) for name in "abde"}
+    (out["a"].sum() + 10 * out["b"].sum() + out["d"].sum() + out["e"].sum()).backward()
+    source.step()
+    for name, moved in {
+        "a": {1: 2.0, 2: 3.0, 3: 4.0},
+        "b": {1: 5.0, 4: 5.0},
+        "d": {1: 1.0, 3: 1.0},
+        "e": {7: 2.0},
+    }.items():
+        after = rows_of(source, tables[name])
+        found = ((before[name] - after)[:, 0] / described().optimizer.lr).tolist()
+        assert {at: round(by, 9) for at, by in enumerate(found) if by} == moved
+
+
+def test_modes_weights_and_padding_of_unknown_features_are_refused() -> None:
+    tables = {"a": described("a"), "b": described("b")}
+    for settings, said in [
+        ({"mode": {"a": "sum"}}, "give a mode for each of 'a', 'b'"),
+        ({"mode": {"a": "sum", "b": "least"}}, r"mode\['b'\]='least'"),
+        ({"padding_idx": {"c": 1}}, r"padding_idx of \['c'\]: "),
+        ({"padding_idx": {"a": "x"}}, "padding_idx='x' of table 'a'"),
+    ]:
+        with pytest.raises(ConfigurationError, match=said):
+            EmbeddingCollection(tables, **settings)  # type: ignore[arg-type]
+    ours = EmbeddingCollection(tables, mode={"a": "sum", "b": "mean"})
+    connected(ours)
+    ids = {"a": torch.tensor([[1, 2]]), "b": torch.tensor([[1, 2]])}
+    for weights, said in [
+        ({"b": torch.ones(1, 2)}, r"per_sample_weights of the features \['b'\]"),
+        ({"c": torch.ones(1, 2)}, r"per_sample_weights of the features \['c'\]"),
+        ({"a": torch.ones(1, 3)}, "feature 'a' are 3 of torch.float32 for 2 ids"),
+        ({"a": torch.ones(1, 2, dtype=torch.int64)}, "of torch.int64 for 2 ids: give a floating"),
+        (torch.ones(1, 2), "per_sample_weights are a Tensor: give a dict"),
+    ]:
+        with pytest.raises(ConfigurationError, match=said):
+            ours(ids, weights)
+
+
 def test_sightings_are_occurrences_in_batches() -> None:
     ours = Embedding(described(admission=CounterFilter(filter_freq=3)))
     source = connected(ours)
@@ -428,6 +487,7 @@ def test_bad_features_are_refused() -> None:
         ({"a": [["x"]]}, "ids of feature 'a' are of <U1: give integers"),
         ({"a": [[-3]]}, "ids of feature 'a' hold -3"),
         (torch.tensor([1]), "ids are a Tensor: give a dict of features"),
+        ({}, r"no ids of the features \['a'\]: give ids of each of 'a'"),
     ]:
         with pytest.raises(ConfigurationError, match=said):
             ours(ids)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from steepest.config.run import data_directory
-from steepest.embedding.modules import EmbeddingCollection, connect, tables_of
+from steepest.embedding.collection import EmbeddingCollection
+from steepest.embedding.modules import connect, tables_of
 from steepest.tables.initial import Uniform
 from steepest.tables.local import LocalRows
 from steepest.tables.row_optimizers import Adagrad

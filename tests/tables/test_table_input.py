@@ -24,7 +24,7 @@ from steepest import (
 )
 from steepest.core.engine.job import ModelCreator
 from steepest.errors import CheckpointError, ConfigurationError, ModelError, ModelRaisedError
-from steepest.tables import LRU, SGD, Adagrad, LocalRows
+from steepest.tables import LRU, SGD, LocalRows
 from tests.reference import OptimizerFactory, sgd
 from tests.simulation.run import Simulation, run_config
 
@@ -189,14 +189,10 @@ def test_a_checkpoint_of_other_tables_is_refused(tmp_path: Path) -> None:
         trainer.step()
         trainer.save(str(tmp_path / "saved"))
         saved = loss_of(trainer)
-    for table in (
-        replace(WORDS, name="terms"),
-        replace(WORDS, dtype="float32"),
-        replace(WORDS, optimizer=Adagrad(lr=0.5)),
-    ):
+    for table in (replace(WORDS, name="terms"), replace(WORDS, dtype="float32")):
         with simulated(partial(Net, table)) as trainer:
             before = loss_of(trainer)
-            with pytest.raises(CheckpointError, match="embedding tables"):
+            with pytest.raises(CheckpointError, match="its embedding table"):
                 trainer.restore(str(tmp_path / "saved"))
             assert loss_of(trainer) == before
             trainer.step()

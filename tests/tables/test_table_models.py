@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from steepest.core.engine.job import ModelCreator
-from steepest.embedding.modules import Embedding, EmbeddingBag, EmbeddingCollection
+from steepest.embedding.collection import EmbeddingCollection
+from steepest.embedding.modules import Embedding, EmbeddingBag
 from steepest.embedding.torch_model import TorchModel
 from steepest.tables.row_optimizers import Adagrad
 from steepest.testing import InProcessCluster
