@@ -90,7 +90,7 @@ def with_page(sgd: DistributedSGD, steps: int, url: str) -> float:
 def look(url: str) -> None:
     """Fetch the page's data as an open page does, until this process is ended."""
     address, _, token = url.partition("#token=")
-    query, steps = "", 0
+    query = ""
     while True:
         request = urllib.request.Request(
             f"{address}data{query}", headers={"Authorization": f"Bearer {token}"}
@@ -98,12 +98,8 @@ def look(url: str) -> None:
         with urllib.request.urlopen(request) as answer:
             found = json.load(answer)
         curves = found["curves"]
-        if not query or "since" not in curves:
-            steps = 0
-        steps = curves.get("since", 0) + len(curves["step"])
-        query = (
-            f"?since={max(steps - 1, 0)}&revision={curves['revision']}&changes={found['changes']}"
-        )
+        since = max(curves["from"] + len(curves["step"]) - 1, 0)
+        query = f"?since={since}&revision={curves['revision']}&changes={found['changes']}"
         time.sleep(_LOOK_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""The `steepest` command, with the subcommands `completion`, `demo`, `doctor`, `launch`, `report`, `run` and `watch`.
+"""The `steepest` command, with its subcommands, each in a module of its name or here.
 
 `python -m steepest` is the same command.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from steepest import __version__
-from steepest.cli import completion, launch, report, run, watch
+from steepest.cli import completion, explain, launch, report, run, watch
 from steepest.config.run import cluster_address
 from steepest.errors import SteepestError
 
@@ -32,6 +32,7 @@ first steps:
   steepest launch slurm --help          the same on a cluster: kubernetes, sagemaker, slurm, spark
   steepest watch RUN                    the page of a run, in a browser, while it goes on
   steepest report RUN -o page.html      the page of a run that has kept checkpoints, as one file
+  steepest explain trace.json           where a step's time goes, of `steepest run --timeline trace.json`
   steepest completion bash              print a script for tab completion
 
 `steepest COMMAND --help` has the options of a command. README.md has a script to begin with.
@@ -55,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
         "doctor", help="what Ray, torch and devices there are; one step in each strategy"
     )
     completion.add_parser(commands)
+    explain.add_parser(commands)
     launch.add_parser(commands)
     report.add_parser(commands)
     run.add_parser(commands)
@@ -77,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "completion":
             print(completion.script(parser), end="")
             return 0
+        if chosen.command == "explain":
+            return explain.run(chosen)
         if chosen.command == "launch":
             return launch.run(chosen)
         if chosen.command == "report":

@@ -19,22 +19,8 @@ from steepest.core.messages.message import server_peer, worker_peer
 from steepest.errors import ConfigurationError
 from steepest.observe.timeline.recorded import RECORD, ClockReading, NodeClock
 from steepest.observe.timeline.trace_file import check_target, read_trace, write_trace
-from tests.observe.slow_models import SECONDS, creator
+from tests.observe.timed_runs import SECONDS, STEPS, creator, record
 from tests.simulation.run import Simulation, run_config
-
-STEPS = 3
-
-
-def record(path: Path, strategy: str, workers: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    with (
-        Simulation(seed=1).running(),
-        DistributedSGD(creator, workers, strategy=strategy, run_config=run_config()) as trainer,
-    ):
-        trainer.step()
-        with trainer.timeline(path):
-            trainer.fit(steps=STEPS, progress=False)
-        trainer.step()
-    return read_trace(path)
 
 
 def spans(events: list[dict[str, Any]], name: str, who: str) -> list[dict[str, Any]]:
