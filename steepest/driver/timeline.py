@@ -30,7 +30,7 @@ from steepest.runtime.job_runtime import CallError, Late, ProcessDied, runtime
 
 log = logging.getLogger(__name__)
 _CAPACITY = 1 << 16  # spans of a process between two looks: 2.9 MB
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS, _FETCH_SECONDS = 0.5, 2.0
 _TRIPS = 8  # there and back to a node, to read its clock
 _TRIP_SECONDS = 2.0
 _MOST_SPANS = 4_000_000  # of all processes, in the driver's memory: 176 MB
@@ -92,8 +92,12 @@ class Timeline:
     # -- the processes' --------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        fetched = system().now()
         while not self._ending.wait(_LOOK_SECONDS):
-            self._look()
+            new = any(actor not in self._known for actor in self._cluster.actors.values())
+            if new or system().now() - fetched >= _FETCH_SECONDS:
+                self._look()
+                fetched = system().now()
 
     def _look(self, least: int = _CAPACITY // 2) -> None:
         """Have processes that are new record, and fetch what the others have, if it is much."""

@@ -144,6 +144,24 @@ def test_what_a_block_raises_is_raised_and_its_timeline_is_written(tmp_path: Pat
     assert spans(events, "compute", "worker 0")
 
 
+def test_clocks_of_other_nodes_are_read_at_the_beginning_and_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with (
+        Simulation(seed=1, cpus=(1, 1)).running(),
+        DistributedSGD(creator, 2, run_config=run_config()) as trainer,
+    ):
+        with trainer.timeline(path):
+            trainer.fit(steps=2, progress=False)
+        nodes = {process.node for process in trainer.processes()}
+    _, about = read_trace(path)
+    assert {clock["node"] for clock in about["clocks"]} == nodes
+    assert len(nodes) == 2
+    readings = sorted(clock["readings"] for clock in about["clocks"])
+    assert readings == [0, 2]  # the driver's own node needs none
+    for clock in about["clocks"]:  # the simulation has one clock for all
+        assert abs(clock["ahead_ms"]) <= clock["error_ms"]
+
+
 # -- the ring ------------------------------------------------------------------------------------
 
 
