@@ -41,21 +41,22 @@ def run(script: Any, workers: int, strategy: Any = "ps", **settings: Any) -> Fou
 
 
 class Kills(steepest.Callback):
-    """Kills a worker when a step is committed."""
+    """Kills a process, a worker by its index, when a step is committed."""
 
-    def __init__(self, simulation: Simulation, worker: int, step: int) -> None:
-        self._simulation, self._worker, self._step = simulation, f"worker {worker}", step
+    def __init__(self, simulation: Simulation, victim: int | str, step: int) -> None:
+        self._victim = f"worker {victim}" if isinstance(victim, int) else victim
+        self._simulation, self._step = simulation, step
         self.has_killed = False
 
     def on_step(self, sgd: Any, result: steepest.StepResult) -> None:
         if result.step == self._step and not self.has_killed:
             self.has_killed = True
-            (victim,) = (each for each in self._simulation.living() if self._worker in str(each))
+            (victim,) = (each for each in self._simulation.living() if self._victim in str(each))
             self._simulation.world.kill(victim, "it was killed. connection error code 2.")
 
 
-def without(script: Any, workers: int, victim: int, step: int, strategy: Any = "ps") -> Found:
-    """Run a script, one of whose workers is killed when a step is committed, and replaced."""
+def without(script: Any, workers: int, victim: int | str, step: int, strategy: Any = "ps") -> Found:
+    """Run a script, one of whose processes is killed when a step is committed, and replaced."""
     simulation = Simulation(seed=1)
     kills = Kills(simulation, victim, step)
     with simulation.running():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,9 +14,12 @@ import torch
 
 from steepest.collectives.members import MemberCollective
 from steepest.core.data.protocol import Indices
+from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.models.names import plain
 from steepest.core.models.protocol import Arrive, Computed, Ready, Where, all_here
 from steepest.core.models.step_size import step_size
+from steepest.core.optim.portable import Record
+from steepest.core.optim.portable import unpack as unpack_state
 from steepest.core.optim.several import as_one
 from steepest.core.optim.torch_without_compiler import spare_compiler
 from steepest.core.tensors.dtypes import LOOP_STATE
@@ -118,6 +122,32 @@ class LoopModel(TorchModel):
         """Gather values of all workers over a collective from now on, see `steepest.core.models.protocol.Gathers`."""
         self._share_of = share_of
         self.session.gatherer.gatherings.meet(member, wait)
+
+    def use_reader(self, read: Callable[[], list[Record]]) -> None:
+        """Read the optimizer's state in this way from now on, see `steepest.core.models.protocol.ReadsState`."""
+        self.session.read_state = read
+
+    def state_of(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> dict[str, Any]:
+        """Return the `state_dict()` of an optimizer of the loop's, as it would be if it had taken the job's steps.
+
+        Args:
+            optimizer: whose hyperparameters, names and hooks it has.
+            records: what servers hold of the state of all parameters.
+        """
+        whole, of_others = assemble(self.layout, records)
+        packed: dict[str, dict[str, tuple[torch.Tensor, bool]]] = {}
+        for name, value in whole.items():
+            parameter, _, key = name.rpartition("/")
+            packed.setdefault(parameter, {})[key] = (value, name in of_others)
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        own, optimizer.state = optimizer.state, defaultdict(dict)
+        try:
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                if (of_one := packed.get(names[id(parameter)])) is not None:
+                    optimizer.state[parameter] = unpack_state(of_one)
+            return type(optimizer).state_dict(optimizer)
+        finally:
+            optimizer.state = own
 
     def forget_gathered(self) -> None:
         """Drop what was gathered, see `steepest.core.models.protocol.Gathers`."""

@@ -15,6 +15,7 @@ from steepest.core.data.sampler import step_seed
 from steepest.core.engine.generators import seed_everything
 from steepest.core.models.protocol import Where, checked_metrics, checked_weight
 from steepest.core.models.scalars import as_number
+from steepest.core.optim.portable import Record
 from steepest.errors import ConfigurationError
 from steepest.loop.closures import ByClosure, step_by_closure
 from steepest.loop.gatherer import Gatherer
@@ -66,6 +67,9 @@ class Session:
         self._report_count = 0
         self._reports: list[Reported] = []
         self.trying: ByClosure | None = None  # whose step is under way
+        self.read_state: Callable[[], list[Record]] | None = (
+            None  # of the job's optimizer; on the worker's thread
+        )
         self._batch_weight = 0.0  # of the present batch, where each step has its own
         self.gatherer = Gatherer(self)
         self._handed: tuple[int, list[Reported]] = (-1, [])  # reports of the last call of `advance`
@@ -441,7 +445,8 @@ class Session:
                 )
                 continue
             optimizer.step = self._step_function(index)
-            optimizer.state_dict = optimizer.load_state_dict = partial(_refuse_state, name)
+            optimizer.state_dict = partial(self._optimizer_state, each)
+            optimizer.load_state_dict = partial(_refuse_state, name)
         # all workers take part in each evaluation
         self.gatherer.among_batches |= bool(prepared.closures)
         self._schedules = Schedules(self, prepared.schedulers)
@@ -800,6 +805,23 @@ class Session:
         if not lockstep.skip and self._arriving is not None:
             self._take(self._arriving)
 
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer, which servers have, as the optimizer itself would."""
+        if self.local:
+            raise ConfigurationError(
+                f'{type(optimizer).__name__}.state_dict() with strategy="local", where each worker has an optimizer '
+                "with a state of its own: steepest.run(..., checkpoints=) keeps them all"
+            )
+        assert self.prepared is not None
+        records = self.turns.ask(Errand(self._read_state))
+        found: dict[str, Any] = self.prepared.model.state_of(optimizer, records)
+        return found
+
+    def _read_state(self) -> list[Record]:
+        """Return what servers have of the optimizer's state; on the worker's thread."""
+        assert self.read_state is not None
+        return self.read_state()  # another one than before, where the job's processes have changed
+
     def clip_norm(self, parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
         """Have the mean gradient of all workers clipped by its norm; return that of this worker's own."""
         given = {id(parameter) for parameter in parameters if parameter.requires_grad}
@@ -907,8 +929,8 @@ def _number(value: Any) -> Any:
 
 def _refuse_state(name: str, *_: object, **__: object) -> None:
     raise ConfigurationError(
-        f"the state of {name} lies in the job's processes after steepest.prepare(), a part in each: load it before; "
-        "steepest.run(..., checkpoints=) keeps it, and goes on with it when the same program is started again"
+        f"{name}.load_state_dict() after steepest.prepare(), where its state lies in the job's processes, a part in "
+        "each: load it before; steepest.run(..., checkpoints=) goes on with it when the same program is started again"
     )
 
 

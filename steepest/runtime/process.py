@@ -21,6 +21,7 @@ from steepest.core.data.sampler import SamplePlan
 from steepest.core.data.stream_place import StreamPlace
 from steepest.core.engine.hosting import (
     build_replicas,
+    host_client,
     host_coordinator,
     host_server,
     host_worker,
@@ -40,7 +41,7 @@ from steepest.core.messages.message import (
     server_peer,
     worker_peer,
 )
-from steepest.core.models.protocol import Model, OptimizerArrives, arriving_with
+from steepest.core.models.protocol import Model, OptimizerArrives, ReadsState, arriving_with
 from steepest.core.models.step_size import StepSize
 from steepest.core.optim.arriving import ArrivingState
 from steepest.core.optim.spec import OptimizerSpec
@@ -66,6 +67,7 @@ from steepest.runtime.lent_models import lent_to
 from steepest.runtime.places import Place
 from steepest.runtime.remote_functions import name_of, sent
 from steepest.runtime.scheduling import give_way
+from steepest.runtime.state_reader import read_state
 from steepest.runtime.survivors import Survivor, catch_up, state_of
 from steepest.runtime.ways import make_transport
 from steepest.runtime.worker_state import WorkerState, worker_state
@@ -327,6 +329,10 @@ class ProcessActor:
             peers = (*peers, COORDINATOR)
         if self._replicas is not None:
             peers = (*peers, worker_peer(self._index), member_peer(self._index))
+            # another one in each life: a client's request of some number counts once
+            self._reader = system().chance.randrange(1 << 31)
+            if any(isinstance(model, ReadsState) for model in self._models):
+                peers = (*peers, Peer("client", self._reader))
         else:
             _use_threads(1)  # also where it was started as a spare worker
         self._use(
@@ -430,6 +436,11 @@ class ProcessActor:
         self._member = self._member_of(job, workers, self._worker, self._transport)
         operations.install(self._member)
         self._replicas.meet(self._member, self._worker.wait_within)
+        for model in self._models:
+            if isinstance(model, ReadsState):
+                client = host_client(self.router, job, self._reader)
+                layout, wait = job.description.layout, self._worker.wait_within
+                model.use_reader(functools.partial(read_state, client, layout, wait))
         self._worker.join()
 
     def _member_of(

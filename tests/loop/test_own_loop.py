@@ -352,7 +352,7 @@ def backwards(parts: Parts, epochs: int) -> None:
 
 
 def own_state(parts: Parts, epochs: int) -> None:
-    parts.optimizer.state_dict()
+    parts.optimizer.load_state_dict({"state": {}, "param_groups": []})
 
 
 def further_group(parts: Parts, epochs: int) -> None:
@@ -403,7 +403,7 @@ WRONG = {
     r"outside of steepest.epochs\(\)": Script(without_epochs),
     "was left in epoch 0 before its end": Script(left_early),
     r"prepare\(\) was called twice": Script(prepared_again),
-    "the state of SGD lies in the job's processes": Script(own_state),
+    r"SGD.load_state_dict\(\) after steepest.prepare\(\), where its state lies": Script(own_state),
     r"SGD.add_param_group\(\) after steepest.prepare": Script(further_group),
     "the end of epochs=5: give an integer of at least 6": Script(backwards),
     "written to the trained parameter '0.weight'": Script(writing),

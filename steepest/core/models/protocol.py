@@ -12,6 +12,7 @@ import torch
 from steepest.core.data.protocol import Indices, Source
 from steepest.core.models.scalars import as_number, describe
 from steepest.core.optim.arriving import ArrivingState
+from steepest.core.optim.portable import Record
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.errors import ModelError
@@ -352,6 +353,19 @@ class Gathers(Protocol):
 
     def forget_gathered(self) -> None:
         """Drop what was gathered: the job goes on with other state, perhaps of an earlier step."""
+
+
+@runtime_checkable
+class ReadsState(Protocol):
+    """An ability of a model: it reads the state of the job's optimizer in the middle of its work."""
+
+    def use_reader(self, read: Callable[[], list[Record]]) -> None:
+        """Take what reads the state; called when the job's processes are known, or have changed.
+
+        Args:
+            read: returns what servers hold of the optimizer's state of dense parameters, at one version; lets messages
+                come meanwhile, and may raise what ends a wait in the middle of a step.
+        """
 
 
 @runtime_checkable
