@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from steepest import DistributedSGD, FailureConfig, ParameterServerStrategy, TorchModel
+from steepest import DistributedSGD, FailureConfig, ParameterServerStrategy
 from steepest.core.data.sampler import SamplePlan
 from steepest.embedding.modules import Embedding
-from steepest.errors import CheckpointError, ConfigurationError, ModelRaisedError
+from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.strategies.local import LocalStrategy
-from steepest.tables.initial import Constant, Zeros
+from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import FTRL, SGD, Adagrad, RowOptimizer
 from steepest.tables.table import Table
 from steepest.testing import InProcessCluster
@@ -217,33 +217,3 @@ def test_a_negative_rate_that_tables_cannot_follow_is_told_and_the_job_goes_back
 def test_it_is_a_parameter_group_that_is_followed(wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match="follows"):
         Adagrad(follows=wrong)
-
-
-def test_tables_that_were_updated_apart_are_not_restored_together(tmp_path: Path) -> None:
-    """Rows are kept by the number of their table among those of one optimizer."""
-
-    def create(second: float) -> Any:
-        class Two(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.b = (
-                    Embedding(Table(name, 1, optimizer=SGD(lr=lr), initial=Constant(1.0)))
-                    for name, lr in (("a", 0.1), ("b", second))
-                )
-
-            def forward(self, ids: torch.Tensor) -> torch.Tensor:
-                return self.a(ids)[:, 0] + self.b(ids)[:, 0]
-
-        def model(worker: int, device: int) -> TorchModel:
-            data = torch.arange(12), torch.zeros(12)
-            return TorchModel(
-                Two(), loss=nn.functional.mse_loss, data=data, batch_size=2, optimizer=sgd()
-            )
-
-        return model
-
-    with trainer(create(0.2)) as first:
-        first.step()
-        first.save(tmp_path / "apart")
-    with trainer(create(0.1)) as second, pytest.raises(CheckpointError, match="embedding tables"):
-        second.restore(tmp_path / "apart")
