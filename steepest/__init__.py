@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.adapters.tensorflow import TensorFlowModel as TensorFlowModel
     from steepest.checkpoint.exported_table import ExportedTable as ExportedTable
     from steepest.checkpoint.files import Checkpoints as Checkpoints
+    from steepest.checkpoint.served_table import ServedTable as ServedTable
     from steepest.collectives.ring import ring_allreduce as ring_allreduce
     from steepest.config.compression import Int2 as Int2
     from steepest.config.compression import Int4 as Int4
@@ -99,6 +100,7 @@ _MODULES = {
     "EmbeddingCollection": "embedding.collection",
     "Event": "observe.results",
     "ExportedTable": "checkpoint.exported_table",
+    "ServedTable": "checkpoint.served_table",
     "FailureConfig": "config.run",
     "History": "observe.history",
     "HuggingFaceModel": "adapters.hugging_face",

@@ -56,6 +56,11 @@ class ExportedTable:
         """Return the number of rows."""
         return len(self.ids)
 
+    @property
+    def cursor(self) -> str:
+        """The instant of these rows as a short text, for a later ``export_table(name, since=cursor)``."""
+        return json.dumps([self.name, _plain(self.place)])
+
     def embedding(self) -> torch.nn.Embedding:
         """Return a plain module with these rows, whose input is what `index` returns.
 
@@ -194,6 +199,23 @@ class ExportedTable:
                 f"{what} of changes of table {self.name!r} alone: apply them first, with "
                 "earlier.updated(changes)"
             )
+
+
+def since_cursor(cursor: str) -> ExportedTable:
+    """Return an export without rows, of the instant of a cursor; ConfigurationError: it is no cursor."""
+    try:
+        name, place = json.loads(cursor)
+        known = isinstance(name, str) and all(
+            len(each) == 3 and all(type(number) is int for number in each) for each in place
+        )
+    except (TypeError, ValueError):
+        known = False
+    if not known:
+        raise ConfigurationError(
+            f"since={cursor!r:.80}: give an earlier export of the table, or the cursor of one"
+        )
+    nothing = torch.empty(0, dtype=torch.int64)
+    return ExportedTable(name, nothing, torch.empty(0, 0), place=place)
 
 
 def _integers(ids: torch.Tensor) -> torch.Tensor:

@@ -661,19 +661,21 @@ class DistributedSGD:
         with self._idle("restore"):
             self._keeping.restore(path, data)
 
-    def export_table(self, name: str, since: ExportedTable | None = None) -> ExportedTable:
+    def export_table(self, name: str, since: ExportedTable | str | None = None) -> ExportedTable:
         """Return the rows of an embedding table at one version, for serving.
 
         It may be called at any time, from any thread: training goes on meanwhile.
 
         Args:
             name: of the table.
-            since: an earlier export of it: only the rows that have changed since then are returned,
-                and the ids whose rows were removed, for `ExportedTable.updated`. All rows are
-                returned where that is not known: after a restore, and when servers have moved.
+            since: an earlier export of it, or its `cursor`: only the rows that have changed since then
+                are returned, and the ids whose rows were removed, for `ExportedTable.updated` and
+                `ServedTable.update`. All rows are returned where that is not known: after a restore,
+                when servers have moved, and for who has not asked for very long. Servers know of no
+                consumers: any number of them may have cursors of their own.
 
         Raises:
-            ConfigurationError: there is no such table, or `since` is of another one.
+            ConfigurationError: there is no such table, or `since` is of another one, or no cursor.
         """
         self._live()
         return self._calls.reading(lambda: export_table(self._training.cluster, name, since))

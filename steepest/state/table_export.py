@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from steepest.checkpoint.exported_table import ExportedTable
+from steepest.checkpoint.exported_table import ExportedTable, since_cursor
 from steepest.checkpoint.row_values import wide
 from steepest.checkpoint.unknown_rows import UnknownRows
 from steepest.core.engine.shared_state import SharedState
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from steepest.tables.table import Table
 
 
-def export_table(cluster: Cluster, name: str, since: ExportedTable | None) -> ExportedTable:
+def export_table(cluster: Cluster, name: str, since: ExportedTable | str | None) -> ExportedTable:
     """Return a table's rows at one version, see `DistributedSGD.export_table`."""
+    if since is not None and not isinstance(since, ExportedTable):
+        since = since_cursor(since)
     dealing = dealing_of(cluster.job)
     tables = () if dealing is None else dealing.tables
     table = next((each for each in tables if each.name == name), None)
