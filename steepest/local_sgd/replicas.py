@@ -205,11 +205,11 @@ class LocalReplicas(Replicas):
         if not self.places(number):
             self._tell_place((number, 0, 0), empty=True)
         self._begin(number)
-        if self.leased:
-            self._own_weights = self._own_weights.onto(self.layout, self._base, self.weights)
-            assert self._before is not None, "it was saved"
-            self._before = replace(self._before, own=self._own_weights)
-        self._base.copy_(self.weights)
+        if self.leased and not self.delays:
+            self._own_weights = self._shift(self._own_weights)
+        if not (self.leased and self.delays) or self._base_is_due or not self._own_weights.values:
+            self._base.copy_(self.weights)
+            self._base_is_due = False
         self._computing, self._is_void = True, False
         try:
             while (result := self._train(number, metrics, arrive)) is None:
@@ -234,23 +234,29 @@ class LocalReplicas(Replicas):
         """Make a share's updates from the worker's own weights; None where what it began from was left out."""
         parts: list[Batches] = []
         self._own_weights.write(self.layout, self.weights)
+        self._update_at, self._takes_in_at = 0, self._delay
+        if (
+            self._updates < self._updates_of_step
+        ):  # so many batches of the fastest, in which others compute fewer
+            scaled = -(-self._delay * self.leased_shares // self._updates_of_step)
+            self._takes_in_at = min(scaled, self.leased_shares - 1)
         for share in range(number, number + self.leased_shares):
-            if not self._train_share(share, parts, metrics, arrive, goes_on=share > number):
+            if not self._train_share(share, parts, metrics, arrive):
                 return None
         return summarize_batches(parts)
 
     def _train_share(
-        self, number: int, parts: list[Batches], metrics: bool, arrive: Arrive, *, goes_on: bool
+        self, number: int, parts: list[Batches], metrics: bool, arrive: Arrive
     ) -> bool:
         """Make the updates of one share, and add what they give; False where what it began from was left out."""
-        # goes_on: from a share before, with which it is pushed
         step = self.batches.places.step_of(number)
         first = self._updates_before(step)
         # where workers get as many shares as they compute in time, each is one update of the step
         of_step = self._updates_of_step if self._updates < self._updates_of_step else 0
         first += number % self.batches.places.shares * of_step // self.batches.places.shares
         for update in range(self._updates):
-            if update == self._delay and not goes_on and not self._take_in(arrive):
+            at, self._update_at = self._update_at, self._update_at + 1
+            if at == self._takes_in_at and not self._take_in(arrive):
                 return False
             micros = range(update * self._accumulate, (update + 1) * self._accumulate)
             places = [place for place in self.places(number) if place[2] in micros]
@@ -260,7 +266,7 @@ class LocalReplicas(Replicas):
                     self._update(first + update, step)
                 except BaseException:
                     # told once the step before is known to be committed
-                    if update < self._delay and not self._take_in(arrive):
+                    if at < self._takes_in_at and not self._take_in(arrive):
                         return False
                     raise
             if self.between_batches is not None:
@@ -275,6 +281,8 @@ class LocalReplicas(Replicas):
             if self._is_void:
                 return False
             self._earlier = None
+            if self.leased:
+                self._add_what_others_changed()
         for index in self._own_weights.sent:
             dtype = self.layout.chunks[index].dtype
             arrived, base, now = (
@@ -289,6 +297,27 @@ class LocalReplicas(Replicas):
             else:
                 now.copy_(base)
         return True
+
+    def _shift(self, own: OwnWeights) -> OwnWeights:
+        """Return weights of the worker's own with what others have changed since those that it began from."""
+        shifted = own.onto(self.layout, self._base, self._arrivals)
+        if self._before is not None:  # a share that is left out is undone to these
+            before = self._before.own.onto(self.layout, self._base, self._arrivals)
+            self._before = replace(self._before, own=before)
+        return shifted
+
+    def _add_what_others_changed(self) -> None:
+        """Add what others have changed, in the middle of a share, to the weights of which changes are not pushed."""
+        self._own_weights = self._shift(self._own_weights)
+        for index in self._dense:
+            dtype = self.layout.chunks[index].dtype
+            arrived, base, now = (
+                self.layout.chunk_view(vector, index).view(dtype)
+                for vector in (self._arrivals, self._base, self.weights)
+            )
+            if index not in self._own_weights.sent and not torch.equal(arrived, base):
+                now.add_(arrived - base)
+                base.copy_(arrived)
 
     def _begin_anew(self, number: int) -> None:
         """Begin a share from where the one before began, which was left out."""
@@ -375,6 +404,9 @@ class LocalReplicas(Replicas):
 
     def decided(self, *, counts: bool) -> None:
         """Keep what the last leased share has changed, or set it back; calls may repeat."""
+        if self._computing:
+            self._is_void |= not counts and self._earlier is not None
+            return
         if not self._is_open:
             return
         if not counts:

@@ -45,7 +45,8 @@ class LocalStrategy(WithFormats, ServerStrategy):
             other workers'. Not together with embedding tables.
         delay: batches that a worker computes between sending a fragment's changes and taking in what
             became of them; in between both travel while it computes, so that it waits for neither
-            on a link that needs no longer. Less than ``sync_every / fragments``.
+            on a link that needs no longer. Less than ``sync_every / fragments``. With ``pace="speed"`` it counts
+            the fastest worker's, of which others compute fewer.
         blend: the part that the worker's own weights have in what it goes on with then: 0 for the
             servers' weights, 0.5 for the mean of both.
         quorum: how many workers' changes make a round; the others go on by themselves, and theirs are part
@@ -53,7 +54,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
             that has left (Decoupled DiLoCo, 2026, arXiv:2604.21428). A step is then as many changes as there are
             workers, whichever made them. None for all workers' changes, each from the same weights. With
             `fragments` each worker's change is of one of them, as the rounds take turns; that of a late worker may
-            be of another than the others'. Needs `num_servers`; not together with `delay` and embedding tables.
+            be of another than the others'. Needs `num_servers`; not together with embedding tables.
         grace: seconds for which a round waits for further changes once `quorum` have come, by the
             coordinator's clock. What had come is in the log, so that a replay does not depend on time.
         pace: "equal" for `sync_every` batches of each worker between two exchanges; "speed" for so many of the fastest,
@@ -171,11 +172,6 @@ class LocalStrategy(WithFormats, ServerStrategy):
                 f"{what} without servers: a slow worker would hold up the slice that it averages for "
                 "the others; give num_servers=1, say"
             )
-        if self.delay:
-            raise ConfigurationError(
-                f"{what} with delay={self.delay}: workers wait for what becomes of their changes then; leave delay "
-                "out, or the other"
-            )
 
     @property
     def _has_rounds(self) -> bool:
@@ -231,7 +227,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
         if not self._has_rounds:
             return CommitAll()
         shares = self.updates // self.updates_of_share
-        return CommitQuorum(self.quorum, self.grace or 0.0, shares)
+        return CommitQuorum(self.quorum, self.grace or 0.0, shares, ahead=self.delay > 0)
 
     @property
     def copies(self) -> int:

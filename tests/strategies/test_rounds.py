@@ -325,9 +325,7 @@ def test_a_round_with_infinity_leaves_no_trace() -> None:
         ),
         ({"pace": "fast"}, "pace='fast'"),
         ({"pace": "speed"}, "pace='speed' without servers: .* give num_servers=1, say"),
-        ({"pace": "speed", "num_servers": 1, "delay": 1}, "pace='speed' with delay=1"),
         ({"grace": 0.0, "quorum": 1, "num_servers": 1}, "grace=0.0"),
-        ({"quorum": 1, "num_servers": 1, "delay": 2}, "delay=2: .* leave delay out"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(

@@ -221,7 +221,8 @@ def host_worker(
     for extension in extensions:
         exchange = extension.exchange(job, index, replicas, exchange, send)
     replicas.use_exchange(exchange)
-    early = (wait or router.wait) if job.strategy.rule.together and not alone else None
+    begins_early = job.strategy.rule.together or job.strategy.delay > 0
+    early = (wait or router.wait) if begins_early and not alone else None
     # Where every worker contributes to each version, no weights come before it has computed its
     # gradient, so that it may receive other workers' pushes meanwhile.
     pump = (

@@ -35,6 +35,7 @@ class StepWaits:
 
     Attributes:
         arriving: the weights of the step, until all are here; None for a step that began with them.
+        leased: returns whether the lease of a step that began before it is here, with its weights; None for others.
         begin_push: begins the push of a step whose weights were not here at its beginning; None for others.
         superseded: whether the step is given up: a generation began meanwhile, or the worker stops.
         calling: whether a function between two steps runs, and no step.
@@ -49,6 +50,7 @@ class StepWaits:
     ) -> None:
         self._exchange, self._between, self._call_waits = exchange, between, call_waits
         self.arriving: Key | None = None
+        self.leased: Callable[[], bool] | None = None
         self.begin_push: Callable[[], None] | None = None
         self.superseded = self.calling = False
         self.failure: PeerLostError | None = None
@@ -60,15 +62,15 @@ class StepWaits:
     def arrive(self, entry: int | None) -> None:
         """Wait, amid a step, for a parameter's weights, or all."""
         # AbandonedError: a new generation, or the sender is lost.
-        if self.arriving is None:
+        if self.arriving is None and self.leased is None:
             return
-        if self._exchange.has(entry, self.arriving):
+        if self._has_come(entry):
             if entry is None and self.begin_push is not None:
                 self._all_arrived()
             return
         assert self._between.wait is not None
         began, generators = self._now(), HeldGenerators()
-        while not self._exchange.has(entry, self.arriving):
+        while not self._has_come(entry):
             if self.superseded or self.failure is not None:
                 raise AbandonedError("the step was given up before its weights had come")
             with self.own_work(), apart_from_models():
@@ -85,9 +87,16 @@ class StepWaits:
             version = -1 if self.arriving is None else self.arriving[1]
             self.spans.add(SpanKind.WAIT, began, -1, version)
 
+    def _has_come(self, entry: int | None) -> bool:
+        """Return whether a parameter's weights are here, or all."""
+        if self.leased is not None:
+            return self.leased()
+        assert self.arriving is not None
+        return self._exchange.has(entry, self.arriving)
+
     def _all_arrived(self) -> None:
         """Note, amid a step, that all of its weights are here."""
-        self.arriving = None
+        self.arriving = self.leased = None
         begin, self.begin_push = self.begin_push, None
         if begin is not None:
             begin()

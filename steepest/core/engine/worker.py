@@ -96,7 +96,9 @@ class Worker:
         self._taken_within_steps = exchange.kinds
         self._reported = 0  # bytes of weights in the reports so far
         self._limit = -1  # the version up to which steps are granted
-        self._lease: tuple[int, int] | None = None  # share of the samples, version to compute from
+        # shares of the samples, version to compute from; and those that will be leased next, empty for none
+        self._lease: tuple[range, int] | None = None
+        self._ahead = range(0)
         self._stats = True
         self._baseline = 0  # generation since which arriving weights count
         self._floor = 0  # version at which the generation began: weights before it are out of date
@@ -203,7 +205,7 @@ class Worker:
         Raises:
             ProtocolError: a worker takes no such message.
         """
-        if self._stepping and message.kind not in self._taken_within_steps:
+        if self._stepping and not self._is_taken_within_steps(message):
             self._deferred.append((source, message))
             self._waits.superseded |= (
                 message.kind is Kind.MEMBERS and message.generation > self.generation
@@ -214,6 +216,11 @@ class Worker:
             return
         self._go_on()
         self._take_deferred()
+
+    def _is_taken_within_steps(self, message: Message) -> bool:
+        """Return whether a message is acted on in the middle of a step."""
+        of_step = self._waits.leased is not None and message.generation == self.generation
+        return message.kind in self._taken_within_steps or (message.kind is Kind.LEASE and of_step)
 
     def _take_deferred(self) -> None:
         """Act on the messages that came in the middle of a step."""
@@ -255,7 +262,7 @@ class Worker:
             return  # a copy
         self.generation = begun.generation
         self._limit = self._floor = begun.version
-        self._lease = None
+        self._lease, self._ahead = None, range(0)
         self._exchange.begin_generation()
         if not begun.again:  # weights may be others, or what the models do
             self._computed = None
@@ -292,6 +299,8 @@ class Worker:
             share = self._next_share(self.version)
             if share is not None:
                 self._step(share, self.version)
+            elif self._begins_early() and self._replicas.leased:
+                self._step_ahead()
             elif self._begins_early():
                 share = self._next_share(self.version + 1)
                 if share is not None:
@@ -299,8 +308,34 @@ class Worker:
                     self._waited = self._now() - self._pushed_at
                     self._step(share, self.version + 1)
 
+    def _step_ahead(self) -> None:
+        """Begin the next leased share: before its lease, or the weights of that."""
+        shares = self._ahead if self._lease is None else self._lease[0]
+        self._ahead = range(0) if self._lease is None else self._ahead
+        self._replicas.leased_shares = len(shares)
+        self._waited = 0.0
+        self._waits.leased = partial(self._has_lease, shares[0])
+        self._step(shares[0], self.version)
+
+    def _has_lease(self, share: int) -> bool:
+        """Return whether a share is leased, and the weights are here from which it is computed."""
+        lease = self._lease
+        return lease is not None and lease[0][0] == share and self.version >= lease[1]
+
+    def _begin_leased(self) -> None:
+        """Begin the push of a share whose lease has come in the middle of its step."""
+        assert self._lease is not None
+        (_, version), self._lease = self._lease, None
+        self._pushed = (self.generation, version)
+        self._exchange.begin(self.generation, version, self._incarnation, is_last=True)
+
     def _begins_early(self) -> bool:
         """Return whether the next version is on its way and this worker has nothing else to do."""
+        if self._replicas.leased:
+            comes = self._lease is not None or len(self._ahead) > 0
+            can = self._replicas.delays and self._between.wait and self._between.poll
+            has_pushed = self._pushed[0] == self.generation and self._pushed[1] >= 0
+            return bool(can) and comes and has_pushed and not self._calls.are_exact
         if self._between.wait is None or self._pushed != (self.generation, self.version):
             return False
         if self._replicas.delays and self._between.poll is not None:
@@ -371,10 +406,8 @@ class Worker:
             self._stats = lease.stats
             if (lease.generation, lease.version) > self._granted:  # else it is a copy
                 self._granted = (lease.generation, lease.version)
-                self._lease, self._replicas.leased_shares = (
-                    (lease.share, lease.version),
-                    lease.count,
-                )
+                self._lease = range(lease.share, lease.share + lease.count), lease.version
+                self._ahead = range(lease.ahead[0], sum(lease.ahead)) if lease.ahead else range(0)
                 self._replicas.turn = lease.turn
                 self._exchange.committed(lease.committed)
                 self._replicas.decided(counts=lease.committed == self._exchange.sequence)
@@ -384,11 +417,11 @@ class Worker:
         if self._pushed == (self.generation, version):
             return None
         if self._lease is not None:
-            share, needed = self._lease
+            shares, needed = self._lease
             if version < needed:
                 return None
-            self._lease = None
-            return share
+            self._lease, self._replicas.leased_shares = None, len(shares)
+            return shares[0]
         return version * self._members + self._index if version < self._limit else None
 
     def _take_version(self) -> None:
@@ -447,6 +480,7 @@ class Worker:
                 end = self._pushed_at if self._pushed_at > self._since else None
                 self._spans.add(SpanKind.COMPUTE, self._since, share, version, ended=end)
             self._stepping, self._waits.arriving, self.computing = False, None, None
+            self._waits.leased = None
             self._waits.begin_push = self._replicas.between_batches = None
         self._run_calls()
 
@@ -474,10 +508,11 @@ class Worker:
                     return
                 if not isinstance(error, AbandonedError):
                     self._replicas.batches.skip()
-                self._fail(version, error)
+                self._fail(self._pushed[1], error)
                 return
         if self._waits.defect is not None:
             raise self._waits.defect
+        version = self._pushed[1]  # which a share that began before its lease has in its middle
         report = self._report(result, version)
         try:
             self._send(COORDINATOR, report.pack())
@@ -509,7 +544,9 @@ class Worker:
         )
         if self._replicas.delays and self._between.poll is not None and self._members > 1:
             self._replicas.between_batches = self._waits.poll
-        if self._replicas.delays and self._waits.arriving is not None:
+        if self._waits.leased is not None:
+            self._waits.begin_push = self._begin_leased
+        elif self._replicas.delays and self._waits.arriving is not None:
             self._waits.begin_push = begin  # the last push may yet have to be made again
         else:
             begin()
@@ -569,12 +606,13 @@ class Worker:
                 self._exchange.take_back()
 
             self._replicas.take_back = take_back
-            arrive = all_here if self._waits.arriving is None else self._waits.arrive
+            is_early = self._waits.arriving is not None or self._waits.leased is not None
+            arrive = self._waits.arrive if is_early else all_here
             result = self._replicas.compute(share, push, self._stats, arrive)
             self._replicas.take_back = None
             # a worker without samples in this step has waited, and computed nothing
             result.timings["compute"] = max(result.timings["compute"] - self._waits.seconds, 0.0)
-            done = _PushedShare(share, version, result, pushes, self._exchange.logged())
+            done = _PushedShare(share, self._pushed[1], result, pushes, self._exchange.logged())
         else:
             self._waits.arrive(None)
             for chunk in done.pushes:

@@ -228,6 +228,7 @@ class ClosedJob:
         if state.rule.together:
             out = self._begin_generation(reload=False, again=True)
         else:
+            state.leases.forget_ahead(worker)
             void, complete = state.staging.end(worker)
             if not complete:
                 state.leases.leave(worker)
@@ -348,12 +349,13 @@ class ClosedJob:
         state = self.state
         granted = self.limit - state.version
         # Where a step is several updates, no more pushes than these need may be on their way.
-        several = state.versions_per_step > 1 or not granted
+        several = state.versions_per_step > 1 or not granted or state.makes_rounds
         most = granted * self._pushes_per_version if several else math.inf
         out: Outgoing = []
         chosen = []
-        leased = state.leases.lease(self.joined, most, self._now, self._shares_wanted)
-        for worker, shares in leased:
+        ahead = isinstance(state.rule, CommitQuorum) and state.rule.ahead
+        leased = state.leases.lease(self.joined, most, self._now, self._shares_wanted, ahead=ahead)
+        for worker, shares, following in leased:
             chosen.append(worker)
             last = state.leases.last_applied.get(worker, 0)
             lease = Lease(
@@ -361,6 +363,7 @@ class ClosedJob:
                 stats=self._stats,
                 committed=last,
                 count=len(shares),
+                ahead=[following[0], len(following)] if following else (),
                 turn=self._turn,
             )
             out.append((worker_peer(worker), lease.pack()))

@@ -187,6 +187,7 @@ class CommitQuorum:
         grace: seconds for which further ones are waited for then.
         shares: the most shares of samples that a worker is leased at a time: the fastest gets so many, others
             as many as they compute meanwhile. A version is one of them.
+        ahead: whether a worker is leased its next shares, too, so that it begins them before its push is committed.
 
     Reference: Decoupled DiLoCo, arXiv:2604.21428.
     """
@@ -194,6 +195,7 @@ class CommitQuorum:
     quorum: int | None = None
     grace: float = 0.0
     shares: int = 1
+    ahead: bool = False
     together = False
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:

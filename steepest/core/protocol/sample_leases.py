@@ -99,6 +99,7 @@ class Leases:
         self.sent: dict[int, int] = {}  # by worker, the version whose weights it was sent last
         self._rule = rule
         self._busy: dict[int, _Busy] = {}
+        self._ahead: dict[int, range] = {}  # by worker, the shares that it is leased next
 
     @property
     def busy(self) -> tuple[int, ...]:
@@ -107,8 +108,9 @@ class Leases:
 
     @property
     def out(self) -> int:
-        """How many shares busy workers compute, those that are free for others included."""
-        return sum(len(busy.shares) for busy in self._busy.values())
+        """How many shares busy workers compute, or will next, those that are free for others included."""
+        ahead = sum(map(len, self._ahead.values()))
+        return ahead + sum(len(busy.shares) for busy in self._busy.values())
 
     def shares_of(self, worker: int) -> range:
         """Return the shares that are leased to a worker; none if none are or they are free for others."""
@@ -116,7 +118,8 @@ class Leases:
 
     def state(self) -> list[int]:
         """Return the shares another coordinator may lease: the lowest never leased, then those below not committed."""
-        out = [share for busy in self._busy.values() for share in busy.held]
+        leased = *(busy.held for busy in self._busy.values()), *self._ahead.values()
+        out = [share for shares in leased for share in shares]
         return [self.ledger.following, *sorted([*self.ledger.returned, *out])]
 
     def lease(
@@ -125,22 +128,28 @@ class Leases:
         most: float,
         now: float,
         wanted: Callable[[int], int] = lambda worker: 1,
-    ) -> list[tuple[int, range]]:
-        """Lease free shares to idle joined workers, the slowest first; return (worker, shares) of each."""
+        *,
+        ahead: bool = False,
+    ) -> list[tuple[int, range, range]]:
+        """Lease free shares to idle joined workers, the slowest first; return (worker, shares, next shares) of each."""
         # most: how many shares may be out, perhaps infinity; now: in seconds on the caller's clock; wanted: how many a
-        # worker gets at most.
+        # worker gets at most; ahead: whether workers get their next ones, too, while there are enough for all.
         leased = []
         clocks = {worker: self.clocks[worker] for worker in joined}
         for worker in sorted(
             joined - self._busy.keys(), key=lambda worker: (self.clocks[worker], worker)
         ):
-            if (left := most - self.out) <= 0:
-                break
-            if self._rule.may_go_on(worker, clocks):
+            shares = self._ahead.pop(worker, range(0))
+            if not shares:
+                if (left := most - self.out) <= 0 or not self._rule.may_go_on(worker, clocks):
+                    continue
                 shares = self.ledger.take(int(min(wanted(worker), left)))
-                self._busy[worker] = _Busy(shares, now)
-                leased.append((worker, shares))
-        return leased
+            self._busy[worker] = _Busy(shares, now)
+            leased.append((worker, shares))
+        for worker, _ in leased if ahead else ():
+            if most - self.out >= wanted(worker) * len(joined):
+                self._ahead[worker] = self.ledger.take(wanted(worker))
+        return [(*each, self._ahead.get(each[0], range(0))) for each in leased]
 
     def restore(self, shares: Sequence[int]) -> None:
         """Continue with other free shares, as `state` returns them."""
@@ -186,6 +195,10 @@ class Leases:
         others = [self.clocks[other] for other in joined if other != worker]
         self.clocks[worker] = max(self.clocks[worker], min(others, default=0))
 
+    def forget_ahead(self, worker: int) -> None:
+        """Make the shares free that a worker would have been leased next."""
+        self.free(self._ahead.pop(worker, ()))
+
     def leave(self, worker: int) -> None:
         """End the lease of a lost worker, if it has one; its share is free."""
         if worker in self._busy:
@@ -196,6 +209,8 @@ class Leases:
         """End all leases, whose shares are free, as a generation begins."""
         # joined: the workers that take part, which are sent the weights of `version`.
         self.give_back(self._busy)
+        for worker in [*self._ahead]:
+            self.forget_ahead(worker)
         self._busy.clear()
         self.sent = dict.fromkeys(joined, version)
 
