@@ -13,6 +13,7 @@ from steepest.driver.training import Training
 from steepest.observe.page.addresses import KeptAddress
 from steepest.observe.page.run_view import Known, RunView
 from steepest.observe.page.server import PageServer
+from steepest.observe.page.servers import ServerTimes
 from steepest.runtime.activity import report
 from steepest.runtime.answers_of_all import ask_all
 from steepest.runtime.cluster import Cluster
@@ -90,6 +91,7 @@ class LiveRun:
         )
         self._read = -math.inf
         self._memory: dict[str, int] = {}
+        self._servers = ServerTimes()
         self._looked = -math.inf
         self._looking = False
 
@@ -104,6 +106,7 @@ class LiveRun:
                 "live": True,
                 "training": self._training.running,
                 "processes": self._processes(),
+                "servers": self._servers.told(),
             }
             return self._view.told(known, span, now)
 
@@ -150,5 +153,8 @@ class LiveRun:
         try:
             found = ask_all(dict(self._cluster.actors), "counters")
             self._memory = {str(peer): each["resident"] for peer, each in found.items()}
+            self._servers.add(
+                {str(peer): (each["now"], each["servers"]) for peer, each in sorted(found.items())}
+            )
         finally:
             self._looking = False

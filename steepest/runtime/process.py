@@ -534,13 +534,15 @@ class ProcessActor:
             self.router.call(functools.partial(member.abandon, number, reason))
 
     def counters(self) -> dict[str, Any]:
-        """Return frames refused, bytes sent, bytes resident and rows of tables; also amid a step."""
+        """Return frames refused, bytes sent and resident, rows of tables, what servers spent; also amid a step."""
         refused = self.router.refused + self._transport.refused
         return {
             "refused": refused,
             "bytes_sent": self._transport.bytes_sent,
             "resident": _resident_bytes(),
             "tables": table_counts(self._servers),
+            "now": system().now(),
+            "servers": [server.spent for server in self._servers],
         }
 
     def clock(self) -> float:

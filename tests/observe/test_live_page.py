@@ -191,6 +191,25 @@ def test_a_live_page_goes_on_where_it_was_also_when_steps_are_taken_again() -> N
     assert all(last <= step + 4 for step, last in seen)
 
 
+def test_a_live_page_shows_what_servers_spend_a_version_on() -> None:
+    with (
+        Simulation(4).running(),
+        DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
+    ):
+        live = LiveRun(trainer._live(), trainer._training, "a run")
+        assert live.told(Known())["servers"] == []
+        pause(6.0)  # the next look at counters is five seconds later
+        trainer.fit(steps=4, progress=False)
+        live.told(Known())
+        pause(1.0)
+        (server,) = live.told(Known())["servers"]
+        assert (server["server"], server["versions"]) == (0, 4)
+        assert 0 < server["taking"] < server["waiting"]
+        assert 0 < server["updating"] < server["waiting"]
+        whole = server["taking"] + server["updating"] + server["waiting"]
+        assert 4 * whole == pytest.approx(6.0, abs=0.5)
+
+
 def test_a_trainer_has_one_page_until_it_is_shut_down(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -155,6 +155,7 @@ class Server:
         make_way = self._weights.make_way
         self._puts = PutStates(index, self.chunks, send, make_way, checked=mode.open_to_all)
         self._spans: RoleSpans | None = None
+        self._commits, self._taking, self._committing = 0, 0.0, 0.0  # seconds, see `spent`
         self._left_out: set[int] = (
             set()
         )  # workers of whose pushes the last committed one was left out
@@ -165,6 +166,11 @@ class Server:
     def record(self, spans: RoleSpans | None) -> None:
         """Record what the server does, see `RecordsSpans`."""
         self._spans = self._intake.spans = spans
+
+    @property
+    def spent(self) -> tuple[int, int, float, float]:
+        """Its index, how many commits it had, and the seconds that it took pushes, and that it applied commits."""
+        return self._index, self._commits, self._taking, self._committing
 
     def begin_with(self, records: Iterable[Record]) -> None:
         """Set the state of this server's chunks, before the first step; records of other chunks are left out."""
@@ -242,10 +248,10 @@ class Server:
     def handle(self, source: Peer, message: Message) -> None:
         """Act on one message; ProtocolError: it is refused."""
         match message.kind:
-            case Kind.PUSH:
-                self._intake.stage(source, Push.unpack(message))
-            case Kind.HOST_PUSH:
-                self._intake.stage(source, HostPush.unpack(message))
+            case Kind.PUSH | Kind.HOST_PUSH:
+                began, kind = self._now(), Push if message.kind is Kind.PUSH else HostPush
+                self._intake.stage(source, kind.unpack(message))
+                self._taking += self._now() - began
             case Kind.SNAPSHOT:
                 self._answer(Snapshot.unpack(message))
             case Kind.PUT | Kind.PUT_STATE | Kind.REPLACE_STATE:
@@ -278,7 +284,10 @@ class Server:
         # ProtocolError: it cannot be, and nothing has changed.
         match decision:
             case CommitOrder():
+                began = self._now()
                 self._commit(decision)
+                self._commits += 1
+                self._committing += self._now() - began
             case Discard():
                 self._discard(decision)
             case Refresh():

@@ -76,16 +76,12 @@ class StepWaits:
             with self.own_work(), apart_from_models():
                 self._between.wait()
         generators.go_on()
-        self._waited(began)
-        if entry is None:
-            self._all_arrived()
-
-    def _waited(self, began: float) -> None:
-        """Count the seconds since a wait began."""
         self.seconds += self._now() - began
         if self.spans is not None:
             version = -1 if self.arriving is None else self.arriving[1]
             self.spans.add(SpanKind.WAIT, began, -1, version)
+        if entry is None:
+            self._all_arrived()
 
     def _has_come(self, entry: int | None) -> bool:
         """Return whether a parameter's weights are here, or all."""
@@ -126,7 +122,9 @@ class StepWaits:
             with self.own_work(), apart_from_models():
                 self._between.receive()
         generators.go_on()
-        self._waited(began)
+        self.seconds += self._now() - began
+        if self.spans is not None:
+            self.spans.add(SpanKind.WAIT, began)
 
     @contextlib.contextmanager
     def own_work(self) -> Iterator[None]:

@@ -247,6 +247,25 @@
     });
   };
 
+  const drawServers = () => {
+    const servers = data.servers || [], box = byId("servers");
+    box.hidden = !servers.length;
+    if (servers.length) chart(box.lastChild, (target) => plotServers(target, servers));
+  };
+
+  const plotServers = (box, servers) => {
+    const parts = [["taking gradients", "taking", PALETTE[0]], ["updating and sending", "updating", PALETTE[1]], ["waiting", "waiting", "rgba(128,128,128,0.35)"]];
+    const names = servers.map((each) => `server ${each.server}`);
+    const bars = parts.map(([name, part, colour]) => ({
+      type: "bar", orientation: "h", name, y: names, x: servers.map((each) => each[part]), marker: { color: colour, line: { width: 0 } },
+      hovertemplate: `%{y}: ${name} %{x:.4f} s<extra></extra>`,
+    }));
+    plot(box, bars, {
+      barmode: "stack", bargap: 0.2, hovermode: "closest", showlegend: true, height: 100 + (names.length > 16 ? 10 : 18) * Math.max(4, names.length),
+      xaxis: { title: { text: "seconds" } }, yaxis: { categoryorder: "array", categoryarray: [...names].reverse(), dtick: every(names) },
+    });
+  };
+
   const drawHeat = (box) => {
     const { spans } = data.workers, { workers } = spans;
     plot(box, [{
@@ -295,7 +314,7 @@
     byId("made").textContent = `made ${moment(about.made)}${about.steepest ? `, of a run of steepest ${about.steepest}` : ""}`;
   };
 
-  const draw = () => { drawHead(); drawCurves(); drawWorkers(); drawChanges(); drawProcesses(); };
+  const draw = () => { drawHead(); drawCurves(); drawWorkers(); drawServers(); drawChanges(); drawProcesses(); };
 
   // -- a live job ----------------------------------------------------------------------------
 
