@@ -34,6 +34,7 @@ NAVIGATION = {
         "docs/control",
         "docs/metrics",
         "docs/page",
+        "docs/compare",
         "docs/timeline",
         "docs/checkpoints",
         "docs/storage",

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from steepest import __version__
-from steepest.cli import completion, explain, launch, report, run, watch
+from steepest.cli import compare, completion, explain, launch, report, run, watch
 from steepest.config.run import cluster_address
 from steepest.errors import SteepestError
 
@@ -30,6 +30,7 @@ first steps:
   steepest demo                         train handwritten digits under every strategy
   steepest run train.py --workers 2     run a script of yours that calls steepest.prepare()
   steepest launch slurm --help          the same on a cluster: kubernetes, sagemaker, slurm, spark
+  steepest compare train.py             the same script under each strategy, and which one to take
   steepest watch RUN                    the page of a run, in a browser, while it goes on
   steepest report RUN -o page.html      the page of a run that has kept checkpoints, as one file
   steepest explain trace.json           where a step's time goes, of `steepest run --timeline trace.json`
@@ -55,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "doctor", help="what Ray, torch and devices there are; one step in each strategy"
     )
+    compare.add_parser(commands)
     completion.add_parser(commands)
     explain.add_parser(commands)
     launch.add_parser(commands)
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand of the command line, and return the exit status: 0 if it succeeded."""
     parser = make_parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    end = given.index("--") if given[:1] == ["run"] and "--" in given else len(given)
+    end = given.index("--") if given[:1] in (["run"], ["compare"]) and "--" in given else len(given)
     chosen = parser.parse_args(given[:end])
     try:
         if chosen.command == "demo":
@@ -81,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if chosen.command == "explain":
             return explain.run(chosen)
+        if chosen.command == "compare":
+            return compare.run(chosen, given[end + 1 :])
         if chosen.command == "launch":
             return launch.run(chosen)
         if chosen.command == "report":

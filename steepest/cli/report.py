@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
-from steepest.errors import ConfigurationError
+from steepest.cli.files import write_whole
 from steepest.observe.page.document import chart_script, document
 from steepest.observe.page.run_files import read_run
 
@@ -34,14 +33,6 @@ def run(options: argparse.Namespace) -> int:
     charts = chart_script()
     page = document(read_run(options.run).told(), charts).encode()
     target = Path(options.output)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(page)
-        os.replace(unfinished, target)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise ConfigurationError(
-            f"--output {target}: the page cannot be written there: {error.strerror}"
-        ) from error
+    write_whole(target, page)
     sys.stdout.write(f"{target}: {len(page) / 1e6:.1f} MB\n")
     return 0

@@ -33,6 +33,7 @@ def completed(line: str) -> set[str]:
     ("line", "offered"),
     [
         ("steepest d", {"demo", "doctor"}),
+        ("steepest compare train.py --st", {"--strategies"}),
         ("steepest doctor --", {"--help"}),
         ("steepest run train.py --strategy a", {"allreduce", "async"}),
         ("steepest run --ch", {"--checkpoints"}),

@@ -30,30 +30,37 @@ def chart_script() -> str:
     )
 
 
-def document(data: Mapping[str, Any], charts: str) -> str:
-    """Return the page of some data, as `RunView.told` has them, with the script that draws its charts."""
+def document(data: Mapping[str, Any], charts: str, kind: str = "page") -> str:
+    """Return a page of some data, with the script that draws its charts.
+
+    Args:
+        data: as `RunView.told` has them; of a comparison as `steepest.observe.comparison.told` has them.
+        charts: the script of `chart_script`.
+        kind: "page" for that of a job, "comparison" for that of several runs.
+    """
     # a script ends at "</script" and changes its mode at "<!--", wherever they are in it
     kept = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     scripts = [
         f'<script type="application/json" id="data">{kept}</script>',
         f'<script type="text/plain" id="charts-script">{charts}</script>',
-        f"<script>{page_script()}</script>",
+        f"<script>{page_script(kind)}</script>",
     ]
-    return _page("\n".join(scripts))
+    return _page("\n".join(scripts), kind)
 
 
 def shell() -> str:
     """Return the page without data, which fetches them, and its scripts, from where it comes from."""
-    return _page('<script src="page.js"></script>')
+    return _page('<script src="page.js"></script>', "page")
 
 
-def page_script() -> str:
-    """Return the script that puts data on the page."""
-    return (_HERE / "page.js").read_text(encoding="utf-8")
+def page_script(kind: str = "page") -> str:
+    """Return the script that puts data on a page of that kind."""
+    parts = ((_HERE / name).read_text(encoding="utf-8") for name in ("drawing.js", f"{kind}.js"))
+    return '"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n"
 
 
-def _page(scripts: str) -> str:
-    page = (_HERE / "page.html").read_text(encoding="utf-8")
+def _page(scripts: str, kind: str) -> str:
+    page = (_HERE / f"{kind}.html").read_text(encoding="utf-8")
     style = (_HERE / "page.css").read_text(encoding="utf-8")
     before, _, after = page.partition("%SCRIPTS%")
     return before.replace("%STYLE%", style) + scripts + after
