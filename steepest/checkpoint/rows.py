@@ -54,7 +54,7 @@ def dealt(
         CheckpointError: the rows make no sense, or a table has more of them than its capacity.
     """
     found = {name: value for name, value in state.items() if not name.startswith(TABLES)}
-    shards = _by_shard(state)
+    shards = by_shard(state)
     if dealing is None or not shards:
         return found
     moves = TableMoves(saved, dealing)
@@ -67,7 +67,9 @@ def dealt(
     for group in range(len(dealing.groups)):
         same = moves.same(group)
         parts = [] if same is None else [shards[same * each + at] for at in range(each)]
-        states = [_state(part) for part in parts] or _moved(shards, each, moves, dealing, group)
+        states = [state_of_arrays(part) for part in parts] or _moved(
+            shards, each, moves, dealing, group
+        )
         kept = {"updates": newest, "seed": shards[0]["seed"]}
         if parts:
             kept = {key: parts[0][key] for key in ("updates", "seed")}
@@ -92,7 +94,7 @@ def _moved(
     for old, numbers in moves.numbers(group).items():
         begun = optimizer if moves.begins_anew(group, old) else None
         for at in range(old * each, (old + 1) * each):
-            found.append(moved_rows(_state(shards[at]), numbers, begun))
+            found.append(moved_rows(state_of_arrays(shards[at]), numbers, begun))
     return found
 
 
@@ -117,7 +119,7 @@ def _part_of(dealing: Dealing, at: int, states: Sequence[TableState]) -> dict[st
         state = dealing.make(dealing.first + at).part_of(states)
     except ConfigurationError as error:
         raise CheckpointError(f"embedding tables: {error}") from error
-    return _arrays(state)
+    return arrays_of_state(state)
 
 
 def increased(
@@ -127,7 +129,7 @@ def increased(
     # Both by "parameter/key". CheckpointError: the increment is not one of this base.
     from steepest.tables import state
 
-    before, after = _by_shard(base), _by_shard(increment)
+    before, after = by_shard(base), by_shard(increment)
     found = dict(increment)
     for shard, changes in after.items():
         if "since" not in changes:
@@ -136,7 +138,9 @@ def increased(
         if not torch.equal(earlier.get("updates", torch.empty(0)), changes["since"]):
             raise CheckpointError(f"its rows of {TABLES}{shard} are not changes of these rows")
         try:
-            whole = _arrays(state.increased(_state(earlier), _state(changes)))
+            whole = arrays_of_state(
+                state.increased(state_of_arrays(earlier), state_of_arrays(changes))
+            )
         except ConfigurationError as error:
             raise CheckpointError(f"{TABLES}{shard}: {error}") from error
         found |= {f"{TABLES}{shard}/{key}": value for key, value in whole.items()}
@@ -144,7 +148,7 @@ def increased(
     return found
 
 
-def _by_shard(state: Mapping[str, torch.Tensor]) -> _Shards:
+def by_shard(state: Mapping[str, torch.Tensor]) -> _Shards:
     """Return the arrays of each shard; CheckpointError: a name is that of no shard."""
     shards: _Shards = {}
     for name, value in state.items():
@@ -156,12 +160,14 @@ def _by_shard(state: Mapping[str, torch.Tensor]) -> _Shards:
     return shards
 
 
-def _state(arrays: Mapping[str, torch.Tensor]) -> TableState:
+def state_of_arrays(arrays: Mapping[str, torch.Tensor]) -> TableState:
+    """Return a shard's rows; ConfigurationError: the arrays make no sense."""
     from steepest.tables.state import TableState
 
     known = {key: wide(value) for key, value in arrays.items() if key not in _NO_ARRAYS}
     return TableState.of_arrays(known)
 
 
-def _arrays(state: TableState) -> dict[str, torch.Tensor]:
+def arrays_of_state(state: TableState) -> dict[str, torch.Tensor]:
+    """Return a shard's rows as `state_of_arrays` takes them."""
     return {key: torch.from_numpy(array) for key, array in state.arrays().items()}

@@ -680,6 +680,25 @@ class DistributedSGD:
         self._live()
         return self._calls.reading(lambda: export_table(self._training.cluster, name, since))
 
+    def import_table(self, name: str, rows: ExportedTable | tuple[Any, Any]) -> None:
+        """Give rows to ids of an embedding table: pretrained values, or another job's export.
+
+        Ids that have rows get these values instead, the others rows; their optimizer's slots begin anew. All rows of
+        the job's tables are in the driver's memory meanwhile. As after `restore`, `log` and counters begin anew.
+
+        Args:
+            name: of the table.
+            rows: an `ExportedTable` of all its rows, whatever its name and optimizer; or (ids, values), (n,) integers
+                and (n, dim) numbers, as tensors or arrays.
+
+        Raises:
+            ConfigurationError: there is no such table, it has no room for the rows, or they are of another dimension,
+                not finite, or have an id twice; nothing has changed.
+        """
+        with self._idle("import_table"):
+            self._calls.replacing(lambda: self._state.import_rows(name, rows))
+            self._keeping.changed()
+
     def set_strategy(self, strategy: str | Strategy) -> None:
         """Continue under another strategy from the last committed step.
 

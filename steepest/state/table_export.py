@@ -18,19 +18,26 @@ from steepest.errors import ConfigurationError
 from steepest.runtime.cluster import Cluster
 
 if TYPE_CHECKING:
+    from steepest.tables.dealing import Dealing
     from steepest.tables.table import Table
 
 
-def export_table(cluster: Cluster, name: str, since: ExportedTable | str | None) -> ExportedTable:
-    """Return a table's rows at one version, see `DistributedSGD.export_table`."""
-    if since is not None and not isinstance(since, ExportedTable):
-        since = since_cursor(since)
+def table_of(cluster: Cluster, name: str) -> tuple[Dealing, Table]:
+    """Return how a job's tables are dealt, and the table of a name; ConfigurationError: there is none."""
     dealing = dealing_of(cluster.job)
     tables = () if dealing is None else dealing.tables
     table = next((each for each in tables if each.name == name), None)
     if dealing is None or table is None:
         known = ", ".join(repr(each.name) for each in tables) or "none"
         raise ConfigurationError(f"there is no embedding table {name!r}: there are {known}")
+    return dealing, table
+
+
+def export_table(cluster: Cluster, name: str, since: ExportedTable | str | None) -> ExportedTable:
+    """Return a table's rows at one version, see `DistributedSGD.export_table`."""
+    if since is not None and not isinstance(since, ExportedTable):
+        since = since_cursor(since)
+    dealing, table = table_of(cluster, name)
     if since is not None and since.name != name:
         raise ConfigurationError(f"since= is an export of table {since.name!r}, not of {name!r}")
     group, number = dealing.place(table)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from steepest.checkpoint import files
+from steepest.checkpoint.rows import together
 from steepest.core.data.sampler import epoch_ends
 from steepest.core.engine.client import read_log
 from steepest.core.engine.commit_log import Commit, CommitLog, Unpushed
@@ -33,7 +34,8 @@ from steepest.runtime.owner import Moment, owned
 from steepest.runtime.worker_state import WorkerState
 from steepest.state.job_state import JobState
 from steepest.state.optimizer_state import OptimizerState
-from steepest.state.row_read import RowRead, read_apart
+from steepest.state.row_read import RowRead, RowsAsTheyCome, read_apart
+from steepest.state.table_export import table_of
 
 log = logging.getLogger(__name__)
 
@@ -330,6 +332,22 @@ class StateTransfer:
         if before is not None:
             guessed = [min(before.end_of(e), state.step) for e in range(about["epoch"])]
         self._ends = [] if data == "new" else list(about.get("ends", guessed))
+
+    def import_rows(self, name: str, rows: Any) -> None:
+        """Give rows to ids of a table, see `DistributedSGD.import_table`; no step may be going on."""
+        from steepest.checkpoint.imported_rows import imported_rows, with_imported
+
+        dealing, table = table_of(self._cluster, name)
+        given = imported_rows(table, rows)
+        saved, to_come = self.collect()
+        with to_come.given_up_on_error():
+            state = {**saved.optimizer, **together(list(RowsAsTheyCome(to_come)))}
+        state, replaced = with_imported(state, dealing, table, given)
+        self.place(replace(saved, optimizer=state), "hand")
+        log.warning(
+            "table %r has %d imported rows, %d of them in place of others; their slots begin anew",
+            name, len(given.ids), replaced,
+        )  # fmt: skip
 
     def _unfreeze(self, about: Mapping[str, Any]) -> None:
         """Train what a checkpoint's job had unfrozen; processes get their roles anew for that."""
