@@ -4,8 +4,8 @@
     python -m benchmarks.observing --strategy allreduce --model mlp --rounds 9
 
 One job of two workers trains in turns, odd rounds in reverse order: ``off``, ``timeline`` (recorded from before
-the turn; the file is written after it, and is not timed) and, where plotly is installed, ``page``, whose data a
-thread of another process fetches twice a second. The ratio is that of a turn to ``off`` of the same round. A second
+the turn; the file is written after it, and is not timed) and, where plotly is installed, ``page``, whose data
+another process fetches twice a second. The ratio is that of a turn to ``off`` of the same round. A second
 table has the processor time of the job's processes and the driver instead of what a clock shows: other programs of
 the machine disturb it less.
 """
@@ -15,12 +15,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
-import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -32,7 +31,21 @@ from benchmarks.rivals import WORKERS
 from steepest import DistributedSGD, TorchModel
 from steepest.errors import ConfigurationError
 
-_LOOK_SECONDS = 0.5  # as the page in a browser
+#: A program that fetches the page's data as an open page does, given its address, until it is killed.
+LOOK = """
+import json, sys, time, urllib.request
+address, _, token = sys.argv[1].partition("#token=")
+query = ""
+while True:
+    headers = {"Authorization": f"Bearer {token}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{address}data{query}", headers=headers)) as answer:
+        found = json.load(answer)
+    curves = found["curves"]
+    since = max(curves["from"] + len(curves["step"]) - 1, 0)
+    query = f"?since={since}&revision={curves['revision']}&changes={found['changes']}"
+    print("seen", flush=True)
+    time.sleep(0.5)
+"""
 Spent = tuple[float, float]  # seconds of a step, by the clock and of processors
 
 
@@ -96,29 +109,14 @@ def with_timeline(sgd: DistributedSGD, steps: int, path: Path) -> Spent:
 
 
 def with_page(sgd: DistributedSGD, steps: int, url: str) -> Spent:
-    looker = multiprocessing.get_context("spawn").Process(target=look, args=(url,), daemon=True)
-    looker.start()
+    looker = subprocess.Popen([sys.executable, "-c", LOOK, url], stdout=subprocess.PIPE)
     try:
+        assert looker.stdout is not None
+        looker.stdout.readline()  # it has the page
         return seconds_of(sgd, steps)
     finally:
-        looker.terminate()
-        looker.join()
-
-
-def look(url: str) -> None:
-    """Fetch the page's data as an open page does, until this process is ended."""
-    address, _, token = url.partition("#token=")
-    query = ""
-    while True:
-        request = urllib.request.Request(
-            f"{address}data{query}", headers={"Authorization": f"Bearer {token}"}
-        )
-        with urllib.request.urlopen(request) as answer:
-            found = json.load(answer)
-        curves = found["curves"]
-        since = max(curves["from"] + len(curves["step"]) - 1, 0)
-        query = f"?since={since}&revision={curves['revision']}&changes={found['changes']}"
-        time.sleep(_LOOK_SECONDS)
+        looker.kill()
+        looker.communicate()
 
 
 if __name__ == "__main__":
