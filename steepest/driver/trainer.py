@@ -43,6 +43,7 @@ from steepest.runtime.deaths import persistently
 from steepest.runtime.process import WorkerView
 from steepest.runtime.remote_functions import name_of
 from steepest.runtime.room import worker_bundle
+from steepest.state.row_descriptions import RowDescription, describe_rows
 from steepest.state.table_export import export_table
 from steepest.state.transfer import StateTransfer
 from steepest.strategies.named import strategy_for
@@ -679,6 +680,24 @@ class DistributedSGD:
         """
         self._live()
         return self._calls.reading(lambda: export_table(self._training.cluster, name, since))
+
+    def describe_rows(self, name: str, ids: Sequence[int]) -> list[RowDescription]:
+        """Return what servers know of some ids of an embedding table, for debugging.
+
+        It may be called at any time, from any thread. The shards of these ids are read whole.
+
+        Args:
+            name: of the table.
+            ids: integers from 0; ids without rows have a description, too.
+
+        Returns:
+            For each id its row's values and slots, how often it was seen, and the update that wrote it last.
+
+        Raises:
+            ConfigurationError: there is no such table, or the ids are no list of such integers.
+        """
+        self._live()
+        return self._calls.reading(lambda: describe_rows(self._training.cluster, name, ids))
 
     def import_table(self, name: str, rows: ExportedTable | tuple[Any, Any]) -> None:
         """Give rows to ids of an embedding table: pretrained values, or another job's export.
