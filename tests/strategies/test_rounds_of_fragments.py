@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from steepest.strategies.local import LocalStrategy
 from steepest.testing import replay
 from tests.modes import check_counts
 from tests.pairs import grid
+from tests.random_examples import seeds
 from tests.reference import Task, Weights, difference, same_bits
 from tests.rounds import FRAGMENTS, OPTIMIZERS, Outer, deep_task, run_rounds, simulated, timed
 from tests.simulation.run import Simulation
@@ -323,3 +325,55 @@ def test_workers_compute_on_before_their_push_is_committed(
         assert difference(found, by_hand(task, log, strategy)) < 1e-12
     # a round of two takes a trip to the server and back, in which all go on
     assert all(b - a < 0.19 for each in ends for a, b in itertools.pairwise(each[12:36]))
+
+
+@pytest.mark.long
+@seeds(24)
+def test_whatever_dies_each_sample_counts_once_and_the_log_has_the_bits(seed: int) -> None:
+    """Any settings together, workers of unequal speed, of which some die; also a server whose chunks have copies."""
+    draw = random.Random(seed)
+    fragments = draw.choice([1, 2, 4])
+    of_share = draw.choice([2, 3])
+    workers = draw.choice([2, 3])
+    strategy = LocalStrategy(
+        sync_every=of_share * fragments,
+        fragments=fragments,
+        delay=draw.randrange(of_share),
+        blend=draw.choice([0.0, 0.25]),
+        quorum=draw.choice([None, 1, workers - 1, workers]),
+        pace="speed",
+        num_servers=2,
+        replication=draw.choice([1, 2]),
+    )
+    if strategy.quorum is not None:
+        grace = draw.choice([None, 0.2])
+        strategy = replace(strategy, grace=grace, pace=draw.choice(["equal", "speed"]))
+    task = deep_task("adam", 150)
+    seconds = [draw.choice([0.05, 0.1, 0.3]) for _ in range(workers)]
+    create, _ = timed(task, seconds, lambda: 0.0)
+    victims = [f"worker {draw.randrange(workers)}" for _ in range(draw.randrange(3))]
+    server_dies = strategy.replication == 2 and draw.random() < 0.5
+    resizes = draw.random() < 0.3
+
+    def act(trainer: DistributedSGD, simulation: Simulation) -> None:
+        def kill(name: str) -> None:
+            living = (each for each in simulation.living() if name in str(each))
+            if (victim := next(living, None)) is not None:
+                simulation.world.kill(victim, "it was killed.")
+
+        at = 0
+        for name in [*victims, *(["server 1"] if server_dies else [])]:
+            at += draw.randrange(50, 300)
+            simulation.at_event(at, lambda name=name: kill(name))
+        assert trainer.fit(steps=12, progress=False).step == 12
+        if resizes:
+            trainer.resize(num_workers=workers + 1)
+        assert trainer.fit(steps=12, progress=False).step == 24
+
+    if resizes:
+        create, _ = timed(task, [*seconds, 0.1], lambda: 0.0)
+    found, log = simulated(task, workers, strategy, act, create, seed)
+    check_samples(log)
+    if len(log.parts) == 1:
+        assert same_bits(replay(log, task.creator()), found)
+        assert difference(found, by_hand(task, log, strategy)) < 1e-12
