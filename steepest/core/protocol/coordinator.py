@@ -296,6 +296,7 @@ class Coordinator:
         if norm is not None and most is not None and not skip:
             clip = clip_factor(norm, most)
         made = state.made_by(pushes)
+        parts = {r.fragment for r in reports.values() if isinstance(r, Report)}
         entry = self._entry(made, pushes, reports, hyper, rate, skip, clip)
         state.history.add(entry, staleness.values(), skipped=skip)
         state.advance(made)
@@ -309,7 +310,7 @@ class Coordinator:
             clip=clip,
             entry=state.log_entry(entry),
             made=made,
-            fragments=sorted({r.fragment for r in reports.values() if isinstance(r, Report)}),
+            fragments=sorted(parts) if state.makes_rounds else (),
         )
         return state.to_servers(commit) + answers + self._reads_due()
 
