@@ -25,6 +25,7 @@ _HEAD = (
 _BLOCKS = 40  # of a run's steps, over which a loss is a mean
 _TAIL = 0.1  # the part of a run's steps over which its last loss is a mean
 _EQUAL = 0.02  # two losses that differ by less are equal
+_APART = 0.05  # a part of the time that is worth a word
 _FASTER = 1.05  # by less a strategy is not faster than another
 
 
@@ -161,11 +162,10 @@ def _about_speed(best: Outcome, others: Sequence[Outcome]) -> list[str]:
             f"learns less of each: its loss at the end is {fastest.loss:.4g}."
         )
     if slowest is not best and best.speed >= _FASTER * slowest.speed:
+        times = f"It computes {best.speed / slowest.speed:.2g} times as many samples per second"
         away = 1 - slowest.parts[0] / sum(slowest.parts) if sum(slowest.parts) else 0.0
-        words.append(
-            f"It computes {best.speed / slowest.speed:.2g} times as many samples per second as {slowest.strategy}, "
-            f"whose workers spend {away:.0%} of their time on something else than computing."
-        )
+        spent = f", whose workers spend {away:.0%} of their time on something else than computing"
+        words.append(f"{times} as {slowest.strategy}{spent if away >= _APART else ''}.")
     return words
 
 

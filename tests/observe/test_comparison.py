@@ -45,6 +45,11 @@ def test_of_equal_losses_the_first_to_reach_them_is_recommended() -> None:
     assert "2 times as many samples per second as ps, whose workers spend 67% of their time" in why
 
 
+def test_where_the_time_goes_is_said_of_those_that_wait() -> None:
+    why = advice(trial("ps", 0.1, 0.01), trial("local", 0.05, 0.01))[1]  # 0.1 s are computing
+    assert why.endswith("It computes 2 times as many samples per second as ps.")
+
+
 def test_what_failed_or_has_no_loss_is_not_recommended() -> None:
     failed = TriedStrategy(
         "async", trial("async", 0.1, 1.0).rows, "NonFiniteError: NaN", failed=True
