@@ -27,7 +27,7 @@ _MOST_COUNTED = 2**31 - 2  # what an index can map an id to
 
 @dataclass(frozen=True)
 class CounterFilter:
-    """An id is admitted at its `filter_freq`-th sighting, counted exactly, in some 27 bytes an id."""
+    """An id is admitted at its `filter_freq`-th sighting, counted exactly, in 22 to 24 bytes an id."""
 
     filter_freq: int
 
