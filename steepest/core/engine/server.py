@@ -389,7 +389,7 @@ class Server:
 
     def _changed_by(self, commit: CommitOrder) -> frozenset[int]:
         """Return the chunks that a commit changes, and note of which fragments it is."""
-        if self._updated is None or len(self._updated) == 1:
+        if self._updated is None or not commit.fragments:
             return self._layout.changed_by(commit.version)
         for fragment in commit.fragments:
             self._updated[fragment % len(self._updated)] = commit.version
