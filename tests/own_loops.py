@@ -162,6 +162,22 @@ def plain(parts: Parts, epochs: int) -> None:
         steepest.report(loss=loss)
 
 
+def meeting(parts: Parts, epochs: int) -> None:
+    """The usual loop, whose workers gather and read their optimizer's state at the end of each epoch."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(parts.model(x), y)
+            loss.backward()
+            parts.optimizer.step()
+            for scheduler in parts.schedulers:
+                scheduler.step()
+        ranks = steepest.gather(torch.tensor([float(steepest.rank())]))
+        steepest.report(
+            loss=loss, ranks=ranks.sum(), states=len(parts.optimizer.state_dict()["state"])
+        )
+
+
 def accumulating(parts: Parts, epochs: int, batches: int = 2) -> None:
     """A step of the optimizer after several batches."""
     for _ in steepest.epochs(epochs):

@@ -433,14 +433,15 @@ class ProcessActor:
         """Tell the coordinator that this process' worker is ready; install collectives among workers."""
         assert self._worker is not None
         assert self._replicas is not None
-        self._member = self._member_of(job, workers, self._worker, self._transport)
-        operations.install(self._member)
-        self._replicas.meet(self._member, self._worker.wait_within)
         for model in self._models:
             if isinstance(model, ReadsState):
                 client = host_client(self.router, job, self._reader)
                 layout, wait = job.description.layout, self._worker.wait_within
                 model.use_reader(functools.partial(read_state, client, layout, wait))
+        # the last to be hosted: it has further messages admitted
+        self._member = self._member_of(job, workers, self._worker, self._transport)
+        operations.install(self._member)
+        self._replicas.meet(self._member, self._worker.wait_within)
         self._worker.join()
 
     def _member_of(

@@ -34,6 +34,7 @@ from tests.own_loops import (
     by_hand,
     clamped,
     clipping,
+    meeting,
     penalised,
     plain,
     scaling,
@@ -433,9 +434,10 @@ def test_a_script_runs_by_the_command(tmp_path: Path, capfd: pytest.CaptureFixtu
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_on_ray_too() -> None:
-    found = steepest.run(SCHEDULED, num_workers=2, progress=False)
+    found = steepest.run(replace(SCHEDULED, loop=meeting), num_workers=2, progress=False)
     assert difference(found.state_dict, SCHEDULED.alone(2)) < 1e-12
     assert found.metrics["loss"] == found.reports[-1]["loss"]
+    assert (found.metrics["ranks"], found.metrics["states"]) == (1.0, 4.0)
     assert len(found.history.epochs) == SCHEDULED.epochs
 
 

@@ -51,21 +51,21 @@ def summarize(
     pushes = [report for report, _ in reports]
     summary: dict[str, Any] = {
         "staleness": [staleness for _, staleness in reports],
-        "samples": sum(report.samples for report in pushes),
-        "bytes_pushed": sum(report.bytes_pushed for report in pushes),
-        "bytes_pulled": sum(report.bytes_pulled for report in pushes),
+        "samples": sum([report.samples for report in pushes]),
+        "bytes_pushed": sum([report.bytes_pushed for report in pushes]),
+        "bytes_pulled": sum([report.bytes_pulled for report in pushes]),
     }
     if known := [norm for norm in norms if norm is not None]:
         summary["gradient_norm"] = sum(known) / len(known)
-    if (hyper := next((r.hyper for r in pushes if r.hyper is not None), None)) is not None:
-        summary["hyper"] = hyper
+    if found := [report.hyper for report in pushes if report.hyper is not None]:
+        summary["hyper"] = found[0]
     with_loss = [report for report in pushes if report.loss is not None]
     if not stats or not with_loss:
         return summary
 
     def mean(values: list[tuple[float, float]]) -> float:
-        total = sum(weight for _, weight in values)
-        return sum(v * weight for v, weight in values) / total if total else math.nan
+        total = sum([weight for _, weight in values])
+        return sum([v * weight for v, weight in values]) / total if total else math.nan
 
     summary["loss"] = mean([(r.loss, r.total) for r in with_loss if r.loss is not None and r.total])
     metrics = [(r.metrics, r.total) for r in with_loss]  # a report may leave them out
@@ -77,6 +77,6 @@ def summarize(
     timings = [r.timings for r in with_loss]
     parts = sorted({name for values in timings for name in values})
     summary["timings"] = {
-        name: sum(values.get(name, 0.0) for values in timings) / len(timings) for name in parts
+        name: sum([values.get(name, 0.0) for values in timings]) / len(timings) for name in parts
     }
     return summary
