@@ -149,8 +149,8 @@ class Script:
         return snapshot(parts.model)
 
 
-def plain(parts: Parts, epochs: int) -> None:
-    """The usual loop, with a scheduler by step if there is any."""
+def plain(parts: Parts, epochs: int, more: Callable[[], dict[str, Any]] = dict) -> None:
+    """The usual loop, with a scheduler by step if there is any; reports what `more` returns beside the loss."""
     for _ in steepest.epochs(epochs):
         for x, y in parts.loader:
             parts.optimizer.zero_grad()
@@ -159,23 +159,17 @@ def plain(parts: Parts, epochs: int) -> None:
             parts.optimizer.step()
             for scheduler in parts.schedulers:
                 scheduler.step()
-        steepest.report(loss=loss)
+        steepest.report(loss=loss, **more())
 
 
 def meeting(parts: Parts, epochs: int) -> None:
     """The usual loop, whose workers gather and read their optimizer's state at the end of each epoch."""
-    for _ in steepest.epochs(epochs):
-        for x, y in parts.loader:
-            parts.optimizer.zero_grad()
-            loss = nn.functional.mse_loss(parts.model(x), y)
-            loss.backward()
-            parts.optimizer.step()
-            for scheduler in parts.schedulers:
-                scheduler.step()
+
+    def found() -> dict[str, Any]:
         ranks = steepest.gather(torch.tensor([float(steepest.rank())]))
-        steepest.report(
-            loss=loss, ranks=ranks.sum(), states=len(parts.optimizer.state_dict()["state"])
-        )
+        return {"ranks": ranks.sum(), "states": len(parts.optimizer.state_dict()["state"])}
+
+    plain(parts, epochs, found)
 
 
 def accumulating(parts: Parts, epochs: int, batches: int = 2) -> None:

@@ -223,7 +223,7 @@ class Client:
         return found
 
     def give_up(self, future: Future[SharedState], error: Exception) -> None:
-        """Fail a held read, unless it is answered; servers send the rest at once, which is dropped."""
+        """Fail a read, unless it is answered; what servers still send of it is dropped."""
         for sequence, read in list(self._reads.items()):
             if read.future is future:
                 del self._reads[sequence]
