@@ -76,7 +76,7 @@ def with_imported(
     group, number = dealing.place(table)
     shards, found, replaced = by_shard(state), dict(state), 0
     ids, values = rows.ids.numpy(), rows.values.numpy()
-    shard = shard_of(np.full(len(ids), number, np.int32), ids, dealing.num_shards)
+    shard = shard_of(np.full(len(ids), number, np.int32), ids, dealing.spreads[group])
     first = np.array(table.optimizer.first_slots(table.dim), values.dtype)
     for at in range(dealing.num_shards):
         chunk = dealing.chunk(group, at)

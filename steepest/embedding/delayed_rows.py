@@ -15,6 +15,7 @@ from steepest.embedding.row_collector import RowCollector
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added
+from steepest.tables.spread import Spread
 
 #: The gradient of each group of tables, in units of some weight; None where there is none.
 Gradients = Sequence[RowGradients | None]
@@ -157,7 +158,7 @@ def _unpacked(dealing: Dealing, state: Mapping[str, torch.Tensor]) -> _DelayedGr
             group = dealing.groups[int(name)]
             packed = state[name].clone().numpy()  # at a multiple of its numbers' size
             found = RowGradients.unpack(packed, group[0].dim, group[0].form.dtype)
-            found.require([table.name for table in group], 0, 1)
+            found.require([table.name for table in group], 0, Spread.evenly(len(group), 1))
             gradients[int(name)] = found
     except (ConfigurationError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(

@@ -46,7 +46,7 @@ class RowCollector(RowSource, ABC):
 
     def distinct(self, group: int, tables: Int32s, ids: Int64s) -> Distinct:
         """Return the distinct ones of the (table, id) of a batch, by ascending shard."""
-        return Distinct(tables, ids, self.dealing.num_shards)
+        return Distinct(tables, ids, self.dealing.spreads[group])
 
     @abstractmethod
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = True) -> Floats:
@@ -134,7 +134,7 @@ class RowCollector(RowSource, ABC):
         for group, total in enumerate(gradients):
             if total is None:
                 continue
-            order, begins = self.dealing.deal(total.tables, total.ids)
+            order, begins = self.dealing.deal(group, total.tables, total.ids)
             for shard in range(self.dealing.num_shards):
                 part = slice(begins[shard], begins[shard + 1])
                 if part.start < part.stop:

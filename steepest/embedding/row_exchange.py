@@ -242,7 +242,7 @@ class RowExchange(RowCollector):
 
     def _ask(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> _AskedRows:
         """Ask servers for rows."""
-        order, begins = self.dealing.deal(tables, ids)
+        order, begins = self.dealing.deal(group, tables, ids)
         where: dict[int, list[_Where]] = {}  # by server
         for shard in np.flatnonzero(np.diff(begins)):
             part = slice(begins[shard], begins[shard + 1])

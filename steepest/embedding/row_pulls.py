@@ -99,7 +99,7 @@ class RowPulls:
             tables, ids = require_keys(*keys, [table.name for table in group])
         except ConfigurationError as error:
             raise ProtocolError(f"a pull of rows: {error}") from error
-        order, begins = dealing.deal(tables, ids)
+        order, begins = dealing.deal(pull.group, tables, ids)
         if order is not None:
             raise ProtocolError("a pull of rows that are not in the order of their shards")
         shards = np.flatnonzero(np.diff(begins))

@@ -105,10 +105,11 @@ class TableChunk(ChunkStore):
         """Return None: rows travel as they are."""
         # ProtocolError: a row that this shard cannot have, or one named twice.
         if payload is not None:
-            shards = self._dealing.num_shards
+            dealing, at = self._dealing, self.chunk.index
+            spread = dealing.spreads[dealing.group_of(at)]
             try:
                 found = self._unpacked(payload)
-                found.require(self._table_names, self._dealing.shard_of(self.chunk.index), shards)
+                found.require(self._table_names, dealing.shard_of(at), spread)
             except ConfigurationError as error:
                 raise ProtocolError(f"gradients of rows of {self._name}: {error}") from error
         return None

@@ -54,7 +54,7 @@ def describe_rows(cluster: Cluster, name: str, ids: Sequence[int]) -> list[RowDe
             f"ids of table {name!r} of shape {checked.shape}: give a list of ids"
         )
     group, number = dealing.place(table)
-    shards = shard_of(np.full(len(checked), number, np.int32), checked, dealing.num_shards)
+    shards = shard_of(np.full(len(checked), number, np.int32), checked, dealing.spreads[group])
     chunks = [dealing.chunk(group, int(shard)) for shard in np.unique(shards)]
     if not chunks:
         return []

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from steepest.errors import ConfigurationError
 from steepest.tables.eviction import LRU
 from steepest.tables.kernels import Int32s, Int64s
+from steepest.tables.spread import Spread
 from steepest.tables.state import TableState
 from steepest.tables.table import Table
 
@@ -30,18 +31,13 @@ class Plan(NamedTuple):
 class Capacities:
     """The capacities of a shard's tables."""
 
-    def __init__(self, tables: Sequence[Table], num_shards: int) -> None:
-        """Divide capacities among shards, rounded up."""
+    def __init__(self, tables: Sequence[Table], spread: Spread, shard: int) -> None:
+        """Take this shard's share of the capacity of each table that has one."""
         self._tables = tables
-        self._shards = num_shards
-        self.rows: Int64s = np.array(
-            [
-                _BOUNDLESS if table.capacity is None else -(-table.capacity // num_shards)
-                for table in tables
-            ],
-            np.int64,
-        )
-        limited = self.rows < _BOUNDLESS
+        self._parts = spread.parts
+        limited = np.array([table.capacity is not None for table in tables])
+        given = np.array([table.capacity or 0 for table in tables], np.int64)
+        self.rows: Int64s = np.where(limited, spread.shares(shard, given), _BOUNDLESS)
         # rows of all tables at most; None where one has no capacity
         self.most = int(self.rows.sum()) if limited.all() else None
         self._evicts = np.array([table.eviction is not None for table in tables])
@@ -72,9 +68,9 @@ class Capacities:
     def _described(self, table: int) -> str:
         """Return the capacity of a table in words, and the share of it that this shard has."""
         capacity = f"its capacity is {self._tables[table].capacity}"
-        if self._shards == 1:
+        if self._parts[table] == 1:
             return capacity
-        return f"{capacity}, of which this one of {self._shards} shards has {self.rows[table]}"
+        return f"{capacity}, of which this one of its {self._parts[table]} parts has {self.rows[table]}"
 
     def fit(
         self, tables: Int32s, admitted: npt.NDArray[np.bool_], known: Int64s, alive: Int64s

@@ -8,9 +8,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from steepest.tables.hashing import Distinct, add_up, are_distinct, shard_of
+from steepest.tables.hashing import Distinct, add_up, are_distinct
 from steepest.tables.pooling import Bags
 from steepest.tables.shard import TableShard
+from steepest.tables.spread import Spread
 from steepest.tables.table import Table, groups
 
 
@@ -23,7 +24,7 @@ def compile_kernels(tables: Iterable[Table]) -> None:
 @lru_cache(maxsize=8)
 def _compile(tables: tuple[Table, ...]) -> None:
     for group in groups(tables):
-        shard = TableShard(group, num_shards=2)
+        shard = TableShard(replace(table, capacity=None, eviction=None) for table in group)
         numbers = np.arange(len(group), dtype=np.int32)
         cut, form = shard.cut()[1], group[0].form
         for version in (1, 2):
@@ -54,9 +55,9 @@ def _compile_modules(dtype: str) -> None:
     """Do what a worker does with the ids of a batch, and with rows."""
     one = np.zeros(1, np.int32)
     rows = np.ones((1, 1), dtype)
-    keys = Distinct(one, one, 2)
-    shard_of(keys.tables, keys.ids, 2)
-    are_distinct(keys.tables, keys.ids, 1, 0, 2)
+    spread = Spread.evenly(1, 2)
+    keys = Distinct(one, one, spread)
+    are_distinct(keys.tables, keys.ids, 0, spread)
     add_up(rows, keys.inverse, 1)
     add_up(rows.astype(np.float64), keys.inverse, 1)
     bags = Bags(keys.inverse, np.array([0, 1]), np.ones(1, dtype), False)

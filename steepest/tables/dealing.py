@@ -9,7 +9,8 @@ from steepest.errors import ConfigurationError
 from steepest.tables.hashing import deal
 from steepest.tables.kernels import Int32s, Int64s
 from steepest.tables.shard import TableShard
-from steepest.tables.table import Table, groups
+from steepest.tables.spread import Spread
+from steepest.tables.table import Table, groups, spread_of
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ class Dealing:
         seed = self.seed if seed is None else seed
         return TableShard(self.groups[group], shard=shard, num_shards=self.num_shards, seed=seed)
 
-    def deal(self, tables: Int32s, ids: Int64s) -> tuple[Int64s | None, Int64s]:
+    @cached_property
+    def spreads(self) -> list[Spread]:
+        """By group, how its keys are spread over its shards."""
+        return [spread_of(group, self.num_shards) for group in self.groups]
+
+    def deal(self, group: int, tables: Int32s, ids: Int64s) -> tuple[Int64s | None, Int64s]:
         """Return `steepest.tables.hashing.deal` of the keys of one group."""
-        return deal(tables, ids, self.num_shards)
+        return deal(tables, ids, self.spreads[group])

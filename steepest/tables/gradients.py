@@ -13,6 +13,7 @@ from steepest.errors import ConfigurationError
 from steepest.tables.checks import require_keys
 from steepest.tables.hashing import Distinct, add_up, are_distinct, shard_of
 from steepest.tables.kernels import Floats, Int32s, Int64s
+from steepest.tables.spread import Spread
 
 Bytes = npt.NDArray[np.uint8]
 #: Returns memory of so many bytes, with anything in it.
@@ -54,18 +55,18 @@ class RowGradients:
             packed[end + 4 * count :].view(np.int32),
         )
 
-    def require(self, names: Sequence[str], shard: int, num_shards: int) -> None:
+    def require(self, names: Sequence[str], shard: int, spread: Spread) -> None:
         """Check that rows are distinct, and such as one shard of some tables can have; ConfigurationError otherwise."""
-        fine = are_distinct(self.tables, self.ids, len(names), shard, num_shards)
+        fine = are_distinct(self.tables, self.ids, shard, spread)
         if fine and (not len(self) or self.sightings.min() > 0):
             return
         require_keys(self.tables, self.ids, names)
         if len(self) and self.sightings.min() < 1:
             raise ConfigurationError(f"sightings hold {self.sightings.min()}: give at least 1")
-        others = np.flatnonzero(shard_of(self.tables, self.ids, num_shards) != shard)
+        others = np.flatnonzero(shard_of(self.tables, self.ids, spread) != shard)
         if len(others):
             raise ConfigurationError(
-                f"id {self.ids[others[0]]} is of another one of {num_shards} shards than {shard}"
+                f"id {self.ids[others[0]]} is of another one of {spread.num_shards} shards than {shard}"
             )
         counts = Distinct(self.tables, self.ids).counts
         if len(counts) < len(self):

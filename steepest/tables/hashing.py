@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from steepest.tables.kernels import Int32s, Int64s, inlined, kernel, read_only
+from steepest.tables.spread import Spread
 
 #: SplitMix64's increment: 2^64 divided by the golden ratio, odd.
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -34,32 +35,40 @@ def salt_of(name: str, seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
+@inlined
+def _shard(hashed: np.uint64, table: np.int32, spread: Spread) -> np.int64:
+    """Return the shard of a key."""
+    part = np.int64(((hashed >> _32) * np.uint64(spread.parts[table])) >> _32)
+    shard: np.int64 = (np.int64(spread.firsts[table]) + part) % spread.num_shards
+    return shard
+
+
 @kernel
-def _shards(tables: Int32s, ids: Int64s, count: np.uint64, shards: Int32s) -> None:
+def _shards(tables: Int32s, ids: Int64s, spread: Spread, shards: Int32s) -> None:
     for at in range(len(ids)):
-        hashed = mix(np.uint64(ids[at]) ^ (_SHARD_SALT * np.uint64(tables[at] + 1)))
-        shards[at] = np.int32(((hashed >> _32) * count) >> _32)
+        table = tables[at]
+        hashed = mix(np.uint64(ids[at]) ^ (_SHARD_SALT * np.uint64(table + 1)))
+        shards[at] = np.int32(_shard(hashed, table, spread))
 
 
-def shard_of(tables: Int32s, ids: Int64s, count: int) -> Int32s:
-    """Return the shard, 0 to `count` - 1, that holds each key: table numbers (n,), and non-negative ids (n,)."""
+def shard_of(tables: Int32s, ids: Int64s, spread: Spread) -> Int32s:
+    """Return the shard that holds each key: table numbers (n,), and non-negative ids (n,)."""
     shards = np.empty(len(ids), np.int32)
-    _shards(read_only(tables, np.int32), read_only(ids, np.int64), np.uint64(count), shards)
+    keys = read_only(tables, np.int32), read_only(ids, np.int64)
+    _shards(*keys, spread, shards)
     return shards
 
 
 @kernel
-def _are_distinct(
-    tables: Int32s, ids: Int64s, num_tables: int, shard: int, count: np.uint64, slots: Int32s
-) -> bool:
+def _are_distinct(tables: Int32s, ids: Int64s, shard: int, spread: Spread, slots: Int32s) -> bool:
     mask = np.uint64(len(slots) - 1)
     slots[:] = 0
     for at in range(len(ids)):
         table, key = tables[at], ids[at]
-        if key < 0 or table < 0 or table >= num_tables:
+        if key < 0 or table < 0 or table >= len(spread.firsts):
             return False
         hashed = mix(np.uint64(key) ^ (_SHARD_SALT * np.uint64(table + 1)))
-        if ((hashed >> _32) * count) >> _32 != np.uint64(shard):
+        if _shard(hashed, table, spread) != shard:
             return False
         slot = hashed & mask
         while slots[slot]:
@@ -71,11 +80,11 @@ def _are_distinct(
     return True
 
 
-def are_distinct(tables: Int32s, ids: Int64s, num_tables: int, shard: int, count: int) -> bool:
-    """Return whether keys (n,) are distinct, all of shard `shard` of `count`, and of tables below `num_tables`."""
+def are_distinct(tables: Int32s, ids: Int64s, shard: int, spread: Spread) -> bool:
+    """Return whether keys (n,) are distinct, and all of one shard of the tables of a spread."""
     slots = np.empty(1 << max(3, (2 * len(ids) - 1).bit_length()), np.int32)
     keys = read_only(tables, np.int32), read_only(ids, np.int64)
-    return bool(_are_distinct(*keys, num_tables, shard, np.uint64(count), slots))
+    return bool(_are_distinct(*keys, shard, spread, slots))
 
 
 @kernel
@@ -96,12 +105,12 @@ def _deal(shards: Int32s, begins: Int64s, order: Int64s) -> bool:
     return ascending
 
 
-def deal(tables: Int32s, ids: Int64s, count: int) -> tuple[Int64s | None, Int64s]:
+def deal(tables: Int32s, ids: Int64s, spread: Spread) -> tuple[Int64s | None, Int64s]:
     """Return an order of keys (n,) in which those of a shard stand together, or None if they do."""
-    # And where each begins. (n,), places in `tables` and `ids`, ascending within a shard; (count + 1,), the place in it
-    # at which each of `count` shards begins, and n.
-    shards = shard_of(tables, ids, count)
-    begins, order = np.zeros(count + 1, np.int64), np.empty(len(ids), np.int64)
+    # And where each begins. (n,), places in `tables` and `ids`, ascending within a shard; (shards + 1,), the place in
+    # it at which each shard begins, and n.
+    shards = shard_of(tables, ids, spread)
+    begins, order = np.zeros(spread.num_shards + 1, np.int64), np.empty(len(ids), np.int64)
     return (None if _deal(shards, begins, order) else order), begins
 
 
@@ -143,9 +152,9 @@ class Distinct:
         self,
         tables: npt.NDArray[np.integer],
         ids: npt.NDArray[np.integer],
-        num_shards: int = 1,
+        spread: Spread | None = None,
     ) -> None:
-        """Find those of a batch, (n,) each, for so many shards, over which `shard_of` spreads them."""
+        """Find those of a batch, (n,) each; without a spread all are of one shard."""
         of, keys = read_only(tables, np.int32), read_only(ids, np.int64)
         size = len(keys)
         slots = np.empty(1 << max(3, (2 * size - 1).bit_length()), np.int32)
@@ -156,8 +165,8 @@ class Distinct:
         self.tables: Int32s = of[first[:found]]  # this and ids: (m,)
         self.ids: Int64s = keys[first[:found]]
         self.counts = counts[:found]  # (m,), how often each occurs in the batch
-        if num_shards > 1:
-            order, _ = deal(self.tables, self.ids, num_shards)
+        if spread is not None and spread.num_shards > 1:
+            order, _ = deal(self.tables, self.ids, spread)
             if order is not None:
                 self._reorder(order)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from steepest.tables.gradients import RowGradients, added
 from steepest.tables.hashing import Distinct, deal
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.shard import UPDATES_BETWEEN_EVICTIONS, TableShard
-from steepest.tables.table import Table, groups
+from steepest.tables.table import Table, groups, spread_of
 from steepest.validation import require_choice, require_count
 
 
@@ -47,6 +47,7 @@ class LocalRows:
             [TableShard(group, shard=at, num_shards=count, seed=seed) for at in range(count)]
             for group in grouped
         ]
+        self._spreads = [spread_of(group, count) for group in grouped]
         self._places = {
             table.name: (number, at)
             for number, group in enumerate(grouped)
@@ -68,7 +69,7 @@ class LocalRows:
 
     def distinct(self, group: int, tables: Int32s, ids: Int64s) -> Distinct:
         """Return the distinct ones of the (table, id) of a batch, by ascending shard."""
-        return Distinct(tables, ids, len(self.shards[group]))
+        return Distinct(tables, ids, self._spreads[group])
 
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = False) -> Floats:
         """Return the values of rows, (n, dim), of a group's table numbers and ids, (n,) each."""
@@ -76,7 +77,7 @@ class LocalRows:
         # them.
         shards = self.shards[group]
         values = np.empty((len(ids), shards[0].dim), shards[0].dtype)
-        order, begins = deal(tables, ids, len(shards))
+        order, begins = deal(tables, ids, self._spreads[group])
         for at, shard in enumerate(shards):
             part = slice(begins[at], begins[at + 1])
             mine = part if order is None else order[part]
@@ -121,7 +122,7 @@ class LocalRows:
             totals = {}
         self.version += 1
         for group, total in totals.items():
-            self._update(self.shards[group], total, learning_rate)
+            self._update(group, total, learning_rate)
         if self.version % UPDATES_BETWEEN_EVICTIONS == 0:
             for shard in (shard for shards in self.shards for shard in shards):
                 shard.evict(self.version)
@@ -136,11 +137,10 @@ class LocalRows:
             found += [tables[number].name for number in np.unique(bad)]
         return found
 
-    def _update(
-        self, shards: Sequence[TableShard], total: RowGradients, learning_rate: float | None
-    ) -> None:
+    def _update(self, group: int, total: RowGradients, learning_rate: float | None) -> None:
         """Update the rows of one group of tables."""
-        order, begins = deal(total.tables, total.ids, len(shards))
+        shards = self.shards[group]
+        order, begins = deal(total.tables, total.ids, self._spreads[group])
         for at, shard in enumerate(shards):
             part = slice(begins[at], begins[at + 1])
             mine = total.taken(part if order is None else order[part])

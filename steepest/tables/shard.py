@@ -25,7 +25,7 @@ from steepest.tables.initial import Beginning, Initial
 from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
 from steepest.tables.removals import Removals
 from steepest.tables.state import TableState, joined
-from steepest.tables.table import Table, require_group
+from steepest.tables.table import Table, require_group, spread_of
 from steepest.validation import require_count, require_number
 
 _EVICTED = ("evicted_full", "evicted_age", "evicted_norm")
@@ -85,7 +85,8 @@ class TableShard:
             seed: of first values and of admissions by chance.
         """
         self._tables = require_group(tables)
-        self._shard, self._num_shards = shard, require_count("num_shards", num_shards)
+        self._shard = shard
+        self._spread = spread_of(self._tables, require_count("num_shards", num_shards))
         if not 0 <= require_count("shard", shard, 0) < num_shards:
             raise ConfigurationError(f"shard={shard}: give a number from 0 to {num_shards - 1}")
         one = self._tables[0]
@@ -103,7 +104,7 @@ class TableShard:
             for training in (False, True)
         ]
         self._admission = Admission([table.admission for table in self._tables], salts)
-        self._capacities = Capacities(self._tables, num_shards)
+        self._capacities = Capacities(self._tables, self._spread, shard)
         self._clear()
 
     def _clear(self) -> None:
@@ -552,7 +553,7 @@ class TableShard:
 
     def _mine(self, tables: Int32s, ids: Int64s) -> npt.NDArray[np.bool_]:
         """Return which (table, id) are of this shard."""
-        return np.equal(shard_of(tables, ids, self._num_shards), self._shard)
+        return np.equal(shard_of(tables, ids, self._spread), self._shard)
 
 
 def _values_of_unknown(table: Table, training: bool) -> Initial:

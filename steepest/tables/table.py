@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 
 from steepest.errors import ConfigurationError
 from steepest.tables.admission import CBFFilter, CounterFilter, Filter, ProbabilityFilter
 from steepest.tables.eviction import LFU, LRU, Evict, GlobalStepEvict, L2WeightEvict, Policy
+from steepest.tables.hashing import salt_of
 from steepest.tables.initial import Initial, Normal
 from steepest.tables.row_formats import DTYPES, RowFormat
 from steepest.tables.row_optimizers import Adagrad, RowOptimizer, require_optimizer
+from steepest.tables.spread import Spread
 from steepest.validation import require_count
 
 _MOST_TABLES = 2**15
@@ -159,3 +161,9 @@ def groups(tables: Iterable[Table]) -> list[tuple[Table, ...]]:
     for table in merged(tables):
         found.setdefault(_kind(table), []).append(table)
     return [tuple(group) for group in found.values()]
+
+
+def spread_of(group: Sequence[Table], num_shards: int) -> Spread:
+    """Return how the keys of a group of tables are spread over its shards."""
+    begin = salt_of(group[0].name, 0)  # so that small tables of other groups are in other shards
+    return Spread.of([table.capacity for table in group], begin, num_shards)

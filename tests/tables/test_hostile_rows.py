@@ -17,6 +17,7 @@ from steepest.embedding.row_messages import RowKind
 from steepest.errors import ConfigurationError
 from steepest.tables.gradients import RowGradients, pack_keys, unpack_keys
 from steepest.tables.hashing import shard_of
+from steepest.tables.spread import Spread
 from steepest.testing import InProcessCluster
 from tests.fuzzing import copied, processes
 from tests.modes import make, trained
@@ -39,10 +40,13 @@ def twice(rows: RowGradients) -> RowGradients:
     return rows.taken(np.arange(len(rows) + 1) % len(rows))
 
 
+TWO = Spread.evenly(2, 2)  # shards of each group
+
+
 def of_another_shard(rows: RowGradients) -> RowGradients:
-    (own,) = set(shard_of(rows.tables, rows.ids, 2).tolist())
+    (own,) = set(shard_of(rows.tables, rows.ids, TWO).tolist())
     ids = np.arange(100, 200)
-    other = ids[shard_of(np.zeros(100, np.int32), ids, 2) != own][0]
+    other = ids[shard_of(np.zeros(100, np.int32), ids, TWO) != own][0]
     return changed(rows, ids=other)
 
 
@@ -120,7 +124,7 @@ def unharmed(
 
 Keys = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 MANY = np.zeros(20, np.int32), np.arange(20)
-BY_SHARD = np.argsort(shard_of(*MANY, 2), kind="stable")
+BY_SHARD = np.argsort(shard_of(*MANY, TWO), kind="stable")
 
 PULLS: dict[str, Callable[[Keys], Keys]] = {
     "keys in another order than their shards": lambda keys: (MANY[0], MANY[1][BY_SHARD[::-1]]),

@@ -15,6 +15,7 @@ from steepest.tables.local import LocalRows
 from steepest.tables.row_formats import TO_NEAREST, RowFormat, as_words
 from steepest.tables.row_optimizers import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 from steepest.tables.shard import TableShard
+from steepest.tables.spread import Spread
 from steepest.tables.table import Table, groups
 from tests.table_tools import ids_of, push, same, table
 
@@ -211,7 +212,7 @@ def test_bits_do_not_depend_on_shards_or_on_a_state_between(kinds: tuple[str, st
         gradients = random.normal(size=(5000, 5)).astype(np.float32)
         zeros = np.zeros(5000, np.int32)
         whole.push(zeros, ids, gradients, version)
-        of = shard_of(zeros, ids, 2)
+        of = shard_of(zeros, ids, Spread.evenly(1, 2))
         for at, part in enumerate(parts):
             mine = of == at
             part.push(zeros[mine], ids[mine], gradients[mine], version)

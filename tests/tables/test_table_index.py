@@ -17,6 +17,7 @@ from steepest.tables.hashing import Distinct, add_up, mix, shard_of
 from steepest.tables.index import BUCKETS, Index
 from steepest.tables.kernels import kernel
 from steepest.tables.memory import Reserved
+from steepest.tables.spread import Spread
 
 GREATEST = 2**63 - 1
 # few ids, so that they meet again; and all of them
@@ -141,12 +142,16 @@ def test_rows_are_added_up_by_their_numbers() -> None:
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_ids_spread_evenly_over_shards(count: int) -> None:
     for ids in (np.arange(7000), np.arange(7000) << 32):
-        of = shard_of(np.zeros(7000, np.int32), ids, count)
+        of = shard_of(np.zeros(7000, np.int32), ids, Spread.evenly(1, count))
         sizes = np.bincount(of, minlength=count)
         assert len(sizes) == count
         assert abs(sizes - 7000 / count).max() < 6 * np.sqrt(7000 / count)
     # as on every machine
-    assert shard_of(np.array([0, 1, 2]), np.array([5, 5, 5]), 1000).tolist() == [735, 775, 14]
+    assert shard_of(np.array([0, 1, 2]), np.array([5, 5, 5]), Spread.evenly(3, 1000)).tolist() == [
+        735,
+        775,
+        14,
+    ]
 
 
 def test_memory_is_taken_when_it_is_used_and_never_moves() -> None:

@@ -108,8 +108,7 @@ def loss_of(trainer: DistributedSGD) -> float:
         (IDS[:, 0], r"ids of shape \(4,\), offsets none: give ids \(B, N\)"),
         (
             IDS + 16,
-            "'words' has no room for . more ids beside its . rows: its capacity is 20, of which this "
-            "one of 4 shards has 5; raise it",
+            "'words' has no room for .+ more ids beside its .+ rows: its capacity is 20; raise it",
         ),
     ],
 )

@@ -15,6 +15,7 @@ from steepest.tables.hashing import shard_of
 from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import SGD, Adagrad
 from steepest.tables.shard import TableShard
+from steepest.tables.spread import Spread
 from steepest.tables.state import TableState, joined
 from tests.table_tools import ids_of, push, same, table
 
@@ -50,7 +51,7 @@ def test_states_of_several_shards_are_loaded_in_parts(
     random.shuffle(keys)
     tables, ids = keys.T
     parts = [TableShard([table(name) for name in "abc"], shard=at, num_shards=3) for at in range(3)]
-    of = shard_of(tables, ids, 3)
+    of = shard_of(tables, ids, Spread.evenly(3, 3))
     for at, part in enumerate(parts):
         mine = of == at
         seen = ids[mine] % 5 + 1
@@ -80,7 +81,7 @@ def test_what_is_known_of_ids_without_rows_moves_to_other_shards() -> None:
     group = [table("a", admission=CounterFilter(filter_freq=3)), table("b", admission=bloom)]
     ids, tables = np.arange(100).repeat(2), np.array([0, 1] * 100)
     parts = [TableShard(group, shard=at, num_shards=2) for at in range(2)]
-    of = shard_of(tables, ids, 2)
+    of = shard_of(tables, ids, Spread.evenly(len(group), 2))
     for at, part in enumerate(parts):
         push(part, ids[of == at], 1, tables=tables[of == at], sightings=ids[of == at] % 2 + 1)
     whole = TableShard(group)

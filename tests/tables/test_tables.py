@@ -20,6 +20,7 @@ from steepest.tables.initial import Constant, Initial, Normal, TruncatedNormal, 
 from steepest.tables.local import LocalRows
 from steepest.tables.row_optimizers import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 from steepest.tables.shard import TableShard
+from steepest.tables.spread import Spread
 from steepest.tables.table import groups
 from tests.table_tools import ids_of, push, same, table
 
@@ -327,7 +328,7 @@ def test_rows_are_the_same_at_any_number_of_shards(optimizer: RowOptimizer) -> N
         tables, ids = keys.T
         gradients = random.normal(size=(len(ids), 4)).astype(np.float32)
         alone.push(tables, ids, gradients, version)
-        of = shard_of(tables, ids, 3)
+        of = shard_of(tables, ids, Spread.evenly(2, 3))
         for at, shard in enumerate(shards):
             mine = of == at
             shard.push(tables[mine], ids[mine], gradients[mine], version)

@@ -1,0 +1,54 @@
+"""How the keys of a group of tables are spread over its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from steepest.tables.kernels import Int32s, Int64s, read_only
+
+#: Rows of a capacity for each part: a table below twice of it lies in one shard.
+_ROWS_OF_A_PART = 1 << 14
+
+
+class Spread(NamedTuple):
+    """The shards over which each table's keys are spread, evenly by hash.
+
+    A table without a capacity has a part in every shard. One with a capacity has as many parts as its capacity
+    has times 16,384 rows, at least one and at most one in each shard: so the bound of a small table is exact, and
+    the parts of a large one fill up at nearly the same time.
+
+    A table's parts are in shards one after another; shard 0 follows the last.
+    """
+
+    num_shards: int
+    firsts: Int32s  # (tables,), the shard of a table's first part
+    parts: Int32s  # (tables,), how many a table has
+
+    @classmethod
+    def of(cls, capacities: Sequence[int | None], begin: int, count: int) -> Spread:
+        """Return that of tables of these capacities over `count` shards; those in one part begin at shard `begin`."""
+        firsts, parts = [], []
+        for number, capacity in enumerate(capacities):
+            most = count if capacity is None else capacity // _ROWS_OF_A_PART
+            parts.append(min(max(most, 1), count))
+            firsts.append(0 if parts[-1] == count else (begin + number) % count)
+        return cls(count, _read_only(firsts), _read_only(parts))
+
+    @classmethod
+    def evenly(cls, tables: int, count: int) -> Spread:
+        """Return that of tables all of which have a part in each of `count` shards."""
+        return cls(count, _read_only([0] * tables), _read_only([count] * tables))
+
+    def shares(self, shard: int, capacities: Int64s) -> Int64s:
+        """Return how many rows of each table's capacity a shard has: 0 of a table of which it has no part."""
+        part = (shard - self.firsts) % self.num_shards
+        parts: Int64s = self.parts.astype(np.int64)
+        each, rest = np.divmod(capacities, parts)
+        return np.where(part < parts, each + (part < rest), 0)
+
+
+def _read_only(numbers: Sequence[int]) -> Int32s:
+    return read_only(np.array(numbers), np.int32)
