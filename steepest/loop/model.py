@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -71,18 +71,22 @@ class LoopModel(TorchModel):
             names = {id(p): plain(name) for name, p in own.named_parameters()}
             return one if project is None else Projected.of(as_one(one), names, project)
 
-        super().__init__(
-            module,
-            data=Steps() if data is None else data.source,
-            batch_size=1 if data is None else data.batch_size,
-            optimizer=chosen,
-            table_shards=table_shards,
-        )
+        with _hooks_aside(optimizers):
+            super().__init__(
+                module,
+                data=Steps() if data is None else data.source,
+                batch_size=1 if data is None else data.batch_size,
+                optimizer=chosen,
+                table_shards=table_shards,
+            )
         self.session = session
         self._writes = LoopWrites()
         self._overlap = Overlap(self._leave)
         self._where = Where(0, 0, (0, 1))
         self._of_round: dict[str, torch.Tensor] = {}  # buffers where a round of own updates begins
+        self._of_step: dict[str, torch.Tensor] = {}  # where the loop has begun its last step
+        self._arrived: dict[str, torch.Tensor] | None = None  # until the loop is where they are of
+        self._has_buffers = any(True for _ in module.buffers())
         self._share_of: Callable[[int], Indices | None] | None = None
         self._rows = LoopRows(session.turns.ask)
         if self.tables:
@@ -360,7 +364,26 @@ class LoopModel(TorchModel):
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Return buffers and the like as they are where the loop's state begins."""
-        return self._of_round if self.session.is_in_round else super().state()
+        if self.session.is_in_round:
+            return self._of_round
+        found = super().state()
+        if (
+            self.session.is_in_step
+        ):  # forward passes of a batch that is taken again have changed them
+            found |= {name: value for name, value in self._of_step.items() if name in found}
+        return found
+
+    def note_buffers(self) -> None:
+        """Note the buffers where the loop begins a step: a worker that takes its place from there has these."""
+        if self._has_buffers:
+            named = self.module.named_buffers(remove_duplicate=False)
+            self._of_step = {plain(name): value.detach().cpu().clone() for name, value in named}
+
+    def take_buffers(self) -> None:
+        """Set the buffers that have arrived, now that the loop has come to where they are of."""
+        if self._arrived is not None:
+            super().load_state(self._arrived)
+            self._arrived = None
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set the values that `state` returned; a loop that stands elsewhere in the job is begun anew."""
@@ -368,6 +391,7 @@ class LoopModel(TorchModel):
         if (packed := own.pop(LOOP_STATE, None)) is not None:
             self.session.load(unpack(packed))
         super().load_state(own)
+        self._arrived = own if self.session.is_arriving else None
 
     def adopt(self, other: LoopModel) -> None:
         """Become the replica of a module that the user's function has made anew; the job's weights stay.
@@ -415,6 +439,20 @@ class LoopModel(TorchModel):
         raise ModelError(
             "evaluate() with a loop of your own: evaluate in the loop, on batches of a second loader"
         )
+
+
+@contextlib.contextmanager
+def _hooks_aside(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Have optimizers without hooks of their steps in this context: the loop calls these, not the servers."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = [(vars(each), name, vars(each)[name]) for each in optimizers for name in names]
+    for attributes, name, _ in kept:
+        attributes[name] = OrderedDict()
+    try:
+        yield
+    finally:
+        for attributes, name, hooks in kept:
+            attributes[name] = hooks
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from steepest.loop.prepared import Ask, Batch, Prepared, Progress, Reported
 from steepest.loop.standing_in import Boundary, StandIn
 from steepest.loop.table_rows import Errand
 from steepest.loop.ticks import Schedules
+from steepest.loop.torch_clipping import watched as clipping_watched
 from steepest.loop.turns import Ended, Turns
 from steepest.loop.unseen import Unseen, noted
 from steepest.validation import require_positive
@@ -73,6 +74,7 @@ class Session:
         self._batch_weight = 0.0  # of the present batch, where each step has its own
         self.gatherer = Gatherer(self)
         self._handed: tuple[int, list[Reported]] = (-1, [])  # reports of the last call of `advance`
+        self.told_of_clipping = False  # see `steepest.loop.torch_clipping`
         self._reset()
 
     def _reset(self) -> None:
@@ -99,6 +101,10 @@ class Session:
         self.stepping: set[int] = set()  # ids of the parameters of the optimizer that steps
         self._own_weight: float | None = None  # of the present batch, as the user says it
         self._since_report = 0  # samples
+        self._reports_before: int | None = (
+            None  # calls of `report` before the last batch of the epoch
+        )
+        self._missed = 0  # steps since that batch in which the worker has no samples
         self._kept: Kept | None = None
         self._before: dict[str, Any] = {"kept": {}}  # see `_begin_step`
         self._round: torch.Tensor | None = None  # the state where a round of own updates begins
@@ -115,6 +121,11 @@ class Session:
     def is_prepared(self) -> bool:
         """Whether the function has called `prepare` since it began."""
         return self._asked is not None
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether the loop has yet to come to where a state is of."""
+        return self._arriving is not None
 
     @property
     def has_ended(self) -> bool:
@@ -195,6 +206,8 @@ class Session:
 
     def pass_by(self, where: Where) -> None:
         """Note that the worker has no samples in the job's next step."""
+        if self.together and where.step >= self._passed:
+            self._missed += 1
         self._passed = max(self._passed, where.step + 1)
         self._committed = max(self._committed, where.step)
         self._see(where)
@@ -264,7 +277,7 @@ class Session:
             assert self._round is not None
             return unpack(self._round)
         state = self._state()
-        if self._is_in_step:  # its batch is taken again
+        if self.is_in_step:  # its batch is taken again
             kept = state["kept"] | self._before["kept"]
             state |= {**self._before, "kept": kept}
         return state
@@ -274,7 +287,7 @@ class Session:
         return {**self._state(at, objects), "step": max(self.at_step + 1, self._passed)}
 
     @property
-    def _is_in_step(self) -> bool:
+    def is_in_step(self) -> bool:
         """Whether the loop has begun a step that is not committed."""
         lockstep = self.lockstep
         if lockstep is not None:
@@ -298,6 +311,8 @@ class Session:
             "since": self._since_report,
             "kept": numbers,
         }
+        if self.prepared is not None:
+            self.prepared.model.note_buffers()
         self._round = pack(self.state_at("", objects=True)) if self.local else None
 
     def _state(self, at: str = "", objects: bool = True) -> dict[str, Any]:
@@ -423,7 +438,7 @@ class Session:
     def _run(self) -> Any:
         _local.session = self
         try:
-            with watched(_losses_here), noted(self.unseen):
+            with watched(_losses_here), clipping_watched(current), noted(self.unseen):
                 return self._function()
         finally:
             _local.session = None
@@ -515,6 +530,7 @@ class Session:
         self.batches = state["batches"]
         assert self.prepared is not None
         prepared = self.prepared
+        prepared.model.take_buffers()
         if state["groups"]:
             for scheduler, own in zip(prepared.schedulers, state["schedulers"], strict=True):
                 scheduler.load_state_dict(own)
@@ -630,10 +646,14 @@ class Session:
             return again[0]
         if self.lockstep is not None:
             return self._next_locked(self.lockstep)
+        before = self._reports_before
+        calls = 0 if before is None else self._report_count - before  # for that batch
         while self._pending is None:
             if self._has_seen_all:
+                self._number_reports(calls)
                 self._end_epoch()
             self.turns.ask(Ask.BATCH)
+        self._number_reports(calls)
         pending = self._pending
         epoch = pending.where.epoch or 0
         if epoch > self._epoch:
@@ -649,6 +669,7 @@ class Session:
         if taken is None or self._own_updates(taken) != self._own_updates(pending.where):
             self.whole += pending.whole
         self._pending, self._taken, self._stepped = None, pending, False
+        self._reports_before = self._report_count
         self._see(pending.where)
         self.gatherer.enter(Region.BEFORE, pending.where.step)
         self.gatherer.order = []
@@ -659,6 +680,11 @@ class Session:
         self._since_report += pending.samples
         return pending.data
 
+    def _number_reports(self, calls: int) -> None:
+        """Have the next calls of `report` the numbers of others', who make so many in each step that was missed."""
+        self._report_count += calls * self._missed
+        self._missed = 0
+
     def _end_epoch(self) -> None:
         """Raise StopIteration: the epoch has no further batch."""
         locked = self.lockstep
@@ -666,6 +692,7 @@ class Session:
         if (self.gatherer.region, self.gatherer.number) != (Region.END, number):
             self.gatherer.enter(Region.END, number)
             self._boundary.mark("end")
+            self._reports_before = None
         raise StopIteration
 
     def _next_locked(self, lockstep: Lockstep) -> Any:
@@ -702,7 +729,7 @@ class Session:
         self.weight += self._batch_weight - self._taken.samples
 
     def _step_function(self, index: int) -> Callable[..., Any]:
-        def step(closure: Callable[[], Any] | None = None) -> Any:
+        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if closure is None:
                 return self.step(index)
             with torch.enable_grad():
@@ -710,8 +737,12 @@ class Session:
             self.step(index)
             return loss
 
-        step.__dict__["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
-        return step
+        assert self.prepared is not None
+        # which calls the optimizer's hooks before and after
+        hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+        found = partial(hooked, self.prepared.optimizers[index])
+        vars(found)["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
+        return found
 
     def end_trial(self) -> None:
         """Note that no optimizer tries values any more, see `steepest.loop.closures.Trying`."""
@@ -851,6 +882,11 @@ class Session:
         if self.lockstep is not None:
             return self.lockstep.samples or 0
         return self._taken.samples if self._taken is not None and self.weight == self.samples else 0
+
+    @property
+    def averages(self) -> bool:
+        """Whether an update is made of the mean of several workers' gradients."""
+        return self.size > 1 and self.together and not self.local
 
     @property
     def sums(self) -> bool:

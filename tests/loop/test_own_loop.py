@@ -302,6 +302,28 @@ def test_reports_are_means_by_samples_over_the_workers() -> None:
     assert [row["seen"] for row in found.reports] == pytest.approx([whole] * 3)
 
 
+def reporting_steps(parts: Parts, epochs: int) -> None:
+    """Reports the number of each step, and that of the epoch at its end."""
+    for epoch in steepest.epochs(epochs):
+        for number, (x, y) in enumerate(parts.loader):
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            parts.optimizer.step()
+            steepest.report(step=4 * epoch + number)
+        steepest.report(epoch=epoch)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_reports_of_a_step_are_those_of_workers_that_have_seen_it(workers: int) -> None:
+    """Of 13 samples the last step of an epoch has one: the next reports of the others are not taken for that one's."""
+    found = run(Script(reporting_steps, data=samples(6 * workers + 1)), workers)
+    expected: list[dict[str, float]] = []
+    for epoch in range(3):
+        expected += [{"step": 4 * epoch + number} for number in range(4)]
+        expected.append({"epoch": epoch})
+    assert found.reports == expected
+
+
 def raising(parts: Parts, epochs: int) -> None:
     for _ in steepest.epochs(epochs):
         for _ in parts.loader:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 import steepest
@@ -148,3 +149,75 @@ def test_an_optimizer_around_another_one() -> None:
     with_sam()
     assert difference(run(with_sam, 1).weights, FOUND["with_sam"]) < 1e-12
     assert difference(without(with_sam, 2, 1, 4).weights, run(with_sam, 2).weights) < 1e-12
+
+
+def clipped_by_torch(parts: Parts, epochs: int) -> None:
+    """Clips by a name that was imported before the loop ran."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            clip_grad_norm_(parts.model.parameters(), 0.5)
+            parts.optimizer.step()
+
+
+def clipped_by_value(parts: Parts, epochs: int) -> None:
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            nn.utils.clip_grad_value_(parts.model.parameters(), 0.05)
+            parts.optimizer.step()
+
+
+CLIPPED = {clipped_by_torch: "clip_grad_norm_", clipped_by_value: "clip_grad_value_"}
+
+
+@pytest.mark.parametrize("loop", CLIPPED)
+def test_clipping_by_torch_is_told_that_it_sees_one_worker(loop: Any) -> None:
+    with pytest.warns(UserWarning, match=CLIPPED[loop] + ".* one worker alone, of 2") as told:
+        run(Script(loop), 2)
+    assert [warning.filename for warning in told] == [__file__]  # once, at the user's line
+
+
+@pytest.mark.parametrize("strategy", ["ps", "async", "local"])
+@pytest.mark.parametrize("loop", CLIPPED)
+def test_clipping_by_torch_is_right_where_a_worker_makes_its_own_update(
+    loop: Any, strategy: str
+) -> None:
+    found = run(Script(loop), 1 if strategy == "ps" else 2, strategy)
+    if strategy == "ps":
+        assert difference(found.weights, Script(loop).alone(1)) < 1e-12
+    assert nn.utils.clip_grad_value_ is nn.utils.clip_grad.clip_grad_value_
+    assert clip_grad_norm_.__module__ == nn.utils.clip_grad._clip_grads_with_norm_.__module__
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_hooks_of_an_optimizer_are_called_around_its_steps(early: bool) -> None:
+    """One that changes gradients before a step, and one that counts steps after it."""
+    counts: list[int] = []
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+
+    def hook(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        optimizer.register_step_pre_hook(halve)
+        optimizer.register_step_post_hook(lambda *_: counts.append(steepest.rank()))
+        return optimizer
+
+    def late(parts: Parts, epochs: int) -> None:
+        hook(parts.optimizer)
+        plain(parts, epochs)
+
+    made = sgd(momentum=0.9)
+    script = Script(
+        plain if early else late,
+        optimizer=(lambda module: hook(made(module))) if early else made,
+        data=samples(16),
+    )
+    expected = script.alone(2)
+    steps = len(counts)
+    counts.clear()
+    assert difference(run(script, 2).weights, expected) < 1e-12
+    assert sorted(counts) == [0] * steps + [1] * steps

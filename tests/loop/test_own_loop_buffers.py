@@ -1,0 +1,94 @@
+"""Buffers of modules in loops of users' own, such as BatchNorm's running means, where a worker dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import steepest
+from tests.own_loop_runs import STRATEGIES, run, without
+from tests.own_loops import BATCH
+from tests.reference import samples
+from tests.simulated_programs import quiet
+from tests.simulation.run import pause
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+#: By batch, number of the step in it, and worker, in each turn that it was taken: the running means before it.
+MEANS: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+
+
+def normalised(steps: int = 1, *, gathers: bool = False) -> None:
+    """A loop over a module with BatchNorm, which takes so many steps for each batch."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader: Any = DataLoader(TensorDataset(*samples(16)), batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = steepest.prepare(model, optimizer, loader, any_steps=steps > 1)
+    kept = steepest.register(batch=0)
+    for _ in steepest.epochs(3):
+        for x, y in loader:
+            number = kept.batch
+            for step in range(steps):
+                pause(1e-3)
+                means = MEANS.setdefault((number, step, steepest.rank()), [])
+                means.append(model[1].running_mean.clone())
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+                optimizer.step()
+            kept.batch += 1
+            if gathers:
+                steepest.gather(loss.detach())
+
+
+def seen(script: Any, strategy: str, victim: int | None) -> tuple[int, dict[Any, Any]]:
+    """The number of batches that BatchNorm has counted, and `MEANS`, of a run in which a worker dies."""
+    MEANS.clear()
+    if victim is None:
+        found = run(script, 2, STRATEGIES[strategy])
+    else:
+        found = without(script, 2, victim, 5, STRATEGIES[strategy])
+    return int(found.weights["1.num_batches_tracked"]), dict(MEANS)
+
+
+def gathering() -> None:
+    normalised(gathers=True)
+
+
+def in_steps() -> None:
+    normalised(steps=2)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("strategy", ["ps", "ps, two copies", "allreduce, two copies"])
+@pytest.mark.parametrize("script", [normalised, in_steps, gathering])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_successor_begins_with_those_of_the_others_at_that_place(
+    script: Any, strategy: str, victim: int
+) -> None:
+    """A batch that the others have begun, or that is gone through once more, does not count twice in them."""
+    counted, undisturbed = seen(script, strategy, None)
+    found, means = seen(script, strategy, victim)
+    assert found == counted == (24 if script is in_steps else 12)
+    others = 1 - victim
+    places = sorted({place[:2] for place in undisturbed})
+    for batch, step in places:  # the survivor's are those of a run in which no worker dies
+        of_others = batch, step, others
+        assert torch.equal(means[of_others][-1], undisturbed[of_others][-1])
+    for batch, step in places:
+        own, of_others = (batch, step, victim), (batch, step, others)
+        # one that goes through the others' last batch first does so before it knows the batch's number
+        if batch and not torch.equal(means[own][-1], undisturbed[own][-1]):
+            assert torch.equal(means[own][-1], means[of_others][-1])
+            return
+    raise AssertionError("the successor had what only the dead worker has known")
