@@ -113,7 +113,7 @@ CALLS: dict[str, Callable[[StruckJob], None]] = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("moment", ["before", "when it begins", "during"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", HOLDERS)
@@ -173,6 +173,7 @@ def change_strategy(
         return job.trainer.weights(), rows
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dies", ["before", "after"])
 @pytest.mark.parametrize("name", ["ps", "allreduce"])
 def test_undone_steps_are_made_again_as_they_were(name: str, dies: str, tmp_path: Path) -> None:
@@ -242,7 +243,7 @@ def test_the_log_covers_the_whole_run_after_a_set_back(
 # -- what is told ----------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("apart", [0.0, 0.005, 0.2])
 @pytest.mark.parametrize("name", ["ps", "copies", "allreduce", "async"])
 def test_each_of_several_that_die_together_is_counted_and_named(

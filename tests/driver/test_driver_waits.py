@@ -58,7 +58,7 @@ SLOW = DeadlineConfig(start=5.0, step=400.0, call=400.0, driver=40_000.0)
 assert 5 * SLOW.start < STEP_SECONDS < SLOW.step
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "what", ["worker 1", "worker 0", "server 0", "resize up", "resize down", "worker 1, resize up"]
 )

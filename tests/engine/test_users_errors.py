@@ -426,7 +426,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(75)
+@pytest.mark.few(40)
 @pytest.mark.parametrize(("name", "strategy", "workers"), CASES)
 def test_a_mistake_is_told_and_the_trainer_goes_on(name: str, strategy: str, workers: int) -> None:
     mistake, switch, culprit = MISTAKES[name], Switch(), workers - 1

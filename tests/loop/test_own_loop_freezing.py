@@ -161,6 +161,7 @@ def test_a_worker_dies_while_models_begin_to_train_it(died: str, strategy: str) 
     struck(strategy, died, patch, patience=1.0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [7, 20])
 def test_a_checkpoint_tells_what_is_frozen(step: int, tmp_path: Any) -> None:
     script, checkpoints = SCRIPTS["by turns"], steepest.Checkpoints(tmp_path / "run", every=1)

@@ -201,6 +201,7 @@ def struck(script: Any, strategy: str, seed: int) -> None:
         ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_process_dies_while_others_gather(script: Any, strategy: str) -> None:

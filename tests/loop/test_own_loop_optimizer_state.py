@@ -115,6 +115,7 @@ def test_it_is_that_of_one_process_under_all_strategies(strategy: str) -> None:
     check_alike(found, alone("adam", 2))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("victim", "strategy"),
     [

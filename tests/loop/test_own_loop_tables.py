@@ -138,7 +138,7 @@ def compare(script: Script, found: Any, workers: int) -> None:
         assert all(map(lambda a, b: torch.allclose(a, b, atol=1e-12), each, expected))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)

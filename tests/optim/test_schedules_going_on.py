@@ -375,6 +375,7 @@ def test_who_takes_over_from_a_dead_coordinator_has_a_short_way(
     assert rates(after) == rates(straight)[found.version :]
 
 
+@pytest.mark.long
 def test_a_long_way_is_gone_in_parts(calls: Callable[[], int]) -> None:
     spec = spec_of("sgd", counting)
     schedule, parts = Schedule(spec), []

@@ -435,6 +435,7 @@ def push_ones(server: ParameterServer, count: int) -> None:
     assert len({future.result(SECONDS) for future in futures}) == count // 3
 
 
+@pytest.mark.long
 def test_with_copies_any_server_may_die_and_every_handle_finds_its_successor() -> None:
     with ParameterServer(np.zeros(SIZE), 2, replication=2, timeout=SECONDS) as server:
         stale = Holder.remote(server)

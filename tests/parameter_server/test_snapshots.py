@@ -25,6 +25,7 @@ def gradient(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", [None, OPTIMIZERS["sgd"], OPTIMIZERS["adam"]])
 @some
 @given(shuffle=SEEDS, servers=st.integers(1, 3))

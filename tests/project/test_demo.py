@@ -12,6 +12,7 @@ from tests.simulation.run import Simulation, pause, run_config
 pytest.importorskip("sklearn", reason="the demo's digits: pip install 'steepest[demo]'")
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_asynchronous_training_learns_the_digits_although_a_worker_stalls(seed: int) -> None:

@@ -49,7 +49,12 @@ def address(ray_cluster: None) -> str:
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("number", "said"), [(0, "{'loss': "), (2, "EvaluationResult(loss="), (3, "20.0 20.0")]
+    ("number", "said"),
+    [
+        (0, "{'loss': "),
+        pytest.param(2, "EvaluationResult(loss=", marks=pytest.mark.long),
+        (3, "20.0 20.0"),
+    ],
 )
 def test_the_examples_of_readme_and_guide_run_as_they_stand(
     tmp_path: Path, address: str, number: int, said: str

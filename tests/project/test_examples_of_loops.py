@@ -42,6 +42,7 @@ def test_on_two_workers_it_learns(example: Any) -> None:
     assert example.main(["--workers", "2"]) > 0.9
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     data_directory() is None, reason="without STEEPEST_DATA another text is learned"
 )

@@ -68,6 +68,7 @@ def test_training_goes_on_after_an_interruption(monkeypatch: pytest.MonkeyPatch)
     assert said_by("ending.md", monkeypatch) == "committed: True one more: 1\n"
 
 
+@pytest.mark.long
 def test_plain_processes_train_as_their_page_says(tmp_path: Path) -> None:
     (program,) = blocks_of("docs/core.md")
     lines = [line.split() for line in run_block(program, tmp_path).splitlines()]

@@ -203,7 +203,7 @@ KINDS = {
 }
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("name", "kind"), [(name, kind) for name, kinds in KINDS.items() for kind in kinds]
 )

@@ -191,6 +191,7 @@ def normalised() -> nn.Module:
     ).double()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("hosts", [None, HostMap((0, 0, 1), (0, 0, 1), gathers=True)])
 @pytest.mark.parametrize("delay", [0, 2])
 def test_two_runs_and_a_replay_have_the_same_bits(delay: int, hosts: HostMap | None) -> None:

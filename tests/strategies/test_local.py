@@ -125,6 +125,7 @@ def test_each_batchs_gradient_is_clipped_by_itself(workers: int) -> None:
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_averaging_after_every_batch_is_synchronous_training(optimizer: str, workers: int) -> None:

@@ -90,7 +90,7 @@ def by_hand(task: Task, log: CommitLog, strategy: LocalStrategy) -> Weights:
     return dict(zip(names, history[max(history)], strict=True))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @grid(
     optimizer=OPTIMIZERS,
     size=[(1, 1, 1), (2, 1, 1), (3, 1, 2), (3, 2, 1), (3, 1, 3)],

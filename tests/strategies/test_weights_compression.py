@@ -101,7 +101,7 @@ def test_equals_the_same_by_hand(choice: str, workers: int) -> None:
     assert difference(found, plain) > 2e-5
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @grid(
     choice=CHOICES,
     both=[False, True],

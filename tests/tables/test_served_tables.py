@@ -130,6 +130,7 @@ def get(url: str) -> Any:
         return json.load(answer)
 
 
+@pytest.mark.long
 def test_the_example_serves_while_it_trains(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def test_rows_of_later_versions_than_the_weights_are_replayed() -> None:
     explained(cluster, TASK)
 
 
+@pytest.mark.few(1)
 @long_grid(
     ("push", 2, 0), ("push", 2, 1),
     moment=["forward", "push", "report"], staleness=[1, 2, 3], worker=[0, 1],

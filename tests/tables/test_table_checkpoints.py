@@ -257,6 +257,7 @@ class Then(Callback):
         self.then.pop(result.step, lambda: None)()
 
 
+@pytest.mark.long
 def test_a_server_dies_while_it_sends_the_rows_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -356,6 +356,7 @@ def test_increments_hold_what_was_changed() -> None:
     assert (base.values == -1.0).all()  # a copy
 
 
+@pytest.mark.long
 def test_all_kernels_are_compiled_before_they_are_used() -> None:
     from steepest.tables import hashing, index, initial, pooling, row_formats, row_store, shard
 

@@ -35,6 +35,7 @@ def job(name: str) -> InProcessCluster:
     return make(name, Task(optimizer=sgd(momentum=0.9)))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("role", ["worker", "client", "member"])
 @pytest.mark.parametrize("name", ["sync", "copies", "allreduce", "async"])
 def test_weights_in_the_name_of_a_server_are_written_nowhere(name: str, role: str) -> None:

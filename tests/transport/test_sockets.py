@@ -76,6 +76,7 @@ def test_messages_arrive_in_order_both_ways_and_payloads_in_the_sinks_memory(end
     )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("pumping", [True, False])
 @pytest.mark.parametrize("owned", [True, False])
 def test_send_never_blocks_and_what_is_pending_may_be_owned_and_follows(
@@ -208,6 +209,7 @@ def test_a_wrong_token_is_refused_and_named_and_never_logged(node, server, famil
         assert secret not in caplog.text
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("said", RUDE.values(), ids=RUDE.keys())
 @pytest.mark.parametrize("listening", [False, True])
 def test_who_does_not_prove_the_token_is_refused_and_harms_nobody(
