@@ -52,8 +52,8 @@ class ReceiveWork:
         self.memory = memory
         self.found: torch.Tensor | None = None
 
-    def take(self, payload: torch.Tensor) -> None:
-        """Take the payload that has come."""
+    def receive(self, payload: torch.Tensor) -> None:
+        """Keep the payload that has come."""
         if (
             self.memory is not None
             and self.memory is not payload
@@ -232,7 +232,7 @@ class MemberCollective(Collective):
         here.awaited[source] += 1
         receipt = ReceiveWork(self, source, nbytes, memory)
         if place in here.arrived:
-            receipt.take(here.arrived.pop(place))
+            receipt.receive(here.arrived.pop(place))
         else:
             here.posted[place] = receipt
             self._reach(source)
@@ -356,7 +356,7 @@ class MemberCollective(Collective):
         elif (data := Data.unpack(message)).payload is not None:
             place = source.index, data.sequence
             if place in here.posted:
-                here.posted.pop(place).take(data.payload)
+                here.posted.pop(place).receive(data.payload)
             else:
                 here.arrived[place] = data.payload
 

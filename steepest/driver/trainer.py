@@ -189,7 +189,7 @@ class DistributedSGD:
         self._supervisor.snapshots.ensure()
         if (lost := cluster.client.lost_peer) is not None:
             cluster.deaths.lost(lost, "its channel closed while the job started")
-        self._supervisor.begin()
+        self._supervisor.start()
 
     def _end_start(self) -> None:
         """End the processes of a start that has failed; do nothing where there was none."""
@@ -336,7 +336,7 @@ class DistributedSGD:
         while True:
             try:
                 with self._keeping.watched():
-                    self._training.take(end, stats, on_step)
+                    self._training.take_steps(end, stats, on_step)
             except UnfrozenError:
                 # after which what is unfrozen is trained; where a process dies meanwhile, the step says so again
                 with contextlib.suppress(PeerLostError):

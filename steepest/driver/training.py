@@ -161,7 +161,7 @@ class Training:
 
     # -- for the caller ----------------------------------------------------------------------------
 
-    def take(
+    def take_steps(
         self, end: Callable[[], int], stats: bool, on_step: Callable[[StepResult], None]
     ) -> None:
         """Have workers take steps until a step is committed; hand on the result of each.

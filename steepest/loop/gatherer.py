@@ -111,7 +111,7 @@ class Gatherer:
         self.wanted = wanted
         self.gatherings.put(wanted)
 
-    def take(self, *, waits: bool) -> list[torch.Tensor] | None:
+    def gathered(self, *, waits: bool) -> list[torch.Tensor] | None:
         """Return the parts of all workers that the loop waits for; None where some are missing."""
         wanted = self.wanted
         assert wanted is not None

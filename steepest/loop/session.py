@@ -410,7 +410,7 @@ class Session:
                 self.turns.show()
                 given, self._errand = self._errand.run(), None
             elif self.gatherer.wanted is not None:
-                given = self.gatherer.take(waits=waits)
+                given = self.gatherer.gathered(waits=waits)
                 if given is None:
                     return
             asked = self.turns.resume(given)
@@ -540,7 +540,7 @@ class Session:
         for each, own in zip(prepared.closures.values(), state.get("closures", ()), strict=False):
             each.optimizer.load_state_dict(own)
         if state.get("local", 0) == self.local:  # else schedulers have counted something else
-            self._schedules.take(state)
+            self._schedules.restore(state)
         if self._kept is not None:
             self._kept.load(state["kept"])
 

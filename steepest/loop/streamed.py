@@ -63,7 +63,7 @@ class Stream:
         self._kept: deque[Any] = deque()  # the samples before that one
         self.keeps = 0
 
-    def take(self, number: int, begin: int, end: int) -> list[Any]:
+    def read(self, number: int, begin: int, end: int) -> list[Any]:
         """Return the samples from `begin` up to `end` of a pass; fewer at its end."""
         if number != self._pass or begin < self._next - len(self._kept):
             self._pass, self._next, self._ended, self._states = number, 0, False, None
@@ -146,9 +146,9 @@ class StreamedSource:
             samples: list[Any] = []
             for run in np.split(share, np.flatnonzero(np.diff(share) != 1) + 1):
                 number, begin = divmod(int(run[0]), size)
-                samples += self._stream.take(number, begin, begin + len(run))
+                samples += self._stream.read(number, begin, begin + len(run))
             if int(share[-1]) % size == size - 1:
-                self._stream.take(
+                self._stream.read(
                     int(share[-1]) // size, size, size + 1
                 )  # raises if there are more
             yield self._stream.batch_of(samples)
@@ -201,7 +201,7 @@ class StreamLockstep(Lockstep):
         """Return the samples of the next batch of all workers."""
         whole = self._batch_size * size
         self._stream.keeps = _KEPT_STEPS * whole
-        found = self._stream.take(self._epoch, self._offset, self._offset + whole)
+        found = self._stream.read(self._epoch, self._offset, self._offset + whole)
         return [] if self._stream.drop_last and len(found) < whole else found
 
     def has_more(self, size: int) -> bool:

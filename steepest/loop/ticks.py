@@ -109,7 +109,7 @@ class Schedules:
             "unticked": [ticks.unticked for ticks in self._ticks],
         }
 
-    def take(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Note what `state` has returned, for `begin`."""
         self._ticked, self._unticked = state["ticked"], state.get("unticked", [])
 

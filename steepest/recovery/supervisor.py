@@ -87,7 +87,7 @@ class Supervisor:
         cluster.meanwhile = self._look_meanwhile
         cluster.ending.append(self._end)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Let the owner's thread look after the job from now on."""
         self.owner.look = self._look_when_idle
         self.owner.start()

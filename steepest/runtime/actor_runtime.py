@@ -25,7 +25,7 @@ class ActorRuntime(OnSystem):
     """
 
     def __init__(self, cpus: float = 1.0) -> None:
-        self._began = runtime().begin()
+        self._began = runtime().connect()
         self._cpus = cpus
         self._actors: list[_Actor] = []
 

@@ -95,7 +95,7 @@ class Cluster(JobContext):
         """
         what = f'a trainer with strategy="{strategy.name}"'
         self.holder = hold(what, verbose=self.run_config.verbose)
-        self.lease.begin()
+        self.lease.start()
         end_on_sigterm()
         report_on_sigusr1(self)
         chosen = self.chosen

@@ -133,7 +133,7 @@ def hold(what: str, *, verbose: bool = False) -> Holder:
     """Return a new holder; connect to Ray before, if need be, see `ensure_ray`."""
     global _began
     with _lock:
-        if runtime().begin(verbose=verbose):
+        if runtime().connect(verbose=verbose):
             _began = runtime().job
         holder = Holder(what, job=runtime().job)
         _holders.append(holder)

@@ -94,7 +94,7 @@ class JobRuntime(Protocol):
     def job(self) -> str:
         """The name of this connection."""
 
-    def begin(self, cpus: int | None = None, *, verbose: bool = False) -> bool:
+    def connect(self, cpus: int | None = None, *, verbose: bool = False) -> bool:
         """Connect, unless this process is connected; return whether this call did."""
 
     def shutdown(self) -> None:

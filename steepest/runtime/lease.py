@@ -27,7 +27,7 @@ class DriverLease:
         self._lock = system().lock()
         self._ended = system().event()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Renew leases from now on."""
         system().start(self._run, "steepest lease")
 

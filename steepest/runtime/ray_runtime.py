@@ -81,7 +81,7 @@ class RayRuntime:
         job: str = ray.get_runtime_context().get_job_id()
         return job
 
-    def begin(self, cpus: int | None = None, *, verbose: bool = False) -> bool:
+    def connect(self, cpus: int | None = None, *, verbose: bool = False) -> bool:
         """Connect, see `ensure_ray`, to a Ray that has all that is needed."""
         ray_private.check()
         return ensure_ray(cpus, verbose=verbose)

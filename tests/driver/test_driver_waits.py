@@ -387,7 +387,7 @@ def test_a_ray_that_was_shut_down_before_the_trainer_leaves_no_thread(name: str)
     simulation = Simulation(1, seconds=20_000.0, switches=1_000_000)
     kind = KINDS[name]
     with simulation.running():
-        simulation.runtime.begin()
+        simulation.runtime.connect()
         trainer = DistributedSGD(
             kind.task.creator(),
             2,
@@ -400,7 +400,7 @@ def test_a_ray_that_was_shut_down_before_the_trainer_leaves_no_thread(name: str)
         simulation.settle(60.0)
         assert not simulation.threads()
         started = len(simulation.world.processes)
-        simulation.runtime.begin()
+        simulation.runtime.connect()
         simulation.settle(120.0)
         assert len(simulation.world.processes) == started, "the dead trainer starts processes"
         assert not simulation.living()

@@ -119,7 +119,7 @@ def test_room_is_asked_for_as_a_whole() -> None:
     """Of two that want three of four CPUs one has them, and the other holds nothing until it has."""
     simulation, bundle = Simulation(5, cpus=(2, 2)), {"CPU": 1.0}
     with simulation.running():
-        simulation.runtime.begin()
+        simulation.runtime.connect()
         assert packed(3, bundle) is not None
         assert packed(5, bundle) is None
         rooms = [Room(3, bundle), Room(3, bundle)]  # there seems to be room for both
@@ -148,7 +148,7 @@ def test_room_is_asked_for_as_a_whole() -> None:
 def test_workers_are_placed_on_few_nodes() -> None:
     bundle = {"CPU": 2.0}
     with Simulation(6, cpus=(3, 8, 5)).running() as simulation:
-        simulation.runtime.begin()
+        simulation.runtime.connect()
         ids = [node.id for node in simulation.world.nodes]
         assert packed(4, bundle) == [ids[1]] * 4
         assert packed(6, bundle) == [ids[1]] * 4 + [ids[2]] * 2

@@ -47,7 +47,7 @@ class SimulatedRuntime:
 
     # -- the connection --------------------------------------------------------------------------
 
-    def begin(self, cpus: int | None = None, *, verbose: bool = False) -> bool:
+    def connect(self, cpus: int | None = None, *, verbose: bool = False) -> bool:
         """Begin."""
         began, self.is_up = not self.is_up, True
         return began

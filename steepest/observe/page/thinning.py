@@ -20,7 +20,7 @@ class _Bucket:
     values: dict[str, list[float]] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
 
-    def take(self, other: _Bucket) -> None:
+    def merge(self, other: _Bucket) -> None:
         """Add later steps."""
         self.step, self.time, self.steps = other.step, other.time, self.steps + other.steps
         for name, (count, total, least, most) in other.values.items():
@@ -66,7 +66,7 @@ class Curves:
         numbers = {n: [1, v, v, v] for n, v in values.items() if math.isfinite(v)}
         new = _Bucket((step - 1) // self.width, step, time, 1, numbers, dict(sums))
         if self._buckets and self._buckets[-1].index == new.index:
-            self._buckets[-1].take(new)
+            self._buckets[-1].merge(new)
             return
         self._buckets.append(new)
         while len(self._buckets) > self._limit:
@@ -78,7 +78,7 @@ class Curves:
         for bucket in before:
             bucket.index //= 2
             if self._buckets and self._buckets[-1].index == bucket.index:
-                self._buckets[-1].take(bucket)
+                self._buckets[-1].merge(bucket)
             else:
                 self._buckets.append(bucket)
 
