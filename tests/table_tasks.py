@@ -199,7 +199,7 @@ def ordered(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             shards.setdefault(shard, {})[key] = value
     found = {}
     for shard, arrays in shards.items():
-        beside = {key: arrays.pop(key) for key in ("updates", "seed")}
+        beside = {key: arrays.pop(key) for key in ("updates", "seed", "clock") if key in arrays}
         rows = TableState.of_arrays({key: wide(value) for key, value in arrays.items()})
         parts = {key: torch.from_numpy(array) for key, array in rows.sorted().arrays().items()}
         found |= {f"{shard}/{key}": value for key, value in (parts | beside).items()}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TABLES = "tables/"
 #: Of each shard its arrays: those of `TableState`; "updates", the version; "since", in an increment.
 _Shards = dict[int, dict[str, torch.Tensor]]
-_NO_ARRAYS = ("updates", "since", "life", "seed")
+_NO_ARRAYS = ("updates", "since", "life", "seed", "clock")
 
 
 def together(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -73,6 +73,8 @@ def dealt(
         kept = {"updates": newest, "seed": shards[0]["seed"]}
         if parts:
             kept = {key: parts[0][key] for key in ("updates", "seed")}
+        if clocks := [part["clock"] for part in shards.values() if "clock" in part]:
+            kept["clock"] = max(clocks, key=int)
         in_place = len(parts) == dealing.num_shards and _are_in_place(dealing, group, states)
         for shard in range(dealing.num_shards):
             at = group * dealing.num_shards + shard

@@ -64,33 +64,37 @@ class TableChunk(ChunkStore):
         self.rows = dealing.make(chunk.index)  # of the shard
         # a state of which parts have come: the pieces of each array, by where they begin
         self._loaded: dict[str, dict[int, npt.NDArray[Any]]] = {}
+        self._look_is_due = (
+            False  # whether rows whose life has ended are to be removed with the next commit
+        )
         self._told: set[str] = set()  # the tables of which it is logged that they are full
 
     def _made_of(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> TableShard:
         """Return a shard with the rows of a state: of each array, its pieces by where they begin."""
-        state, version, seed = self._checked_state(parts)
+        state, version, seed, clock = self._checked_state(parts)
         shard = self._dealing.make(self.chunk.index, seed)
         try:
-            shard.load([state], version)
+            shard.load([state], version, clock)
         except ConfigurationError as error:
             raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
         return shard
 
     def _checked_state(
         self, pieces: dict[str, dict[int, npt.NDArray[Any]]]
-    ) -> tuple[TableState, int, int]:
-        """Return a state, its last push's version and its first values' seed."""
+    ) -> tuple[TableState, int, int, int]:
+        """Return a state, its last push's version, its first values' seed and its clock."""
         # ProtocolError: it is none of such tables.
         try:
             arrays = {key: _whole(parts) for key, parts in pieces.items()}
             version, seed = (require_number_in(name, arrays) for name in ("updates", "seed"))
-            beside = ("updates", "seed", "life")  # of which the last begins anew
+            clock = require_number_in("clock", arrays) if "clock" in arrays else 0
+            beside = ("updates", "seed", "clock", "life")  # of which the last begins anew
             rest = {name: part for name, part in arrays.items() if name not in beside}
             state = TableState.of_arrays(rest)
             require_sound(state, self._tables, version)
         except ConfigurationError as error:
             raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
-        return state, version, seed
+        return state, version, seed, clock
 
     # -- staged pushes -------------------------------------------------------------------------
 
@@ -203,6 +207,13 @@ class TableChunk(ChunkStore):
             self._tell_of_full_tables(rows)
         if version % UPDATES_BETWEEN_EVICTIONS == 0:
             rows.evict(version)
+        if self._look_is_due:
+            self._look_is_due = False
+            rows.end_lives(version)
+
+    def note_time(self, seconds: int) -> None:
+        """Note the time of the commit that is applied next."""
+        self._look_is_due = self.rows.note_time(seconds)
 
     def _followed(self, hyper: Sequence[Hyperparameters]) -> float:
         """Return the present learning rate over the one of the beginning, of the group that the tables follow."""
@@ -270,6 +281,8 @@ class TableChunk(ChunkStore):
             "life": np.array([rows.life]),
             "seed": np.array([rows.seed]),
         }
+        if rows.clock:
+            about["clock"] = np.array([rows.clock])
         if since is not None:
             about["since"] = np.array([since])
         return self._pieces(rest, cut, about, _EXPORTED if table is not None else None)

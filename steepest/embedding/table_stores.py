@@ -34,6 +34,11 @@ class TableStores:
 
     dealing: Dealing
 
+    @property
+    def keeps_time(self) -> bool:
+        """Whether a table's rows have a time to live."""
+        return any(table.life for table in self.dealing.tables)
+
     def prepare(self) -> None:
         """Compile what rows need."""
         compile_kernels(self.dealing.tables)

@@ -261,7 +261,7 @@ class Stats:
         tables: by embedding table, its number of "rows", and since its rows last moved to other
             processes how many ids were "admitted"; how many gradients were "refused" because an id
             was not, "refused_full" because a table had no room, or "ignored" because it is frozen;
-            and how many rows were evicted: "evicted_full", "evicted_age", "evicted_norm".
+            and how many rows were evicted: "evicted_full", "evicted_age", "evicted_norm", "evicted_ttl".
     """
 
     step: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from steepest.tables.kernels import Int32s, Int64s
 from steepest.tables.memory import Reserved, physical_bytes
@@ -18,10 +19,15 @@ class Blocks:
 
     Attributes:
         store: values and slots.
+        until: when each row's life ends, uint32 seconds since the epoch, 0 where it is not known; None where rows
+            stay.
     """
 
-    def __init__(self, form: RowFormat, salts: Int64s, most: int | None = None) -> None:
+    def __init__(
+        self, form: RowFormat, salts: Int64s, most: int | None = None, *, ends: bool = False
+    ) -> None:
         """Reserve room for rows of a format; `salts`: of the tables, which decide how rows are rounded."""
+        # ends: whether rows have a time to live.
         # most: rows that there will be at most; without it, what the machine's memory holds.
         room = physical_bytes() // form.row_bytes
         most = min(room if most is None else most, _MOST)
@@ -29,12 +35,18 @@ class Blocks:
             PackedRows(form, salts, most) if form.is_packed else WideRows(form, most)
         )
         self._known = [Reserved(most, kind) for kind in (np.int64, np.int16, np.int64, np.int32)]
+        self.until: npt.NDArray[np.uint32] | None = None
+        if ends:
+            self._known.append(Reserved(most, np.uint32))
+            self.until = self._known[-1].array
         self._free = Reserved(most, np.int32)
         self._several = len(salts) > 1
         # rows 0 to `top` - 1 have been used
         self.dim, self.top, self.freed = form.dim, 0, 0
         # of each row: id, table, the version that wrote it last (`FREE`: not in use), pushes with its id
-        self.ids, self.tables, self.written, self.sightings = (known.array for known in self._known)
+        self.ids, self.tables, self.written, self.sightings = (
+            known.array for known in self._known[:4]
+        )
 
     def __len__(self) -> int:
         return self.top - self.freed

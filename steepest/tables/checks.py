@@ -73,3 +73,22 @@ def require_out(out: Floats, shape: tuple[int, int], dtype: str) -> Floats:
             f"{dtype} and shape {shape}"
         )
     return out
+
+
+def require_sightings(sightings: npt.ArrayLike | None, count: int) -> Int32s:
+    """Return how often each of `count` ids was seen, once by default; ConfigurationError: others than counts from 1."""
+    if sightings is None:
+        return read_only(np.ones(count, np.int32), np.int32)
+    found = require_ids("sightings", sightings)
+    if found.shape != (count,) or (count and not 1 <= found.min() <= found.max() < 2**31):
+        raise ConfigurationError(
+            f"sightings of shape {found.shape} for {count} ids: give an integer from 1 to 2^31 - 1 for each"
+        )
+    return read_only(found, np.int32)
+
+
+def repeated(key: np.int64, name: str) -> ConfigurationError:
+    """Return the error of a push that has an id of a table twice."""
+    return ConfigurationError(
+        f"id {key} of table {name!r} is in a push twice: add up the gradients of an id"
+    )

@@ -36,6 +36,7 @@ def _compile(tables: tuple[Table, ...]) -> None:
             form.received(sent.reshape(-1))
         cut.take(1)
         shard.evict(2)
+        shard.end_lives(2)
         shard.load([shard.export()], 2)
         for table in group:
             _compile_eviction(table)

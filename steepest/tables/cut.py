@@ -113,6 +113,7 @@ class RowCut:
     def _copied(self, numbers: Int32s) -> RowArrays:
         blocks = self._blocks
         values, slots = blocks.store.copied(numbers)
+        until = {} if blocks.until is None else {"until": blocks.until[numbers].astype(np.int64)}
         return {
             "tables": blocks.tables[numbers].astype(np.int32),
             "ids": blocks.ids[numbers],
@@ -120,4 +121,5 @@ class RowCut:
             "slots": slots,
             "written": blocks.written[numbers],
             "sightings": blocks.sightings[numbers],
+            **until,
         }

@@ -1,6 +1,7 @@
 """Which rows go: the least used where a table is full, and old or small ones when that is asked for.
 
-Names are those of DeepRec and TorchRec. All is decided by versions and by the order of pushes, never by a clock.
+Names are those of DeepRec and TorchRec. All is decided by versions, by the order of pushes and by the clock that
+commits say, never by a machine's own.
 """
 
 from __future__ import annotations

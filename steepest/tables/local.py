@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -25,6 +26,7 @@ class LocalRows:
         num_shards: int = 1,
         seed: int = 0,
         nonfinite: str = "refuse",
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Begin without rows.
 
@@ -34,12 +36,13 @@ class LocalRows:
             seed: of first values and of admissions by chance.
             nonfinite: what `step` does with NaN or infinity in a gradient: "refuse" raises, "skip"
                 makes an update that changes nothing, "pass" applies it.
+            clock: returns the seconds since the epoch, for tables with a `ttl`.
 
         Raises:
             ConfigurationError: two tables of one name differ, or an argument is wrong.
         """
         require_choice("nonfinite", nonfinite, ("refuse", "skip", "pass"))
-        self._nonfinite = nonfinite
+        self._nonfinite, self._clock = nonfinite, clock
         grouped = groups(tables)
         count = require_count("num_shards", num_shards)
         # by group of tables
@@ -97,7 +100,8 @@ class LocalRows:
     def step(self, learning_rate: float | None = None) -> int:
         """Update rows with the sums of the gradients that were pushed since the last step.
 
-        The rows that tables' `evict` names are removed after each 1,000 updates, as on servers.
+        The rows that tables' `evict` names are removed after each 1,000 updates, and those whose `ttl` is over
+        in time, as on servers.
 
         Args:
             learning_rate: instead of the optimizers'.
@@ -121,11 +125,15 @@ class LocalRows:
                 )
             totals = {}
         self.version += 1
+        now, every = int(self._clock()), [shard for shards in self.shards for shard in shards]
+        due = [shard for shard in every if shard.note_time(now)]
         for group, total in totals.items():
             self._update(group, total, learning_rate)
         if self.version % UPDATES_BETWEEN_EVICTIONS == 0:
-            for shard in (shard for shards in self.shards for shard in shards):
+            for shard in every:
                 shard.evict(self.version)
+        for shard in due:
+            shard.end_lives(self.version)
         return self.version
 
     def _not_finite(self, totals: Mapping[int, RowGradients]) -> list[str]:

@@ -15,25 +15,33 @@ from steepest.errors import ConfigurationError, ResourcesError
 from steepest.tables.admission import Admission
 from steepest.tables.blocks import Blocks
 from steepest.tables.capacity import Capacities, Plan
-from steepest.tables.checks import require_gradients, require_ids, require_keys, require_out
+from steepest.tables.checks import (
+    repeated,
+    require_gradients,
+    require_keys,
+    require_out,
+    require_sightings,
+)
 from steepest.tables.cut import RowCut
 from steepest.tables.eviction import Use, worn
 from steepest.tables.gradients import Bytes
 from steepest.tables.hashing import Distinct, salt_of, shard_of
 from steepest.tables.index import Index
 from steepest.tables.initial import Beginning, Initial
-from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
+from steepest.tables.kernels import Floats, Int32s, Int64s, kernel
+from steepest.tables.lives import RowLives
 from steepest.tables.removals import Removals
 from steepest.tables.state import TableState, joined
 from steepest.tables.table import Table, require_group, spread_of
 from steepest.validation import require_count, require_number
 
-_EVICTED = ("evicted_full", "evicted_age", "evicted_norm")
+_EVICTED = ("evicted_full", "evicted_age", "evicted_norm", "evicted_ttl")
 _COUNTS = ("admitted", "refused", "refused_full", "ignored", *_EVICTED)
 _LOADED = 1 << 16  # rows of a state that are copied at once
 #: Updates after which shards are to be asked to `evict`, again and again.
 UPDATES_BETWEEN_EVICTIONS = 1000
 _BOUNDLESS = 2**62  # more versions than there can be
+_NO_TIME = np.int64(0)
 
 
 @kernel
@@ -71,7 +79,8 @@ class TableShard:
         counts: by name, an int64 for each table: the ids that were "admitted"; gradients that were "refused"
             because their ids were not, "refused_full" because there was no room for a row, and "ignored"
             because the table is not trainable; rows that were evicted because the table was full
-            ("evicted_full"), by `GlobalStepEvict` ("evicted_age"), and by `L2WeightEvict` ("evicted_norm").
+            ("evicted_full"), by `GlobalStepEvict` ("evicted_age"), by `L2WeightEvict` ("evicted_norm"), and
+            because their time to live was over ("evicted_ttl").
     """
 
     def __init__(
@@ -104,13 +113,16 @@ class TableShard:
             for training in (False, True)
         ]
         self._admission = Admission([table.admission for table in self._tables], salts)
+        # a table that is frozen keeps its rows
+        lives = [table.life if table.trainable else 0 for table in self._tables]
+        self._lives = RowLives(lives)
         self._capacities = Capacities(self._tables, self._spread, shard)
         self._clear()
 
     def _clear(self) -> None:
         """Have no rows."""
         most = self._capacities.most
-        self._blocks = Blocks(self._form, self._salts, most)
+        self._blocks = Blocks(self._form, self._salts, most, ends=self._lives.any)
         self._index = Index(len(self._tables), most)
         self._uses = {
             number: Use(table.eviction, int(self._capacities.rows[number]))
@@ -122,7 +134,7 @@ class TableShard:
         self._cuts: WeakSet[RowCut] = WeakSet()
         self.life = secrets.randbits(62)
         self.counts = {name: np.zeros(len(self._tables), np.int64) for name in _COUNTS}
-        self.version = 0
+        self.version = self._lives.clock = 0
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -233,7 +245,7 @@ class TableShard:
             )
         if learning_rate is not None:
             require_number("learning_rate", learning_rate)
-        seen = _require_sightings(sightings, len(checked))
+        seen = require_sightings(sightings, len(checked))
         rows, _ = self._index.find(numbers_of, checked)
         if self._frozen:
             rows = self._leave_frozen(numbers_of, rows)
@@ -242,7 +254,7 @@ class TableShard:
         before = [(cut, cut.before(rows)) for cut in self._cuts]
         twice = _mark(rows, seen, version, self._blocks.written, self._blocks.sightings)
         if twice >= 0:
-            raise _repeated(checked[twice], self._names[numbers_of[twice]])
+            raise repeated(checked[twice], self._names[numbers_of[twice]])
         for cut, kept in before:
             cut.keep(kept)
         self.version = version
@@ -256,6 +268,35 @@ class TableShard:
             rows[at] = self._make(numbers_of[at], checked[at], seen[at], version)
         keys = numbers_of, checked
         self._blocks.store.update(self._optimizer, rows, keys, changes, version, learning_rate)
+        self._lives.renew(rows, numbers_of, self._blocks)
+
+    @property
+    def clock(self) -> int:
+        """The time at the last push, in whole seconds since the epoch, as `note_time` was told; 0 if it was not."""
+        return self._lives.clock
+
+    def note_time(self, seconds: int) -> bool:
+        """Note the time of the next push; return whether `end_lives` is to be called after it.
+
+        Args:
+            seconds: since the epoch; a time before the last one is taken for that one.
+        """
+        return self._lives.note_time(seconds)
+
+    def end_lives(self, version: int) -> int:
+        """Remove the rows whose time to live is over, see `Table.ttl`; return how many.
+
+        Args:
+            version: of now, at least that of the last push.
+        """
+        numbers = self._lives.ended(self._blocks)
+        of = self._blocks.tables[numbers]
+        self.counts["evicted_ttl"] += np.bincount(of, minlength=len(self._tables))
+        self._remove(numbers, require_count("version", version, self.version))
+        if len(numbers):
+            for use in self._uses.values():
+                use.forget_free(self._blocks)
+        return len(numbers)
 
     def _leave_frozen(self, tables: Int32s, rows: Int32s) -> Int32s:
         """Return row numbers, but -2 for ids of frozen tables."""
@@ -282,7 +323,7 @@ class TableShard:
         distinct = Distinct(of, fresh)
         if len(distinct.ids) < len(at):
             twice = int(np.argmax(distinct.counts > 1))
-            raise _repeated(distinct.ids[twice], self._names[distinct.tables[twice]])
+            raise repeated(distinct.ids[twice], self._names[distinct.tables[twice]])
         admitted = self._admission.admits(of, fresh, sightings[at], version)
         known = np.bincount(tables[rows >= 0], minlength=len(self._tables))
         if strict:
@@ -374,11 +415,14 @@ class TableShard:
         slots: Floats,
         written: Int64s | np.int64,
         sightings: Int32s,
+        until: Int64s | np.int64 = _NO_TIME,
     ) -> Int32s:
         """Return the numbers of new rows for ids, written as they are given."""
         blocks = self._blocks
         numbers = blocks.allocate(tables, ids)
         blocks.written[numbers], blocks.sightings[numbers] = written, sightings
+        if blocks.until is not None:
+            blocks.until[numbers] = until
         blocks.store.enter(numbers, (tables, ids), values, slots)
         self._index.insert(tables, ids, numbers)
         self._alive += np.bincount(tables, minlength=len(self._tables))
@@ -475,7 +519,7 @@ class TableShard:
         rest = dict(zip(names, known, strict=True))
         return TableState(**rows.no_rows(), **rest, counters=counters), rows
 
-    def load(self, states: Iterable[TableState], version: int) -> None:
+    def load(self, states: Iterable[TableState], version: int, clock: int = 0) -> None:
         """Replace everything by this shard's part of a state; counters of events begin at 0.
 
         A table over its capacity keeps its most used rows, if it evicts by use.
@@ -483,6 +527,7 @@ class TableShard:
         Args:
             states: what `export` returned, of all shards of the same tables, however many.
             version: of that state.
+            clock: of that state, in seconds since the epoch; 0 if it is not known.
 
         Raises:
             ConfigurationError: the state is of other tables, or a table has more rows than its capacity
@@ -499,7 +544,7 @@ class TableShard:
         mine = [np.flatnonzero(self._mine(state.tables, state.ids)) for state in states]
         kept = self._capacities.most_used(states, mine)
         self._clear()
-        self.version = version
+        self.version, self._lives.clock = version, clock
         self._removals = Removals(version)
         self._admission.load(rest)
         for state, rows in zip(states, kept, strict=True):
@@ -533,6 +578,7 @@ class TableShard:
             state.slots[rows],
             state.written[rows],
             state.sightings[rows],
+            state.until[rows],
         )
 
     def part_of(self, states: Iterable[TableState]) -> TableState:
@@ -560,20 +606,3 @@ def _values_of_unknown(table: Table, training: bool) -> Initial:
     """Return how the values of ids without rows are made; `training` where a push of them follows."""
     makes_rows = training and table.trainable and table.admission is None
     return table.initial if table.default is None or makes_rows else table.default
-
-
-def _require_sightings(sightings: npt.ArrayLike | None, count: int) -> Int32s:
-    if sightings is None:
-        return read_only(np.ones(count, np.int32), np.int32)
-    found = require_ids("sightings", sightings)
-    if found.shape != (count,) or (count and not 1 <= found.min() <= found.max() < 2**31):
-        raise ConfigurationError(
-            f"sightings of shape {found.shape} for {count} ids: give an integer from 1 to 2^31 - 1 for each"
-        )
-    return read_only(found, np.int32)
-
-
-def _repeated(key: np.int64, name: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"id {key} of table {name!r} is in a push twice: add up the gradients of an id"
-    )

@@ -28,6 +28,8 @@ _DTYPES: dict[str, tuple[str, ...]] = {
     "removed_tables": ("int32",),
     "removed_ids": ("int64",),
 }
+#: Arrays that a state may be without, which are then of zeros.
+_OPTIONAL = {"until": ("int64",)}
 _COUNTERS = ("uint8", "uint16", "uint32")
 
 
@@ -50,6 +52,13 @@ class TableState:
     removed_ids: Int64s
     # the counting Bloom filters, by table number
     counters: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
+    # (n,), until when each row stays without a push, in seconds since the epoch; 0: it is not known
+    until: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def __post_init__(self) -> None:
+        for name in _OPTIONAL:
+            if not len(getattr(self, name)):
+                object.__setattr__(self, name, np.zeros(len(self.ids), np.int64))
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the state as contiguous arrays, of dtypes that torch and safetensors have too.
@@ -59,6 +68,11 @@ class TableState:
         """
         found: dict[str, npt.NDArray[Any]] = {
             name: np.ascontiguousarray(getattr(self, name)) for name in _DTYPES
+        }
+        found |= {
+            name: np.ascontiguousarray(getattr(self, name))
+            for name in _OPTIONAL
+            if getattr(self, name).any()
         }
         for table, counter in sorted(self.counters.items()):
             found[f"counter.{table}.{counter.dtype.name}"] = counter.view(np.uint8)
@@ -70,16 +84,17 @@ class TableState:
         # ConfigurationError: one is missing, or of another form.
         if missing := [name for name in _DTYPES if name not in arrays]:
             raise ConfigurationError(f"a state of tables without the arrays {', '.join(missing)}")
-        for name in _DTYPES:
-            _require_array(name, arrays)
+        known = _DTYPES | {name: kinds for name, kinds in _OPTIONAL.items() if name in arrays}
+        for name, kinds in known.items():
+            _require_array(name, kinds, arrays)
         if arrays["values"].dtype != arrays["slots"].dtype:
             raise _wrong("slots", arrays, f"{arrays['values'].dtype}, as values")
         counters = {}
         for name in arrays:
-            if name not in _DTYPES:
+            if name not in known:
                 table, counter = _counter(name, arrays)
                 counters[table] = counter
-        return cls(**{name: arrays[name] for name in _DTYPES}, counters=counters)
+        return cls(**{name: arrays[name] for name in known}, counters=counters)
 
     def sorted(self) -> TableState:
         """Return the same in order of table and id, which no memory layout and no history changes."""
@@ -152,11 +167,13 @@ def increased(base: TableState, increment: TableState) -> TableState:
     return replace(together, counters=increment.counters)
 
 
-def _require_array(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def _require_array(
+    name: str, dtypes: tuple[str, ...], arrays: Mapping[str, npt.NDArray[Any]]
+) -> None:
     """Check that an array of a state is of its dtype and has an item for each id that it is of."""
     array = arrays[name]
-    if array.dtype not in [np.dtype(known) for known in _DTYPES[name]]:
-        raise _wrong(name, arrays, " or ".join(_DTYPES[name]))
+    if array.dtype not in [np.dtype(known) for known in dtypes]:
+        raise _wrong(name, arrays, " or ".join(dtypes))
     wide = name in ("values", "slots")
     of = {"counted": "counted_ids", "removed": "removed_ids"}
     ids = arrays[of.get(name.partition("_")[0], "ids")]

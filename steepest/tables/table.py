@@ -10,6 +10,7 @@ from steepest.tables.admission import CBFFilter, CounterFilter, Filter, Probabil
 from steepest.tables.eviction import LFU, LRU, Evict, GlobalStepEvict, L2WeightEvict, Policy
 from steepest.tables.hashing import salt_of
 from steepest.tables.initial import Initial, Normal
+from steepest.tables.lives import seconds_of
 from steepest.tables.row_formats import DTYPES, RowFormat
 from steepest.tables.row_optimizers import Adagrad, RowOptimizer, require_optimizer
 from steepest.tables.spread import Spread
@@ -36,6 +37,8 @@ class Table:
         eviction: which row goes when the table is full; without it, a push to a full table is refused.
         admission: which ids get a row; without it, all.
         evict: the rows that `TableShard.evict` removes.
+        ttl: how long a row stays that no push has, by the coordinator's clock: "90s", "15m", "12h", "7d", "2w",
+            or seconds. Its end is seen within a sixteenth of that, or a second.
         trainable: False for a table whose rows stay as they are: a checkpoint's, say, or first values.
         default: the values of an id that has no row and gets none with the present batch: in evaluations,
             in exports, and in training until `admission` lets the id in, or where the table is not
@@ -59,6 +62,7 @@ class Table:
     evict: tuple[Evict, ...] = ()
     trainable: bool = True
     default: Initial | None = None
+    ttl: str | int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -79,6 +83,8 @@ class Table:
                 f"eviction={self.eviction} of table {self.name!r} without capacity: give the rows that "
                 "it may have"
             )
+        if self.ttl is not None:
+            seconds_of(f"ttl of table {self.name!r}", self.ttl)
         kinds: list[type] = [object]
         if isinstance(self.evict, tuple):
             kinds = [type(way) for way in self.evict]
@@ -88,6 +94,11 @@ class Table:
                 f"evict={self.evict!r:.80} of table {self.name!r}: give a tuple of at most one "
                 "GlobalStepEvict and one L2WeightEvict"
             )
+
+    @property
+    def life(self) -> int:
+        """The seconds for which a row stays that no push has; 0 for ever."""
+        return 0 if self.ttl is None else seconds_of("ttl", self.ttl)
 
     @property
     def form(self) -> RowFormat:

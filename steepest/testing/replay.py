@@ -245,6 +245,7 @@ class _PartReplay:
             skip=commit.skipped,
             clip=commit.clip,
             made=commit.made,
+            clock=commit.clock,
         )
         torch.set_num_threads(self._threads[1])
         self._server.handle(worker_peer(0), order.pack())

@@ -43,7 +43,8 @@ class ChunkStore(ABC):
     2. Where all members contribute to each version, `reduce` forms the mean as soon as the last push is
        staged, and `squares` says its sum of squares; elsewhere `check` says that of each push. `culprits` is asked
        only if a sum of squares is not finite.
-    3. The coordinator commits: `reduce` where it has not been called yet, `clip`, `apply`; then `forget`
+    3. The coordinator commits: `note_time` if a store keeps the time, `reduce` where it has not been called
+       yet, `clip`, `apply`; then `forget`
        for each push of the commit. A version without an update (NaN was found) is `forget` alone.
     4. A new generation begins: `discard`. A push is dropped: `forget`.
     5. State is read: `state` between two commits. State is installed: `check_state` for each record as it
@@ -164,6 +165,9 @@ class ChunkStore(ABC):
             BaseException: what the user's optimizer raised, which is kept as `raised`; weights and
                 state may be updated in part.
         """
+
+    def note_time(self, seconds: int) -> None:  # noqa: B027 - most stores keep no time
+        """Note the coordinator's time at the commit that is applied next, in whole seconds since the epoch."""
 
     @abstractmethod
     def move(self, buffer: torch.Tensor) -> None:

@@ -80,6 +80,7 @@ class Commit:
         skipped: whether it was left out because of NaN or infinity.
         clip: factor of the gradient (1 unless its norm exceeded `clip_norm`).
         made: as how many versions it counts: of a round of a quorum, that of its pushes.
+        clock: the coordinator's time, in whole seconds since the epoch, where stores keep the time; else 0.
     """
 
     version: int
@@ -89,6 +90,7 @@ class Commit:
     skipped: bool
     clip: float = 1.0
     made: int = 1
+    clock: int = 0
 
     @classmethod
     def from_entry(cls, entry: list[Any]) -> Commit:

@@ -28,6 +28,7 @@ from steepest.core.protocol.closed_job import ClosedJob
 from steepest.core.protocol.commit_state import CommitState
 from steepest.core.protocol.coordinator import Coordinator
 from steepest.core.protocol.rates import with_rates
+from steepest.core.system import system
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.transport.router import Role, Router
@@ -122,6 +123,7 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
         nonfinite=job.strategy.nonfinite,
         clip_norm=job.strategy.clips_updates,
         scale_rate=job.strategy.scale_rate,
+        clock=system().time if job.stores is not None and job.stores.keeps_time else None,
     )
     host_role(
         router,

@@ -422,6 +422,8 @@ class Server:
         """Take the optimizer's step of a commit on one chunk."""
         spans, about = self._spans, (-1, commit.version, held.chunk.index)
         began = 0.0 if spans is None else spans.now()
+        if commit.clock:
+            held.note_time(commit.clock)
         if not self._together:
             aggregated = self._hosts.aggregators
             held.reduce(push for push in commit.pushes if push in held.staged or not aggregated)

@@ -47,6 +47,10 @@ class StoreService(Protocol):
 class Stores(Protocol):
     """Makes the stores of a job's opaque chunks, the same in all processes."""
 
+    @property
+    def keeps_time(self) -> bool:
+        """Whether stores need the time of commits, see `ChunkStore.note_time`."""
+
     def prepare(self) -> None:
         """Do what takes long, such as compilation, before a process joins the job."""
 

@@ -199,6 +199,7 @@ class CommitOrder(Decision):
         entry: the commit's entry in the log, if a log is kept and servers remember decisions.
         made: as how many versions it counts.
         fragments: the parts of the model that it changes, ascending, under a rule of rounds.
+        clock: the coordinator's time, in whole seconds since the epoch, where stores keep the time.
     """
 
     rate: Annotated[float, Header("weight", FACTOR)]
@@ -210,6 +211,7 @@ class CommitOrder(Decision):
     entry: Annotated[list[Any] | None, many(ANYTHING)] = None
     made: Annotated[int, COUNT] = 1
     fragments: Annotated[Seq[int], many(COUNT)] = ()
+    clock: Annotated[int, COUNT] = 0
 
 
 @body(Kind.DISCARD)

@@ -48,6 +48,7 @@ class Coordinator:
         nonfinite: "refuse", "skip" or "pass" an update with NaN or infinity.
         clip_norm: the greatest norm of an update's gradient; None for any.
         scale_rate: whether the learning rate is divided by the staleness.
+        clock: returns the time in seconds since the epoch, which commits then say; None where no store keeps it.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Coordinator:
         nonfinite: str = "refuse",
         clip_norm: float | None = None,
         scale_rate: bool = False,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        self._clock = clock
         self.membership = membership
         self._state = membership.state
         self._hyperparameters = hyperparameters
@@ -297,7 +300,8 @@ class Coordinator:
             clip = clip_factor(norm, most)
         made = state.made_by(pushes)
         parts = {r.fragment for r in reports.values() if isinstance(r, Report)}
-        entry = self._entry(made, pushes, reports, hyper, rate, skip, clip)
+        clock = 0 if self._clock is None else int(self._clock())
+        entry = self._entry((made, clock), pushes, reports, hyper, rate, skip, clip)
         state.history.add(entry, staleness.values(), skipped=skip)
         state.advance(made)
         readers, answers = self.membership.committed(
@@ -310,21 +314,22 @@ class Coordinator:
             clip=clip,
             entry=state.log_entry(entry),
             made=made,
+            clock=clock,
             fragments=sorted(parts) if state.makes_rounds else (),
         )
         return state.to_servers(commit) + answers + self._reads_due()
 
     def _entry(
         self,
-        made: int,
+        last: tuple[int, int],
         pushes: Sequence[Staged],
         reports: Reports,
         hyper: list[dict[str, Any]],
         *rest: Any,
     ) -> list[Any]:
-        """Return the log's entry of a commit that counts as `made` versions."""
+        """Return the log's entry of a commit; `last`: as how many versions it counts, and its clock."""
         # see `steepest.core.engine.commit_log.Commit.from_entry`
-        state = self._state
+        state, (made, clock) = self._state, last
         entries: list[list[Any]] = []
         for push in pushes:
             share: int | list[int] | None = push.pulled * state.pushes_per_step + push.worker
@@ -341,7 +346,7 @@ class Coordinator:
             if isinstance(report, Report) and report.more:
                 entry += report.more
             entries.append(entry)
-        more = [] if made == 1 else [made]
+        more = [] if last == (1, 0) else [made, clock] if clock else [made]
         return [state.version + made, entries, hyper if any(hyper) else None, *rest, *more]
 
     def _drop(self, pushes: tuple[Staged, ...]) -> Outgoing:
