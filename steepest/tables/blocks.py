@@ -21,13 +21,20 @@ class Blocks:
         store: values and slots.
         until: when each row's life ends, uint32 seconds since the epoch, 0 where it is not known; None where rows
             stay.
+        scores: by which a full table evicts, see `steepest.tables.scores`; None where none does.
     """
 
     def __init__(
-        self, form: RowFormat, salts: Int64s, most: int | None = None, *, ends: bool = False
+        self,
+        form: RowFormat,
+        salts: Int64s,
+        most: int | None = None,
+        *,
+        ends: bool = False,
+        scored: bool = False,
     ) -> None:
         """Reserve room for rows of a format; `salts`: of the tables, which decide how rows are rounded."""
-        # ends: whether rows have a time to live.
+        # ends: whether rows have a time to live; scored: whether they have scores.
         # most: rows that there will be at most; without it, what the machine's memory holds.
         room = physical_bytes() // form.row_bytes
         most = min(room if most is None else most, _MOST)
@@ -39,6 +46,10 @@ class Blocks:
         if ends:
             self._known.append(Reserved(most, np.uint32))
             self.until = self._known[-1].array
+        self.scores: Int64s | None = None
+        if scored:
+            self._known.append(Reserved(most, np.int64))
+            self.scores = self._known[-1].array
         self._free = Reserved(most, np.int32)
         self._several = len(salts) > 1
         # rows 0 to `top` - 1 have been used

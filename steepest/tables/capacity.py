@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from steepest.errors import ConfigurationError
-from steepest.tables.eviction import LRU
+from steepest.tables.eviction import LRU, Policy
 from steepest.tables.kernels import Int32s, Int64s
 from steepest.tables.spread import Spread
 from steepest.tables.state import TableState
@@ -101,12 +101,18 @@ class Capacities:
                     f"table {described.name!r} has {held[table]} rows here, {self._described(table)}: "
                     "raise it, or give eviction=LRU() or LFU()"
                 )
-            by_age = isinstance(described.eviction, LRU)
-            uses = _taken("written" if by_age else "sightings", states, mine)
+            uses = _taken(_use_of(described.eviction), states, mine)
             of = np.flatnonzero(tables == table)
             keep[of[np.lexsort((ids[of], uses[of]))[: held[table] - rows]]] = False
         parts = np.split(keep, np.cumsum([len(places) for places in mine])[:-1])
         return [places[part] for places, part in zip(mine, parts, strict=True)]
+
+
+def _use_of(policy: Policy | None) -> str:
+    """Return the array of a state by which a policy compares rows."""
+    if isinstance(policy, LRU):
+        return "written"
+    return "scores" if policy is not None and policy.half_life is not None else "sightings"
 
 
 def _taken(

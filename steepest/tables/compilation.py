@@ -50,6 +50,7 @@ def _compile_eviction(table: Table) -> None:
         for version in (1, 2):
             gradient = np.ones((1, table.dim), shard.dtype)
             shard.push([0], [version], gradient, version)
+        shard.load([shard.export()], 2)
 
 
 def _compile_modules(dtype: str) -> None:

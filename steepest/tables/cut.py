@@ -113,7 +113,9 @@ class RowCut:
     def _copied(self, numbers: Int32s) -> RowArrays:
         blocks = self._blocks
         values, slots = blocks.store.copied(numbers)
-        until = {} if blocks.until is None else {"until": blocks.until[numbers].astype(np.int64)}
+        beside = {} if blocks.until is None else {"until": blocks.until[numbers].astype(np.int64)}
+        if blocks.scores is not None:
+            beside["scores"] = blocks.scores[numbers]
         return {
             "tables": blocks.tables[numbers].astype(np.int32),
             "ids": blocks.ids[numbers],
@@ -121,5 +123,5 @@ class RowCut:
             "slots": slots,
             "written": blocks.written[numbers],
             "sightings": blocks.sightings[numbers],
-            **until,
+            **beside,
         }

@@ -13,10 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from steepest.errors import ConfigurationError
 from steepest.tables.blocks import FREE, Blocks
 from steepest.tables.kernels import Floats, Int32s, Int64s, inlined, kernel, read_only
 from steepest.tables.memory import Reserved
 from steepest.validation import require_count, require_positive
+
+_LONGEST = 2**30  # updates
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,23 @@ class LRU:
 
 @dataclass(frozen=True)
 class LFU:
-    """A full table loses the row that was pushed least often; of several, that of the least id."""
+    """A full table loses the row that was pushed least often; of several, that of the least id.
+
+    Attributes:
+        half_life: updates after which a sighting counts half as much, see `steepest.tables.scores`; without it,
+            each counts the same for ever.
+    """
+
+    half_life: int | None = None
+
+    def __post_init__(self) -> None:
+        if (
+            self.half_life is not None
+            and require_count("LFU(half_life)", self.half_life) > _LONGEST
+        ):
+            raise ConfigurationError(
+                f"LFU(half_life={self.half_life}): give at most {_LONGEST} updates"
+            )
 
 
 @dataclass(frozen=True)
@@ -147,7 +166,12 @@ class Use:
         self._size = 0
 
     def _heap(self, blocks: Blocks) -> Heap:
-        uses = blocks.written if isinstance(self._policy, LRU) else blocks.sightings
+        uses: npt.NDArray[np.integer] = blocks.sightings
+        if isinstance(self._policy, LRU):
+            uses = blocks.written
+        elif self._policy.half_life is not None:
+            assert blocks.scores is not None
+            uses = blocks.scores
         return Heap(self._keys.array, self._numbers.array, blocks.ids, uses, blocks.written)
 
     def enter(self, numbers: Int32s, blocks: Blocks) -> None:

@@ -23,7 +23,7 @@ from steepest.tables.checks import (
     require_sightings,
 )
 from steepest.tables.cut import RowCut
-from steepest.tables.eviction import Use, worn
+from steepest.tables.eviction import LFU, Use, worn
 from steepest.tables.gradients import Bytes
 from steepest.tables.hashing import Distinct, salt_of, shard_of
 from steepest.tables.index import Index
@@ -31,6 +31,7 @@ from steepest.tables.initial import Beginning, Initial
 from steepest.tables.kernels import Floats, Int32s, Int64s, kernel
 from steepest.tables.lives import RowLives
 from steepest.tables.removals import Removals
+from steepest.tables.scores import Scores
 from steepest.tables.state import TableState, joined
 from steepest.tables.table import Table, require_group, spread_of
 from steepest.validation import require_count, require_number
@@ -41,7 +42,7 @@ _LOADED = 1 << 16  # rows of a state that are copied at once
 #: Updates after which shards are to be asked to `evict`, again and again.
 UPDATES_BETWEEN_EVICTIONS = 1000
 _BOUNDLESS = 2**62  # more versions than there can be
-_NO_TIME = np.int64(0)
+_NONE = np.int64(0)
 
 
 @kernel
@@ -116,13 +117,18 @@ class TableShard:
         # a table that is frozen keeps its rows
         lives = [table.life if table.trainable else 0 for table in self._tables]
         self._lives = RowLives(lives)
+        policies = [table.eviction for table in self._tables]
+        self._scores = Scores(
+            [(policy.half_life or 0) if isinstance(policy, LFU) else 0 for policy in policies]
+        )
         self._capacities = Capacities(self._tables, self._spread, shard)
         self._clear()
 
     def _clear(self) -> None:
         """Have no rows."""
         most = self._capacities.most
-        self._blocks = Blocks(self._form, self._salts, most, ends=self._lives.any)
+        kept = {"ends": self._lives.any, "scored": self._scores.any}
+        self._blocks = Blocks(self._form, self._salts, most, **kept)
         self._index = Index(len(self._tables), most)
         self._uses = {
             number: Use(table.eviction, int(self._capacities.rows[number]))
@@ -269,6 +275,8 @@ class TableShard:
         keys = numbers_of, checked
         self._blocks.store.update(self._optimizer, rows, keys, changes, version, learning_rate)
         self._lives.renew(rows, numbers_of, self._blocks)
+        if self._blocks.scores is not None:
+            self._scores.grow(rows, numbers_of, seen, version, self._blocks.scores)
 
     @property
     def clock(self) -> int:
@@ -415,7 +423,8 @@ class TableShard:
         slots: Floats,
         written: Int64s | np.int64,
         sightings: Int32s,
-        until: Int64s | np.int64 = _NO_TIME,
+        until: Int64s | np.int64 = _NONE,
+        scores: Int64s | np.int64 = _NONE,
     ) -> Int32s:
         """Return the numbers of new rows for ids, written as they are given."""
         blocks = self._blocks
@@ -423,6 +432,8 @@ class TableShard:
         blocks.written[numbers], blocks.sightings[numbers] = written, sightings
         if blocks.until is not None:
             blocks.until[numbers] = until
+        if blocks.scores is not None:
+            blocks.scores[numbers] = scores
         blocks.store.enter(numbers, (tables, ids), values, slots)
         self._index.insert(tables, ids, numbers)
         self._alive += np.bincount(tables, minlength=len(self._tables))
@@ -537,6 +548,7 @@ class TableShard:
         states = list(states)
         for state in states:
             self._require_state(state)
+        states = list(map(self._scores.completed, states))
         rest = joined(
             state.only(slice(0), self._mine(state.counted_tables, state.counted_ids))
             for state in states
@@ -579,6 +591,7 @@ class TableShard:
             state.written[rows],
             state.sightings[rows],
             state.until[rows],
+            state.scores[rows],
         )
 
     def part_of(self, states: Iterable[TableState]) -> TableState:

@@ -29,7 +29,7 @@ _DTYPES: dict[str, tuple[str, ...]] = {
     "removed_ids": ("int64",),
 }
 #: Arrays that a state may be without, which are then of zeros.
-_OPTIONAL = {"until": ("int64",)}
+_OPTIONAL = {"until": ("int64",), "scores": ("int64",)}
 _COUNTERS = ("uint8", "uint16", "uint32")
 
 
@@ -54,6 +54,8 @@ class TableState:
     counters: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
     # (n,), until when each row stays without a push, in seconds since the epoch; 0: it is not known
     until: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    # (n,), see `steepest.tables.scores`; 0: without a score
+    scores: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
         for name in _OPTIONAL:

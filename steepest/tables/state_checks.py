@@ -44,6 +44,7 @@ def require_sound(state: TableState, tables: Sequence[Table], version: int) -> N
         ("sightings", 0, 2**31 - 1),
         ("counted", 1, 2**31 - 1),
         ("until", 0, 2**32 - 1),
+        ("scores", 0, 2**62),
     ):
         array = getattr(state, name)
         if len(array) and not least <= array.min() <= array.max() <= most:
