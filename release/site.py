@@ -23,6 +23,7 @@ NAVIGATION = {
         "docs/parameter_server",
         "docs/collectives",
         "docs/embedding",
+        "docs/negative_sampling",
         "docs/slow_links",
         "docs/several_losses",
         "docs/own_strategy",

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from steepest.embedding.keyed_jagged import KeyedJagged, by_feature
 from steepest.embedding.modules import (
     TableModule,
     embeddings_apart,
@@ -66,14 +67,15 @@ class EmbeddingCollection(TableModule):
     @left_to_python
     def forward(
         self,
-        ids: Mapping[str, Ids],
+        ids: Mapping[str, Ids] | KeyedJagged,
         per_sample_weights: Mapping[str, Tensor | Sequence[Sequence[float]]] | None = None,
     ) -> dict[str, Tensor]:
         """Return embeddings by feature.
 
         Args:
             ids: by feature, of each of B samples: a tensor (B,) or (B, N), a jagged tensor
-                (`torch.nested`, layout `torch.jagged`), or B lists.
+                (`torch.nested`, layout `torch.jagged`), or B lists. Or all of it as TorchRec's
+                `KeyedJaggedTensor`, with its weights.
             per_sample_weights: by feature, of those of mode "sum" that have some: a number for each
                 id, in the form of the ids.
 
@@ -84,6 +86,9 @@ class EmbeddingCollection(TableModule):
         Raises:
             ConfigurationError: a feature is missing or not known, or its ids or weights are not so.
         """
+        if isinstance(ids, KeyedJagged) and not isinstance(ids, Mapping):
+            ids, given_weights = by_feature(ids)
+            per_sample_weights = given_weights if per_sample_weights is None else per_sample_weights
         given = {} if per_sample_weights is None else per_sample_weights
         self._require_features(ids, given)
         names = list(ids)

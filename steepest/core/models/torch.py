@@ -600,6 +600,10 @@ class TorchModel:
             return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
         if isinstance(batch, Mapping):
             return {key: self._to_device(value) for key, value in batch.items()}
+        if hasattr(batch, "to") and hasattr(
+            batch, "pin_memory"
+        ):  # as tensors have, of a library's own
+            return batch.to(self._device)
         return torch.as_tensor(batch, device=self._device) if hasattr(batch, "__array__") else batch
 
 
