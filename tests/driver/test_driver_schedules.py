@@ -18,6 +18,7 @@ import pytest
 from steepest import FailureConfig, ParameterServerStrategy, SimpleStrategy
 from tests.driver_runs import Act, Interrupt, Run, Schedule
 from tests.driver_worlds import FAMILIES
+from tests.pairs import mostly_full
 from tests.random_examples import seeds
 from tests.simulated_programs import Fault
 
@@ -91,6 +92,7 @@ print(run.switches)
 """
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_schedule_is_the_same_in_every_process() -> None:
     """Whatever the hashes are of what sets hold: two processes die together in it."""
@@ -116,7 +118,7 @@ def test_nothing_is_left_of_a_trainer_of_which_the_constructor_was_interrupted(f
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(0, 120, 20))
+@pytest.mark.parametrize("first", mostly_full([*range(0, 120, 20)], 20, 80))
 def test_every_call_works_after_these_interrupted_ones(first: int) -> None:
     for seed in range(first, first + 20):
         check(Schedule.drawn(seed))

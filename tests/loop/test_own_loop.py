@@ -195,7 +195,7 @@ def rate_of(step: int) -> float:
     return float(0.1 * 0.9 ** (step + step // 4))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 @pytest.mark.parametrize("script", [adversarial, without_loader, clamped])
 @pytest.mark.parametrize("workers", [1, 2])

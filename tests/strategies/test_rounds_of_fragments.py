@@ -328,7 +328,7 @@ def test_workers_compute_on_before_their_push_is_committed(
 
 
 @pytest.mark.long
-@seeds(24)
+@seeds(10)
 def test_whatever_dies_each_sample_counts_once_and_the_log_has_the_bits(seed: int) -> None:
     """Any settings together, workers of unequal speed, of which some die; also a server whose chunks have copies."""
     draw = random.Random(seed)
