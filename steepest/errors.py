@@ -9,6 +9,7 @@ SteepestError
 │   ├── ModelRaisedError                 the user's code or data raised; its traceback is the cause
 │   ├── NonFiniteError                   a gradient holds NaN or infinity
 │   ├── DeadlineError (TimeoutError)     something did not happen in time; names the peers awaited
+│   ├── DataPlaneError (ConnectionError) workers that live cannot add up gradients among themselves
 │   └── PeerLostError (ConnectionError)  a process died; names it, its node, its last log lines
 ├── MessageTooLargeError                 a message does not fit into a frame; raised at the sender
 ├── ProtocolError                        a frame is malformed, truncated, oversized or out of place
@@ -86,6 +87,13 @@ class DeadlineError(StepError, TimeoutError):
 
 class PeerLostError(StepError, ConnectionError):
     """A worker or server process died or closed its connection."""
+
+
+class DataPlaneError(StepError, ConnectionError):
+    """A process group in which workers add up gradients failed, although no process died.
+
+    The message names the worker, the step and what the group says.
+    """
 
 
 class MessageTooLargeError(SteepestError):

@@ -12,6 +12,7 @@ from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.embedding.extension import EmbeddingTables
 from steepest.local_sgd.extension import LocalSgd
+from steepest.process_groups.extension import ProcessGroups
 
 
 class Compression(Extension):
@@ -24,4 +25,10 @@ class Compression(Extension):
         return GradientCompressor(layout, codec, packed)
 
 
-EXTENSIONS: tuple[Extension, ...] = (Compression(), LocalSgd(), Aggregation(), EmbeddingTables())
+EXTENSIONS: tuple[Extension, ...] = (
+    Compression(),
+    LocalSgd(),
+    Aggregation(),
+    EmbeddingTables(),
+    ProcessGroups(),
+)

@@ -22,13 +22,14 @@ from steepest.runtime.chunk_transfer import ChunkState, RetainedChunks
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import InProcessCluster, replay
-from tests.reference import Task, Weights, same_bits, samples, sgd, snapshot
+from tests.reference import Task, Weights, difference, same_bits, samples, sgd, snapshot
 
 MODES: dict[str, AllreduceStrategy | ParameterServerStrategy] = {
     "sync": ParameterServerStrategy(),
     "copies": ParameterServerStrategy(replication=2),
     "allreduce": AllreduceStrategy(),
     "replicated": AllreduceStrategy(sharded=False),
+    "groups": AllreduceStrategy(data_plane="gloo"),  # simulated groups
     "backup": ParameterServerStrategy(backup_workers=1),
     "async": ParameterServerStrategy(mode="async"),
     "async-drop": ParameterServerStrategy(mode="async", correction="drop", staleness=1),
@@ -36,12 +37,13 @@ MODES: dict[str, AllreduceStrategy | ParameterServerStrategy] = {
     "ssp-0": ParameterServerStrategy(mode="ssp", staleness=0),
     "ssp-2": ParameterServerStrategy(mode="ssp", staleness=2),
 }
-EACH = [
-    name for name in MODES if name not in ("sync", "copies", "allreduce", "replicated", "backup")
-]  # those in which each push is an update
-
 #: those in which every member contributes to every version
-TOGETHER = ("sync", "copies", "allreduce", "replicated")
+TOGETHER = ("sync", "copies", "allreduce", "replicated", "groups")
+#: those in which workers push their gradients to servers, as rows of tables are pushed in each
+PUSHED = [name for name in MODES if name != "groups"]
+PUSHED_TOGETHER = tuple(name for name in TOGETHER if name in PUSHED)
+#: those in which each push is an update
+EACH = [name for name in MODES if name not in (*TOGETHER, "backup")]
 
 
 def staged_kind(name: str) -> Kind:
@@ -128,9 +130,16 @@ def worker_weights(cluster: InProcessCluster, version: int) -> list[torch.Tensor
 def check(cluster: InProcessCluster, task: Task) -> CommitLog:
     """What holds in every mode whatever happened: the log explains the weights, and nothing is counted twice."""
     log = cluster.log()
-    assert same_bits(replay(log, task.creator()), cluster.weights())
+    assert explains(cluster, replay(log, task.creator()))
     check_counts(cluster, log)
     return log
+
+
+def explains(cluster: InProcessCluster, replayed: Weights) -> bool:
+    """Whether a replay has the bits of a job's weights; a replay of process groups adds up in another order."""
+    if cluster.job.places.reduces:
+        return difference(replayed, cluster.weights()) < 1e-12
+    return same_bits(replayed, cluster.weights())
 
 
 def check_counts(cluster: InProcessCluster, log: CommitLog) -> None:

@@ -162,6 +162,11 @@ class Cluster(JobContext):
 
     def check_ways(self, config: Strategy, seats: Sequence[int] | None = None) -> None:
         """Raise ConfigurationError if processes in some seats (by default all) cannot talk as a strategy has it."""
+        if config.reduces and self.run_config.tls:
+            raise ConfigurationError(
+                f"strategy {config.name!r} with data_plane= and tls={self.run_config.tls!r:.40}: the connections of "
+                "torch.distributed's process groups are not encrypted; leave one of them out"
+            )
         driver, placement = runtime().node, self.placement
         serving = [] if config.in_workers else placement.nodes(placement.serving)
         check_ways(config.transport, driver, *placement.nodes(seats), *serving)

@@ -8,7 +8,7 @@ from steepest.config.compression import Compression
 from steepest.core.strategies import allreduce as dense
 from steepest.errors import ConfigurationError
 from steepest.strategies.formats import WithFormats
-from steepest.validation import require_count
+from steepest.validation import require_choice, require_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,10 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
             to every other worker; what that leaves out is added to the worker's next gradient. Not
             together with `wire_dtype`.
         table_staleness: of embedding tables, as for `ParameterServerStrategy`.
+        data_plane: "gloo" to have workers add up gradients in a process group of torch.distributed,
+            made anew whenever the members change; each keeps the whole state of the optimizer, as
+            with ``sharded=False``. None for the library's own connections. Gloo opens ports of its
+            own, which neither the job's token nor `tls` protects.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -39,6 +43,7 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
 
     compression: Compression | str | None = None
     table_staleness: int | None = None
+    data_plane: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +61,38 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
                 "are compressed, and no weights are sent; leave wire_dtype out"
             )
 
+        require_choice("data_plane", self.data_plane, (None, "gloo"))
+        if self.data_plane is not None:
+            self._check_data_plane()
+
+    def _check_data_plane(self) -> None:
+        """Check that no setting is for the library's own connections."""
+        excluded = {
+            "sharded": (
+                self.sharded,
+                "each worker has the sum of all chunks, and updates them all",
+            ),
+            "wire_dtype": (self.wire_dtype, "gradients are added up as they are"),
+            "compression": (self.compression, "gradients are added up as they are"),
+        }
+        for name, (value, reason) in excluded.items():
+            if value not in (None, False):
+                raise ConfigurationError(
+                    f"data_plane={self.data_plane!r} with {name}={value!r}: {reason}; leave one of them out"
+                )
+        if self.transport not in ("wire", "tcp"):
+            raise ConfigurationError(
+                f"data_plane={self.data_plane!r} with transport={self.transport!r}: Gloo connects over TCP; "
+                'give transport="wire" or "tcp"'
+            )
+
+    @property
+    def reduces(self) -> bool:
+        """Whether workers add gradients up among themselves: those with a `data_plane`."""
+        return self.data_plane is not None
+
     @property
     def is_sharded(self) -> bool:
         """Whether each worker keeps a slice of the optimizer's state, rather than all of it."""
-        return self.compression is None if self.sharded is None else self.sharded
+        whole = self.compression is not None or self.data_plane is not None
+        return not whole if self.sharded is None else self.sharded

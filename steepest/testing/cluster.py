@@ -37,6 +37,7 @@ from steepest.errors import ConfigurationError, PeerLostError
 from steepest.extensions import EXTENSIONS
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing.faults import Fault
+from steepest.testing.groups import simulated
 from steepest.testing.network import Link, Network
 from steepest.testing.script import FaultScript
 
@@ -93,7 +94,7 @@ class InProcessCluster:
         faults: Sequence[Fault] = (),
         extensions: Sequence[Extension] = EXTENSIONS,
     ) -> None:
-        self._extensions = extensions
+        self._extensions = tuple(map(simulated, extensions))
         config = strategy or ParameterServerStrategy(num_servers=1)
         chosen = config
         self.network = Network(shuffle)
@@ -106,7 +107,7 @@ class InProcessCluster:
         size = StepSize(num_workers * devices_per_worker * accumulate, global_batch_size)
         built = [
             build_models(
-                self._creator, worker, devices_per_worker, seed, chosen.cut, size, extensions
+                self._creator, worker, devices_per_worker, seed, chosen.cut, size, self._extensions
             )
             for worker in range(num_workers)
         ]

@@ -91,7 +91,10 @@ class Link:
 class InProcessTransport:
     """A `Transport` whose channels lead to other routers of the same thread."""
 
+    encrypts = False
+
     def __init__(self, router: Router) -> None:
+        self.listens_at: str | None = None
         self.router = router
         self.refused = 0
         self.inbox: deque[tuple[Link, Message | None]] = deque()

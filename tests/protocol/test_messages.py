@@ -30,6 +30,7 @@ from steepest.testing.inspection import buffers_of
 from tests.modes import (
     EACH,
     MODES,
+    PUSHED,
     Moody,
     check,
     counters,
@@ -360,7 +361,7 @@ def test_one_server_may_be_far_behind_the_other(name: str, kind: Kind | str, see
     live(name, seed, delay=lambda m: 60 if m.kind is kind and far in (m.source, m.target) else 0)
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", PUSHED)
 @seeds(1, "shuffle")
 def test_the_chunks_of_a_push_may_come_in_any_order(name: str, shuffle: int) -> None:
     rng = random.Random(shuffle)
@@ -484,7 +485,7 @@ def test_who_is_no_member_is_refused_and_counted(name: str, kind: Kind) -> None:
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", PUSHED)
 @pytest.mark.parametrize("generation", [0, 1])
 def test_pushes_of_a_foreign_generation_are_refused_and_counted(name: str, generation: int) -> None:
     trainee = task(None)

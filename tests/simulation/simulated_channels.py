@@ -152,6 +152,9 @@ _PLACES = (
 class SimulatedTransport:
     """A `Transport` with the methods of `WireTransport`; for the arguments see there."""
 
+    listens_at: str | None = None
+    encrypts = False
+
     def __init__(
         self,
         wires: Wires,

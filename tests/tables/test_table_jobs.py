@@ -8,7 +8,7 @@ import pytest
 
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.message import Kind, server_peer
-from tests.modes import TOGETHER, check_counts, make, trained
+from tests.modes import PUSHED_TOGETHER, check_counts, make, trained
 from tests.reference import difference, same_bits
 from tests.table_tasks import (
     OPTIMIZERS,
@@ -59,7 +59,7 @@ def test_a_job_trains_as_torch_does_in_one_process(job: tuple[Any, ...]) -> None
     assert difference(expected, untrained) > 0.05
 
 
-@pytest.mark.parametrize("mode", mostly_long([*TOGETHER, *PACKED], "sync", "bfloat16"))
+@pytest.mark.parametrize("mode", mostly_long([*PUSHED_TOGETHER, *PACKED], "sync", "bfloat16"))
 def test_rows_are_the_same_bits_at_any_number_of_servers(mode: str) -> None:
     task, mode = (PACKED[mode], "sync") if mode in PACKED else (TASK, mode)
     expected = make("sync", task, 3, servers=1)
@@ -87,7 +87,7 @@ def test_a_server_of_rows_alone_may_hear_of_commits_late(mode: str) -> None:
         30 if message.kind in late and message.target in alone else 0
     )
     trained(cluster, STEPS)
-    if mode in TOGETHER:
+    if mode in PUSHED_TOGETHER:
         assert difference(all_weights(cluster, task), all_weights(expected, task)) < 1e-12
     else:
         check_counts(cluster, cluster.log())

@@ -11,6 +11,7 @@ from steepest.core.messages.message import Peer, Send
 from steepest.core.models.protocol import Model
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ParameterLayout
+from steepest.core.transport.router import Router
 
 if TYPE_CHECKING:
     from steepest.core.engine.exchange import Exchange
@@ -63,5 +64,16 @@ class Extension:
             replicas: its copies of the model.
             exchange: that of the dense chunks, perhaps with others around it.
             send: sends as the worker.
+        """
+        return exchange
+
+    def around(self, job: Job, worker: int, exchange: Exchange, router: Router) -> Exchange:
+        """Return another exchange around a worker's, one that moves gradients in threads of its own, or that itself.
+
+        Args:
+            job: of the worker.
+            worker: its index.
+            exchange: with those of `exchange` of all extensions around it.
+            router: of the process. What its threads have done they hand over with `Router.call`.
         """
         return exchange

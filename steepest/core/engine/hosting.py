@@ -222,6 +222,14 @@ def host_worker(
     )
     for extension in extensions:
         exchange = extension.exchange(job, index, replicas, exchange, send)
+    inner = exchange
+    for extension in extensions:
+        exchange = extension.around(job, index, exchange, router)
+    if job.places.reduces and exchange is inner:
+        raise ConfigurationError(
+            f"strategy {job.config.name!r} has workers add up gradients among themselves, and nothing here does: give "
+            "host_worker() the extension steepest.process_groups.extension.ProcessGroups()"
+        )
     replicas.use_exchange(exchange)
     begins_early = job.strategy.rule.together or job.strategy.delay > 0
     early = (wait or router.wait) if begins_early and not alone else None

@@ -109,6 +109,11 @@ class Job:
                 "stand for: give build_models() an extension that does"
             )
         self._require_form(strategy.codec)
+        if strategy.reduces and self.description.layout.opaque_chunks:
+            raise ConfigurationError(
+                f"strategy {self.config.name!r} has workers add up gradients among themselves, and the model has "
+                "embedding tables, whose rows only servers add up: leave data_plane= out"
+            )
 
     def _require_form(self, codec: Codec | None) -> None:
         """Check that a codec that is part of the method has a form for all gradients; ConfigurationError otherwise."""
@@ -182,16 +187,18 @@ class Job:
     @cached_property
     def places(self) -> HostMap:
         """The hosts of workers and servers, with aggregators where gradients may be added up."""
+        reduces = self.strategy.reduces and self.num_workers > 1
         if self.hosts is None:
             if self.strategy.in_workers:
-                return HostMap(tuple(range(self.num_workers)), tuple(range(self.num_servers)))
+                each = tuple(range(self.num_workers)), tuple(range(self.num_servers))
+                return HostMap(*each, reduces=reduces)
             return HostMap.apart(self.num_workers, self.num_servers)
         gathers = (
             self.strategy.rule.together and self.strategy.hierarchical and self.replication == 1
         )
         if gathers and self.strategy.pull_codec is None:
             return self.hosts
-        return replace(self.hosts, gathers=False)
+        return replace(self.hosts, gathers=False, reduces=reduces)
 
     @cached_property
     def topology(self) -> Topology:

@@ -153,7 +153,7 @@ class PushIntake:
     def _keep_early(self, source: Peer, pushed: Push | HostPush) -> None:
         """Keep a push until its generation or version begins."""
         # ProtocolError: the oldest of too many is dropped (`EarlyPushes`).
-        aggregated = self._hosts.aggregators.get(source.index, ())
+        aggregated = self._hosts.summed_by(source.index)
         workers = len(aggregated) if source.role == "aggregator" else 1
         oldest = self._early.keep(source, pushed, workers)
         if oldest is not None:
@@ -172,7 +172,7 @@ class PushIntake:
         if isinstance(pushed, Push):
             return [PushId(source.index, pushed.incarnation, pushed.sequence)]
         pushes = sorted(pushed.pushes)
-        served = self._hosts.aggregators.get(source.index, ())
+        served = self._hosts.summed_by(source.index)
         if not pushes or not all(push.worker in served for push in pushes):
             raise ProtocolError(
                 f"{source} pushes for workers {[push.worker for push in pushes]}, it serves "

@@ -8,6 +8,7 @@ from typing import NoReturn
 from steepest.core.messages.driver import Failure
 from steepest.core.messages.message import Peer, worker_peer
 from steepest.errors import (
+    DataPlaneError,
     DeadlineError,
     ModelError,
     ModelRaisedError,
@@ -27,6 +28,7 @@ def raise_step_error(
     Raises:
         ModelError: the model was used in a way that steepest refuses.
         ModelRaisedError: the user's model, data or schedule raised; its traceback is the cause.
+        DataPlaneError: living workers could not add up their gradients among themselves.
         NonFiniteError: a gradient holds NaN or infinity.
         DeadlineError: processes did not do their part in time; users' code in which they are is
             the cause.
@@ -38,7 +40,7 @@ def raise_step_error(
         who = f"worker {failure.worker}{f' on {host}' if host else ''}"
         described = {"kind": failure.kind, "error": failure.error, "traceback": failure.traceback}
         own = described_error(described, f"{who}, step {step}: ")
-        if isinstance(own, ModelError):
+        if isinstance(own, (ModelError, DataPlaneError)):
             raise own
         raise ModelRaisedError(
             f"{who}: the model or its data raised in step {step}: {failure.error}; nothing of the "

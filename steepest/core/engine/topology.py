@@ -28,6 +28,8 @@ class HostMap:
     servers: tuple[int, ...]  # the host of each server
     # whether what several workers of a host and servers of other hosts exchange passes through an aggregator
     gathers: bool = False
+    # whether workers add gradients up among themselves, so that each one's own server is pushed the sum of all
+    reduces: bool = False
 
     @classmethod
     def apart(cls, workers: int, servers: int) -> HostMap:
@@ -44,6 +46,12 @@ class HostMap:
             if len(workers) > 1:
                 found[self.servers.index(host)] = workers
         return found
+
+    def summed_by(self, aggregator: int) -> tuple[int, ...]:
+        """Return the workers whose gradients may be pushed as one sum by the aggregator of an index."""
+        if self.reduces:
+            return tuple(range(len(self.workers))) if aggregator < len(self.servers) else ()
+        return self.aggregators.get(aggregator, ())
 
     @cached_property
     def beside_workers(self) -> tuple[int, ...]:

@@ -356,6 +356,7 @@ class Worker:
         """Fail all calls that wait: the worker has no role any more."""
         error = PeerLostError(f"worker {self._index} gets another role")
         self._calls.fail(error, least_version=-1)
+        self._exchange.begin_generation()
 
     def lost(self, peer: Peer, reason: str) -> None:
         """Fail the calls that wait for weights, if the coordinator or a server is lost."""

@@ -122,3 +122,16 @@ class Failed(Body):
     error: Annotated[str, TEXT]  # this, traceback and kind: see `steepest.errors.describe_error`
     traceback: Annotated[str, TEXT]
     kind: Annotated[str, TEXT] = ""
+
+
+@body(Kind.GROUP_KEY)
+class GroupKey(Body):
+    """A value under a key of the rendezvous at which the workers of a generation form a process group.
+
+    A worker sends it to each other worker, where workers add up gradients among themselves, when it
+    begins the generation's first step. No key is set twice.
+    """
+
+    generation: Generation  # of the group
+    key: Annotated[str, TEXT]
+    value: Annotated[str, TEXT]  # hexadecimal digits

@@ -84,6 +84,7 @@ class Kind(MessageKind):
     GRANT = 16
     LEASE = 17
     FAILED = 18
+    GROUP_KEY = 55
     # steepest.core.messages.driver
     ASK = 19
     RESULT = 20

@@ -38,6 +38,7 @@ from steepest.core.messages.gradients import (
 from steepest.core.messages.membership import (
     Failed,
     Grant,
+    GroupKey,
     Join,
     Lease,
     Members,
@@ -81,6 +82,7 @@ _TRAINING: Sayings = {
     ("worker", "server"): (Push,),
     ("worker", "aggregator"): (Push,),
     ("worker", "coordinator"): (Join, Report, Failed),
+    ("worker", "worker"): (GroupKey,),
     ("aggregator", "server"): (HostPush,),
     ("aggregator", "worker"): (Weights, WeightsShared),
     ("server", "aggregator"): (Weights,),

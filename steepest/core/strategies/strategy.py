@@ -159,6 +159,14 @@ class Strategy:
         return False
 
     @property
+    def reduces(self) -> bool:
+        """Whether workers add gradients up among themselves, and each one's own server is pushed the sum.
+
+        What adds them up attaches to the engine, see `Extension.around`; `in_workers`, with all of the state in each.
+        """
+        return False
+
+    @property
     def in_place(self) -> bool:
         """Whether servers in a worker's process update the very weights that it computes with."""
         return True

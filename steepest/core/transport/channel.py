@@ -94,6 +94,13 @@ class TransportEvent(NamedTuple):
 class Transport(Protocol):
     """All channels of one process, served by one thread."""
 
+    # the address of this host at which it listens, "" before it does; None in a simulation, where no sockets are
+    listens_at: str | None
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether what goes to other hosts is encrypted."""
+
     def poll(self, timeout: float) -> list[TransportEvent]:
         """Move bytes both ways."""
         # Return the events since the last call, oldest first, or wait `timeout` seconds for one.

@@ -135,6 +135,7 @@ class WireTransport:
         self.bytes_sent = 0  # of payloads, lent ones included
         self._token = token
         self._tls = encryption
+        self.listens_at: str | None = ""
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
         self._channels: set[WireChannel] = set()
@@ -149,6 +150,11 @@ class WireTransport:
         self._short = 0  # the number of short waits since the last long one
         self._closed = False
         _transports.add(self)
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether what goes to other hosts is encrypted."""
+        return self._tls is not None
 
     @property
     def refused(self) -> int:
@@ -170,6 +176,7 @@ class WireTransport:
             ConfigurationError: the address is none of this host.
         """
         listeners, port, unix_name = [], 0, ""
+        self.listens_at = host
         if self.ways != "shared":
             listeners.append(_listen_tcp(host))
             port = listeners[0].getsockname()[1]

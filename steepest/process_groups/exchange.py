@@ -1,0 +1,229 @@
+"""A worker's exchange where workers add up gradients among themselves, and its own server is pushed the sum."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from steepest.core.engine.exchange import NOTHING_YET, Arrived, Exchange, ExchangeAround, WaitUntil
+from steepest.core.engine.job import Job
+from steepest.core.messages.gradients import HostPush
+from steepest.core.messages.membership import Failed, GroupKey
+from steepest.core.messages.message import (
+    COORDINATOR,
+    Kind,
+    Message,
+    Peer,
+    aggregator_peer,
+    server_peer,
+    worker_peer,
+)
+from steepest.core.transport.router import Router
+from steepest.errors import DataPlaneError, ProtocolError, describe_error
+from steepest.process_groups.group import GroupPlace, Groups, ProcessGroup, Ways
+from steepest.process_groups.reduction import HandedChunk, OwnGradient, Reduction, Sums
+
+_MOST_KEYS = 4  # of the rendezvous from one member and generation
+_MOST_GENERATIONS = 8  # of which keys are kept before they begin here
+
+
+class GroupExchange(ExchangeAround):
+    """Hands chunks to a process group instead of servers; weights come as to the exchange around which it stands.
+
+    A group is made for each generation, when its first step begins, and is left when another begins. A gradient that
+    may be taken back is added up when it is whole; others chunk by chunk, during the backward pass. The payloads are
+    not written to, so that the next generation can push them again.
+
+    Args:
+        inner: brings weights, and counts pushes.
+        worker: its index, and its rank in groups.
+        job: of the worker.
+        router: of the process.
+        groups: makes process groups.
+    """
+
+    def __init__(
+        self, inner: Exchange, worker: int, job: Job, router: Router, groups: Groups
+    ) -> None:
+        super().__init__(inner)
+        self.kinds = inner.kinds | {Kind.GROUP_KEY}
+        self.ready = self._hand_over
+        self._worker, self._size, self._seconds = worker, job.num_workers, job.step_timeout
+        self._layout = job.description.layout
+        self._checked = job.strategy.nonfinite != "pass"
+        self._router, self._groups = router, groups
+        self._send = router.sender(worker_peer(worker))
+        self._push_sum = router.sender(aggregator_peer(worker))
+        self._incarnation = 0
+        self._generation = -1  # of the group
+        self._group: ProcessGroup | None = None
+        self._sums = Sums(self._layout)
+        self._own: OwnGradient | None = None  # the present one, or the last
+        self._reduction: Reduction | None = None
+        self._missing = 0  # chunks of it that are not ready yet
+        self._moved = 0  # bytes of it that are sent to other members
+        self._keys: dict[int, list[tuple[str, bytes]]] = {}  # of generations that have not begun
+
+    @property
+    def bytes_pushed(self) -> int:
+        """Bytes to other processes in this step: those of a ring, 2 (W - 1) / W of each byte that is added up."""
+        return self.inner.bytes_pushed + self._moved * 2 * (self._size - 1) // self._size
+
+    def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
+        """See `Exchange`."""
+        super().begin_life(incarnation, wait_until)
+        self._incarnation = incarnation
+
+    def begin_generation(self) -> None:
+        """Leave the group of the generation before; what it was adding up is void."""
+        super().begin_generation()
+        if self._group is not None:
+            self._group.end()
+            self._sums = Sums(
+                self._layout
+            )  # a thread of the old group may still write to the old ones
+        self._group, self._own, self._reduction = None, None, None
+
+    def begin(self, generation: int, version: int, incarnation: int, *, is_last: bool) -> None:
+        """Begin a gradient, and the group of its generation, if this is its first."""
+        super().begin(generation, version, incarnation, is_last=is_last)
+        if self._group is None or self._generation != generation:
+            self._join(generation)
+        if self._own is not None and self._own.pulled == version and self._missing:
+            self._begin_again(self._own)
+        self._missing, self._moved = len(self._layout.trainable_chunks), 0
+        self._own = OwnGradient(generation, version, incarnation, self.sequence)
+        push = partial(self._pushed, generation)
+        self._reduction = Reduction(
+            self._layout, self._worker, self._own, self._sums, push, checked=self._checked
+        )
+        assert self._group is not None
+        self._group.run(self._reduction.program())
+
+    def _begin_again(self, before: OwnGradient) -> None:
+        """Have a gradient forgotten that was not computed to its end, unless a part of it is added up."""
+        if before.chunks and not before.held_back:
+            self._tell(
+                f"worker {self._worker} computes its gradient from version {before.pulled} again, of which a part "
+                "was added to the others' already: take the step again"
+            )
+        before.cancelled = True
+
+    def _join(self, generation: int) -> None:
+        """Join the group of a generation."""
+        if self._group is not None:
+            self._group.end()
+            self._sums = Sums(self._layout)
+        self._own, self._generation = None, generation
+        place = GroupPlace(generation, self._worker, self._size, self._seconds)
+        send_key, failed = partial(self._send_key, generation), partial(self._fail, generation)
+        self._group = self._groups.join(place, Ways(self._router, send_key, failed))
+        for key, value in self._keys.pop(generation, ()):
+            self._group.take_key(key, value)
+        self._keys = {later: keys for later, keys in self._keys.items() if later > generation}
+
+    def hold_back(self) -> None:
+        """Add nothing up before `end`: the gradient may be taken back until then."""
+        super().hold_back()
+        assert self._own is not None
+        self._own.held_back = True
+
+    def take_back(self) -> None:
+        """Forget the chunks that were ready."""
+        super().take_back()
+        assert self._own is not None
+        self._own.chunks.clear()
+        self._own.sequence = self.sequence
+        self._missing, self._moved = len(self._layout.trainable_chunks), 0
+
+    def _hand_over(
+        self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
+    ) -> bool:
+        """Hand a complete chunk of the gradient to the group, see `Exchange.ready`."""
+        assert self._own is not None
+        assert self._group is not None
+        self._own.chunks[chunk] = HandedChunk(payload, unit, total, absent)
+        self._missing -= 1
+        self._moved += self._layout.chunks[chunk].nbytes
+        self._group.wake()
+        return self._missing > 0
+
+    def end(self) -> int:
+        """Have what was held back added up; return the push's sequence number."""
+        if self._own is not None and self._group is not None:
+            self._own.held_back = False
+            self._group.wake()
+        return super().end()
+
+    # -- what comes of the group -----------------------------------------------------------------
+
+    def _pushed(self, generation: int, push: HostPush) -> None:
+        """Push a sum to the own server; called on any thread."""
+        self._router.call(partial(self._push, generation, push))
+
+    def _push(self, generation: int, push: HostPush) -> None:
+        if generation == self._generation and self._group is not None:
+            self._push_sum(server_peer(self._worker), push.pack())
+
+    def _send_key(self, generation: int, key: str, value: bytes) -> None:
+        """Send each other member a key of the rendezvous."""
+        body = GroupKey(generation, key, value.hex())
+        for other in range(self._size):
+            if other != self._worker and generation == self._generation:
+                self._send(worker_peer(other), body.pack())
+
+    def _fail(self, generation: int, error: Exception) -> None:
+        """Tell the coordinator that a group failed whose generation goes on."""
+        if generation != self._generation or self._group is None or self._own is None:
+            return
+        self._tell(
+            f"adding up gradients with the other {self._size - 1} workers failed {self._where()}: {error}; no process "
+            "is known to have died: see that the nodes reach each other at all ports, or leave data_plane= out"
+        )
+
+    def _tell(self, error: str) -> None:
+        """Tell the coordinator that the step cannot go on."""
+        assert self._own is not None
+        described = describe_error(DataPlaneError(error))
+        failed = Failed(self._generation, self._incarnation, self._own.pulled, **described)
+        self._send(COORDINATOR, failed.pack())
+
+    def _where(self) -> str:
+        chunk = -1 if self._reduction is None else self._reduction.chunk
+        return f"at chunk {chunk}" if chunk >= 0 else "before the first chunk"
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def receive(self, source: Peer, message: Message) -> Arrived:
+        """Take a key of the rendezvous, or another message; ProtocolError: no correct process sends it."""
+        if message.kind is not Kind.GROUP_KEY:
+            return super().receive(source, message)
+        body = GroupKey.unpack(message)
+        try:
+            value = bytes.fromhex(body.value)
+        except ValueError:
+            raise ProtocolError(f"GROUP_KEY with value={body.value!r:.40}: no bytes") from None
+        if self._group is not None and body.generation == self._generation:
+            self._group.take_key(body.key, value)
+        elif body.generation > self._generation:
+            self._keep(body.generation, body.key, value)
+        return NOTHING_YET
+
+    def _keep(self, generation: int, key: str, value: bytes) -> None:
+        """Keep a key of a generation that has not begun here."""
+        known = self._keys.setdefault(generation, [])
+        if (key, value) in known:
+            return  # a copy
+        if len(known) >= _MOST_KEYS * self._size:
+            raise ProtocolError(f"more keys of generation {generation} than its members have")
+        known.append((key, value))
+        while len(self._keys) > _MOST_GENERATIONS:
+            del self._keys[min(self._keys)]
+
+    def doing(self) -> str:
+        """Return which chunk is added up, see `Exchange`."""
+        found, own, reduction = self.inner.doing(), self._own, self._reduction
+        if own is None or reduction is None or self._group is None or found:
+            return found
+        return f"the sum of chunk {reduction.chunk} over all workers"

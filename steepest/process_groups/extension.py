@@ -1,0 +1,29 @@
+"""How process groups attach to workers."""
+
+from __future__ import annotations
+
+from steepest.core.engine.exchange import Exchange
+from steepest.core.engine.extension import Extension
+from steepest.core.engine.job import Job
+from steepest.core.transport.router import Router
+from steepest.process_groups.exchange import GroupExchange
+from steepest.process_groups.group import Groups
+from steepest.process_groups.torch_groups import TorchGroups
+
+
+class ProcessGroups(Extension):
+    """Where the strategy says so, workers add up gradients among themselves, see `GroupExchange`.
+
+    Args:
+        groups: makes process groups; None for torch.distributed's.
+    """
+
+    def __init__(self, groups: Groups | None = None) -> None:
+        self.groups = groups or TorchGroups()
+
+    def around(self, job: Job, worker: int, exchange: Exchange, router: Router) -> Exchange:
+        """Return a `GroupExchange` around a worker's exchange; ConfigurationError: this process can have no groups."""
+        if not job.places.reduces:
+            return exchange
+        self.groups.check(router)
+        return GroupExchange(exchange, worker, job, router, self.groups)

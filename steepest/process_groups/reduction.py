@@ -1,0 +1,220 @@
+"""One gradient of all workers: what each member of a process group does to add it up, chunk by chunk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from steepest.core.messages.gradients import HostPush
+from steepest.core.messages.message import PushId
+from steepest.core.tensors.layout import ParameterLayout
+from steepest.core.tensors.squares import sum_of_squares
+from steepest.errors import DataPlaneError
+from steepest.process_groups.group import Await, Gather, Program, Reduce
+
+
+class HandedChunk(NamedTuple):
+    """A complete chunk of a worker's gradient, see `ChunkReady`."""
+
+    payload: torch.Tensor  # flat uint8, empty where there is no gradient; it is not written to
+    unit: float
+    total: float
+    absent: frozenset[int]
+
+
+@dataclass(eq=False)
+class OwnGradient:
+    """A worker's gradient of a step, as its chunks become ready on the router's thread."""
+
+    generation: int
+    pulled: int
+    incarnation: int
+    sequence: int
+    held_back: bool = False  # whether it may be taken back, so that nothing of it is added up yet
+    cancelled: bool = False  # whether it is computed anew, and nothing of it was added up
+    chunks: dict[int, HandedChunk] = field(default_factory=dict)
+
+    def has(self, chunk: int) -> bool:
+        """Return whether a chunk can be added up, or never will be."""
+        return self.cancelled or (chunk in self.chunks and not self.held_back)
+
+
+class _GradientHeader(NamedTuple):
+    """What a member says of its gradient before its first chunk."""
+
+    push: PushId
+    pulled: int
+    unit: float
+    total: float
+
+    @property
+    def weighs(self) -> bool:
+        return self.unit != 0.0
+
+
+class Sums:
+    """The memory in which chunks are added up, by chunk: its elements, then a flag for each parameter's part.
+
+    A flag counts the members that have a gradient of the part, so that a parameter of which none has one is known
+    without a further operation.
+    """
+
+    def __init__(self, layout: ParameterLayout) -> None:
+        self._layout = layout
+        self._memory: dict[int, torch.Tensor] = {}
+
+    def of(self, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the memory of a chunk: all of it, its elements, its flags; of the chunk's dtype."""
+        about = self._layout.chunks[chunk]
+        size = about.nbytes // about.dtype.itemsize
+        if chunk not in self._memory:
+            self._memory[chunk] = torch.empty(size + len(about.slices), dtype=about.dtype)
+        memory = self._memory[chunk]
+        return memory, memory[:size], memory[size:]
+
+
+class Reduction:
+    """Adds up one gradient of all members, in the order of the chunks, and passes each sum on.
+
+    Args:
+        layout: of the model.
+        worker: the rank of this member.
+        checked: whether a sum that is not finite is followed by each member's gradient, so that the server can name
+            the worker at fault.
+        own: the gradient of this member.
+        sums: memory that no other reduction uses meanwhile.
+        push: is given the sum of each chunk as a push that stands for all workers, or each worker's by itself.
+    """
+
+    def __init__(
+        self,
+        layout: ParameterLayout,
+        worker: int,
+        own: OwnGradient,
+        sums: Sums,
+        push: Callable[[HostPush], None],
+        *,
+        checked: bool,
+    ) -> None:
+        self._layout, self._worker, self._checked = layout, worker, checked
+        self._own, self._sums, self._push = own, sums, push
+        self.chunk = -1  # that is awaited or added up, for errors
+
+    def program(self) -> Program:
+        """Yield the operations of the reduction; see `Program`.
+
+        Raises:
+            DataPlaneError: another member's gradient is of another version.
+        """
+        own, headers = self._own, list[_GradientHeader]()
+        for chunk in self._layout.trainable_chunks:
+            self.chunk = chunk
+            yield Await(lambda chunk=chunk: own.has(chunk))  # type: ignore[misc]
+            if own.cancelled:
+                return
+            if not headers:
+                found = yield Gather(self._own_header(own.chunks[chunk]))
+                assert found is not None
+                headers = [self._header(rank, values) for rank, values in enumerate(found)]
+            yield from self._reduce(chunk, own.chunks[chunk], headers)
+
+    def _own_header(self, first: HandedChunk) -> torch.Tensor:
+        """Return what this member says of its gradient, as int64."""
+        own = self._own
+        numbers = torch.tensor([own.incarnation, own.sequence, own.pulled], dtype=torch.int64)
+        weights = torch.tensor([first.unit, first.total], dtype=torch.float64)
+        return torch.cat([numbers, weights.view(torch.int64)])
+
+    def _header(self, rank: int, values: torch.Tensor) -> _GradientHeader:
+        incarnation, sequence, pulled = values[:3].tolist()
+        unit, total = values[3:].view(torch.float64).tolist()
+        if pulled != self._own.pulled:
+            raise DataPlaneError(
+                f"worker {rank} has a gradient from version {pulled} where worker {self._worker} has one from "
+                f"version {self._own.pulled}"
+            )
+        return _GradientHeader(PushId(rank, incarnation, sequence), pulled, unit, total)
+
+    def _reduce(self, chunk: int, handed: HandedChunk, headers: list[_GradientHeader]) -> Program:
+        """Add up one chunk, and push the sum."""
+        unit = next((header.unit for header in headers if header.weighs), 0.0)
+        if not unit:
+            self._pass_on(chunk, headers, 0.0, None, None)
+            return
+        memory, elements, flags = self._sums.of(chunk)
+        self._contribute(chunk, handed, unit, elements, flags)
+        yield Reduce(memory, f"chunk {chunk}")
+        if self._checked and not _is_finite(elements):
+            yield from self._each_by_itself(chunk, handed, headers)
+            return
+        self._pass_on(chunk, headers, unit, elements, flags)
+
+    def _contribute(
+        self,
+        chunk: int,
+        handed: HandedChunk,
+        unit: float,
+        elements: torch.Tensor,
+        flags: torch.Tensor,
+    ) -> None:
+        """Write this member's part of a chunk's sum, in units of `unit`."""
+        if not handed.unit or not handed.payload.numel():
+            elements.zero_()
+            flags.zero_()
+            return
+        values = handed.payload.view(elements.dtype)
+        if handed.unit == unit:
+            elements.copy_(values)
+        else:
+            torch.mul(values, handed.unit / unit, out=elements)
+        slices = self._layout.chunks[chunk].slices
+        flags.copy_(torch.tensor([float(piece.entry not in handed.absent) for piece in slices]))
+
+    def _each_by_itself(
+        self, chunk: int, handed: HandedChunk, headers: list[_GradientHeader]
+    ) -> Program:
+        """Push each member's gradient of a chunk by itself: their sum is not finite."""
+        memory, elements, flags = self._sums.of(chunk)
+        self._contribute(chunk, handed, handed.unit, elements, flags)
+        found = yield Gather(memory)
+        assert found is not None
+        for header, values in zip(headers, found, strict=True):
+            parts = values[: len(elements)], values[len(elements) :]
+            self._pass_on(chunk, [header], header.unit, *parts)
+
+    def _pass_on(
+        self,
+        chunk: int,
+        headers: list[_GradientHeader],
+        unit: float,
+        elements: torch.Tensor | None,
+        flags: torch.Tensor | None,
+    ) -> None:
+        """Push the sum of some members' gradients of a chunk, in units of `unit`."""
+        present = [] if flags is None else [count > 0 for count in flags.tolist()]
+        slices = self._layout.chunks[chunk].slices
+        has_any = elements is not None and any(present) and unit != 0.0
+        absent = {s.entry for s, here in zip(slices, present, strict=False) if has_any and not here}
+        self._push(
+            HostPush(
+                self._own.generation,
+                self._own.pulled,
+                chunk,
+                unit,
+                math.fsum(header.total for header in headers),
+                tuple(header.push for header in headers),
+                sorted(absent),
+                elements.view(torch.uint8) if has_any and elements is not None else None,
+            )
+        )
+
+
+def _is_finite(elements: torch.Tensor) -> bool:
+    """Return whether all elements are finite: the same at all members, which have the same bits."""
+    if not elements.dtype.is_floating_point or math.isfinite(sum_of_squares(elements)):
+        return True
+    return bool(torch.isfinite(elements).all())

@@ -1,0 +1,203 @@
+"""Workers that add up gradients among themselves over Gloo's sockets, some of which are killed."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from steepest import AllreduceStrategy, DistributedSGD
+from steepest.core import ProcessRuntime, Settings, Trainer
+from steepest.core.messages.driver import Result
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import WireTransport
+from steepest.errors import DeadlineError
+from steepest.process_groups import torch_groups
+from steepest.process_groups.extension import ProcessGroups
+from steepest.process_groups.group import (
+    Await,
+    Gather,
+    GroupPlace,
+    ProcessGroup,
+    Program,
+    Reduce,
+    Ways,
+)
+from steepest.process_groups.torch_groups import TorchGroups
+from tests.core import models
+from tests.living import pids
+from tests.reference import Task, difference, same_bits, samples, sgd
+from tests.step_callbacks import Kill
+
+SECONDS = 30.0
+
+
+def weights(
+    workers: int, creator: Any = models.classifier, **settings: Any
+) -> dict[str, torch.Tensor]:
+    """Return what plain processes train in two epochs."""
+    with Trainer(
+        creator, num_workers=workers, seed=3, runtime=ProcessRuntime(), extensions=(ProcessGroups(),),
+        strategy=AllreduceStrategy(data_plane="gloo", chunk_bytes=64),
+        settings=Settings(step_timeout=SECONDS, snapshot_every=2, **settings),
+    ) as job:  # fmt: skip
+        job.fit(epochs=2)
+        return job.state_dict()
+
+
+def served(workers: int) -> dict[str, torch.Tensor]:
+    """Return what the library's own connections train."""
+    with Trainer(
+        models.classifier, num_workers=workers, seed=3, runtime=ProcessRuntime(),
+    ) as job:  # fmt: skip
+        job.fit(epochs=2)
+        return job.state_dict()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_killed_worker_changes_no_bit_and_servers_have_the_same_weights(
+    workers: int, tmp_path: Path
+) -> None:
+    straight = weights(workers)
+    struck = weights(workers, partial(models.struck, models.classifier, tmp_path, 1, [3, 2]))
+    assert len(list(tmp_path.iterdir())) == 2
+    assert same_bits(struck, straight)
+    assert difference(straight, served(workers)) < 1e-14
+
+
+@pytest.mark.long
+def test_a_worker_that_hangs_is_named_and_the_others_end() -> None:
+    with Trainer(
+        models.classifier, num_workers=3, runtime=ProcessRuntime(), extensions=(ProcessGroups(),),
+        strategy=AllreduceStrategy(data_plane="gloo"), settings=Settings(step_timeout=1.0),
+    ) as job:  # fmt: skip
+
+        def hang(result: Result) -> None:
+            os.kill(job.pids[1], signal.SIGSTOP)
+
+        with pytest.raises(DeadlineError, match=r"step \d+ was not committed within 1 s.*worker 1"):
+            job.fit(steps=1000, on_step=hang)
+
+
+@pytest.mark.ray
+@pytest.mark.long
+@pytest.mark.usefixtures("ray_cluster")
+def test_on_ray_a_killed_worker_is_replaced_and_the_weights_are_those_of_one_process() -> None:
+    task = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(64))
+    strategy = AllreduceStrategy(data_plane="gloo", chunk_bytes=64)
+    with DistributedSGD(task.creator(), num_workers=2, strategy=strategy) as trainer:
+        trainer.fit(steps=5, progress=False)
+        victim = pids(trainer)[1]
+        trainer.fit(steps=25, callbacks=[Kill(12, [victim])], progress=False)
+        assert trainer.step_count == 30
+        assert victim not in pids(trainer)
+        assert difference(trainer.weights(), task.train(2, 30)) < 1e-12
+        trainer.resize(3)
+        trainer.fit(steps=3, progress=False)
+        trainer.set_strategy("ps")
+        trainer.fit(steps=3, progress=False)
+
+
+# -- one group ------------------------------------------------------------------------------------
+
+
+class Member:
+    """A member of a group in this process, on a router of its own."""
+
+    def __init__(self, rank: int, size: int, seconds: float, others: list[Member]) -> None:
+        self.router = Router()
+        wire = WireTransport(b"0123456789abcdef", (), "here", self.router.destination, "tcp")
+        self.router.use(wire)
+        wire.listen("127.0.0.1")
+        self.router.start(f"member {rank}")
+        self.failures: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.others = others
+        ways = Ways(self.router, self.tell, self.failures.put)
+        self.group: ProcessGroup = TorchGroups().join(GroupPlace(1, rank, size, seconds), ways)
+
+    def tell(self, key: str, value: bytes) -> None:
+        for other in self.others:
+            if other is not self:
+                other.group.take_key(key, value)
+
+    def run(self, program: Callable[[Member], Program]) -> None:
+        self.router.call(partial(self.group.run, program(self))).result(SECONDS)
+
+
+@contextmanager
+def group(size: int, seconds: float = SECONDS) -> Iterator[list[Member]]:
+    members: list[Member] = []
+    made = [Member(rank, size, seconds, members) for rank in range(size)]
+    members += made
+    for member in made:  # keys that were told before all members were known
+        for key, value in list(member.group._store._values.items()):  # type: ignore[attr-defined]
+            member.tell(key, value)
+    try:
+        yield made
+    finally:
+        for member in made:
+            member.router.call(member.group.end).result(SECONDS)
+            member.router.stop()
+
+
+def added(member: Member) -> Program:
+    """Adds up and gathers ranks, and says what came of it."""
+    rank = float(member.others.index(member))
+    total = torch.full((3,), rank)
+    yield Await(lambda: True)
+    yield Reduce(total, "a test")
+    found = yield Gather(torch.tensor([rank]))
+    assert found is not None
+    member.done.put((total.tolist(), [float(part) for part in found]))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_programs_add_up_and_gather(size: int) -> None:
+    with group(size) as members:
+        for _ in range(2):
+            for member in members:
+                member.run(added)
+        ranks = [float(rank) for rank in range(size)]
+        for member in members * 2:
+            assert member.done.get(timeout=SECONDS) == ([sum(ranks)] * 3, ranks)
+
+
+def test_a_member_that_leaves_ends_what_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_groups, "_GRACE", 0.0)
+    with group(3) as members:
+        for member in members:
+            member.run(added)
+        for member in members:
+            member.done.get(timeout=SECONDS)
+        for member in members[:2]:
+            member.run(added)
+        members[2].router.call(members[2].group.end).result(SECONDS)
+        for member in members[:2]:
+            text = str(member.failures.get(timeout=SECONDS))
+            assert text.startswith("Gloo, while a test is added up: ")
+            assert "Connection closed by peer [127.0.0.1]" in text
+        assert members[2].failures.empty()
+
+
+def test_a_member_that_does_nothing_and_one_that_never_comes_are_waited_for_some_time_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_groups, "_GRACE", 0.0)
+    with group(2, 0.5) as members:
+        members[0].run(added)
+        assert "imed out" in str(members[0].failures.get(timeout=SECONDS))
+    alone: list[Member] = []
+    alone.append(Member(0, 2, 0.3, alone))
+    text = str(alone[0].failures.get(timeout=SECONDS))
+    assert "the members meet" in text
+    alone[0].router.stop()

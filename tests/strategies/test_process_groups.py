@@ -1,0 +1,204 @@
+"""Workers that add up gradients among themselves, in simulated groups: what the modes' contract leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from steepest import AllreduceStrategy, DistributedSGD, RunConfig
+from steepest.core.engine.extension import Extension
+from steepest.core.messages.driver import Failure
+from steepest.core.messages.membership import GroupKey
+from steepest.core.messages.message import Kind, Message, worker_peer
+from steepest.errors import ConfigurationError
+from steepest.process_groups.extension import ProcessGroups
+from steepest.process_groups.torch_groups import TorchGroups
+from steepest.testing import InProcessCluster, linear_model_creator
+from steepest.testing.groups import SimulatedGroups
+from tests.modes import check, make, settle, trained
+from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
+from tests.simulation.run import Simulation, run_config
+
+TASK = Task(optimizer=sgd(momentum=0.9))
+GROUPS = AllreduceStrategy(data_plane="gloo")
+
+
+class Forked(nn.Module):
+    """It has a parameter that no gradient reaches, and one that only samples of one sign reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(3, 2).double()
+        self.never = nn.Linear(3, 2).double()
+        self.sometimes = nn.Linear(3, 2).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positive = self.sometimes(x) if float(x[0, 0]) > 0 else 0.0
+        return self.always(x) + positive
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        (Task(optimizer=sgd(momentum=0.9), data=samples(23)), {}),
+        (TASK, {"devices": 2}),
+        (TASK, {"accumulate": 2}),
+        (Task(Forked, sgd(momentum=0.9, weight_decay=0.1)), {}),
+    ],
+    ids=["uneven", "devices", "accumulated", "absent"],
+)
+def test_training_equals_servers_that_add_up_and_repeats_its_bits(
+    task: Task, options: dict[str, Any], workers: int
+) -> None:
+    served, *grouped = [
+        make(name, task, workers, shuffle=seed, **options)
+        for name, seed in (("sync", None), ("groups", None), ("groups", 5))
+    ]
+    for cluster in (served, *grouped):
+        trained(cluster, 9)
+    assert difference(grouped[0].weights(), served.weights()) < 1e-14
+    assert same_bits(grouped[0].weights(), grouped[1].weights())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_added_up_in_their_own_dtype(dtype: torch.dtype) -> None:
+    task = Task(partial(perceptron, dtype), sgd(), samples(16, dtype=dtype))
+    served, grouped = make("sync", task, 2), make("groups", task, 2)
+    for cluster in (served, grouped):
+        trained(cluster, 3)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 0.02}[dtype]
+    assert difference(grouped.weights(), served.weights()) < tolerance
+
+
+def test_no_gradient_goes_to_a_server_of_another_process() -> None:
+    cluster, kinds = make("groups", TASK), set[Kind]()
+
+    def look(message: Message) -> list[Message]:
+        kinds.add(Kind(message.kind))
+        return [message]
+
+    cluster.network.filter = look
+    results = trained(cluster, 3)
+    assert Kind.GROUP_KEY in kinds
+    assert not kinds & {Kind.PUSH, Kind.HOST_PUSH, Kind.WEIGHTS}
+    # as many bytes as in a ring: each of three workers sends 2 * 2/3 of the gradient
+    size = sum(chunk.nbytes for chunk in cluster.job.description.layout.chunks if chunk.trainable)
+    assert results[-1].bytes_pushed == pytest.approx(4 * size, abs=3)
+
+
+def test_a_group_that_breaks_is_an_error_and_the_next_generation_has_another() -> None:
+    extensions: list[Extension] = [ProcessGroups(SimulatedGroups(broken=(1, 4)))]
+    cluster = InProcessCluster(
+        TASK.creator(), num_workers=3, strategy=replace(GROUPS, chunk_bytes=64),
+        keep_log=True, extensions=extensions,
+    )  # fmt: skip
+    (failure,) = cluster.step(1)
+    assert isinstance(failure, Failure)
+    assert failure.kind == "DataPlaneError"
+    assert "with the other 2 workers failed at chunk 3: the group was broken" in failure.error
+    trained(cluster, 12)
+    assert difference(cluster.weights(), TASK.train(3, 12)) < 1e-12
+    check(cluster, TASK)
+
+
+@pytest.mark.parametrize("chunk", range(0, 12, 3))
+def test_a_step_of_which_a_worker_raised_amid_its_chunks_is_taken_again(chunk: int) -> None:
+    moods: list[int] = []
+
+    def mood(count: int, gradient: torch.Tensor) -> torch.Tensor:
+        moods.append(count)
+        if len(moods) == 2 + chunk:
+            raise LookupError("this once")
+        return gradient
+
+    class Mooded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for count, layer in enumerate(self.layers):
+                x = torch.tanh(layer(x))
+                if x.requires_grad:
+                    x.register_hook(partial(mood, count))
+            return x[:, :2]
+
+    task = Task(Mooded, sgd(momentum=0.9))
+    cluster = make("groups", task, 3)
+    failures = 0
+    while (done := cluster.coordinator.version) < 6:
+        failures += any(isinstance(found, Failure) for found in cluster.step(6 - done))
+    assert failures == 1
+    settle(cluster)
+    plain = make("groups", task, 3)
+    trained(plain, 6)
+    assert same_bits(cluster.weights(), plain.weights())
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [("xyz", "no bytes"), ("00" * 8, "more keys of generation 9")]
+)
+def test_keys_that_no_correct_worker_sends_are_refused(
+    value: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = make("groups", TASK)
+    trained(cluster, 1)
+    send = cluster.worker_routers[1].sender(worker_peer(1))
+    for number in range(30):
+        send(worker_peer(0), GroupKey(9, str(number), value).pack())
+    settle(cluster)
+    trained(cluster, 2)
+    assert words in caplog.text
+
+
+@pytest.mark.parametrize("name", ["sync", "allreduce"])
+def test_jobs_without_groups_refuse_their_keys(name: str) -> None:
+    cluster = make(name, TASK)
+    trained(cluster, 1)
+    cluster.worker_routers[1].sender(worker_peer(1))(worker_peer(0), GroupKey(1, "0", "00").pack())
+    before = cluster.worker_routers[0].refused
+    settle(cluster)
+    assert cluster.worker_routers[0].refused == before + (name == "allreduce")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"data_plane": "mpi"}, "data_plane"),
+        ({"sharded": True}, "sharded=True"),
+        ({"wire_dtype": "fp16"}, "wire_dtype='fp16'"),
+        ({"compression": "int8"}, "compression='int8'"),
+        ({"transport": "shared"}, "transport='shared'"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        AllreduceStrategy(**{"data_plane": "gloo", **settings})
+
+
+def test_each_worker_keeps_the_whole_state() -> None:
+    assert not GROUPS.is_sharded
+    assert GROUPS.reduces
+    assert not AllreduceStrategy().reduces
+
+
+def test_encrypted_and_simulated_jobs_are_refused() -> None:
+    creator = linear_model_creator()
+    with Simulation(1).running():
+        with pytest.raises(ConfigurationError, match="data_plane=.*tls=True"):
+            DistributedSGD(creator, num_workers=2, strategy=GROUPS, run_config=RunConfig(tls=True))
+        with pytest.raises(ConfigurationError, match="in a simulation"):
+            DistributedSGD(creator, num_workers=2, strategy=GROUPS, run_config=run_config())
+
+
+def test_a_process_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    cluster = make("sync", TASK)
+    with pytest.raises(ConfigurationError, match="this torch has no Gloo"):
+        TorchGroups().check(cluster.client_router)
