@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from steepest import AllreduceStrategy, DistributedSGD
+from steepest import AllreduceStrategy, DistributedSGD, RunConfig
 from steepest.core import ProcessRuntime, Settings, Trainer
 from steepest.core.messages.driver import Result
 from steepest.core.transport.router import Router
@@ -32,6 +32,7 @@ from steepest.process_groups.group import (
     Ways,
 )
 from steepest.process_groups.torch_groups import TorchGroups
+from steepest.testing import replay
 from tests.core import models
 from tests.living import pids
 from tests.reference import Task, difference, same_bits, samples, sgd
@@ -91,20 +92,26 @@ def test_a_worker_that_hangs_is_named_and_the_others_end() -> None:
 @pytest.mark.ray
 @pytest.mark.long
 @pytest.mark.usefixtures("ray_cluster")
-def test_on_ray_a_killed_worker_is_replaced_and_the_weights_are_those_of_one_process() -> None:
+def test_on_ray_the_log_explains_the_weights_after_a_death_and_a_change_of_size() -> None:
     task = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(64))
     strategy = AllreduceStrategy(data_plane="gloo", chunk_bytes=64)
-    with DistributedSGD(task.creator(), num_workers=2, strategy=strategy) as trainer:
+    run_config = RunConfig(keep_log=True)
+    with DistributedSGD(
+        task.creator(), num_workers=2, strategy=strategy, run_config=run_config
+    ) as trainer:
         trainer.fit(steps=5, progress=False)
+        assert difference(trainer.weights(), task.train(2, 5)) < 1e-12
         victim = pids(trainer)[1]
-        trainer.fit(steps=25, callbacks=[Kill(12, [victim])], progress=False)
-        assert trainer.step_count == 30
+        last = trainer.fit(steps=25, callbacks=[Kill(12, [victim])], progress=False)
+        assert last.step == 30
         assert victim not in pids(trainer)
-        assert difference(trainer.weights(), task.train(2, 30)) < 1e-12
         trainer.resize(3)
         trainer.fit(steps=3, progress=False)
+        assert trainer.num_workers == 3
+        found = replay(trainer.log(), task.creator())
+        assert difference(found, trainer.weights()) < 1e-12
         trainer.set_strategy("ps")
-        trainer.fit(steps=3, progress=False)
+        assert trainer.fit(steps=3, progress=False).step == 36
 
 
 # -- one group ------------------------------------------------------------------------------------
