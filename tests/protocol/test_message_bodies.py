@@ -64,6 +64,7 @@ SAID: list[Body] = [
     membership.Grant(1, 9, rates=[[4, [0.5, 0.25]], [7, None]]),
     membership.Lease(1, 4, 7, False, 3),
     membership.Failed(1, 2, 4, "ValueError: no", "Traceback", "ModelError"),
+    membership.GroupKey(3, "0/1", "00ff"),
     driver.AskForSteps(5, 10, stats=False),
     driver.AskForSteps(5, 10, rates=[[4, [0.5]], [7, None]]),
     driver.Result(1, 4, 2, 16, 100, 200, [0, 1], 0.25, {"error": 1.5}, {"compute": 0.5}, 2.5),
