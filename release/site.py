@@ -36,6 +36,7 @@ NAVIGATION = {
         "docs/metrics",
         "docs/page",
         "docs/compare",
+        "docs/plan",
         "docs/timeline",
         "docs/checkpoints",
         "docs/storage",

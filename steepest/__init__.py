@@ -73,6 +73,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.observe.results import Stats as Stats
     from steepest.observe.results import StepResult as StepResult
     from steepest.parameter_server.api import ParameterServer as ParameterServer
+    from steepest.planning.forecast import Forecast as Forecast
+    from steepest.planning.plan import plan as plan
     from steepest.strategies.allreduce import AllreduceStrategy as AllreduceStrategy
     from steepest.strategies.local import LocalStrategy as LocalStrategy
     from steepest.strategies.parameter_server import (
@@ -103,6 +105,7 @@ _MODULES = {
     "ServedTable": "checkpoint.served_table",
     "FailureConfig": "config.run",
     "History": "observe.history",
+    "Forecast": "planning.forecast",
     "HuggingFaceModel": "adapters.hugging_face",
     "IndexedStream": "core.data.sources",
     "Int2": "config.compression",
@@ -145,6 +148,7 @@ _MODULES = {
     "clip_grad_norm_": "loop.calls",
     "epochs": "loop.calls",
     "gather": "loop.calls",
+    "plan": "planning.plan",
     "prepare": "loop.calls",
     "rank": "loop.calls",
     "register": "loop.calls",

@@ -19,7 +19,7 @@ from steepest.strategies.named import STRATEGY_NAMES, as_strategy
 
 _DEFAULT = "ps,allreduce,local,async,ssp"
 _KINDS = (".html", ".csv", ".png")
-_NO_PICTURES = "draws with matplotlib, which is not installed: pip install 'steepest[bench]'"
+_NO_PICTURES = "is drawn with matplotlib, which is not installed: pip install 'steepest[bench]'"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -66,13 +66,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run the script under each strategy; return the exit status: 0 if one has trained."""
-    names = _strategies(options.strategies)
+    names = strategy_names(options.strategies)
     if not 0 < options.minutes < math.inf:
         raise ConfigurationError(f"--minutes {options.minutes}: give a number above 0")
     if options.workers < 1:
         raise ConfigurationError(f"--workers {options.workers}: give a number from 1 on")
     outputs = [Path(each) for each in options.output or ["compare.html"]]
-    charts = _check_outputs(outputs)
+    charts = check_outputs(outputs)
     from steepest.loop.script import UserScript
 
     script = UserScript.read(options.script, arguments)
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0 if best is not None else 1
 
 
-def _strategies(text: str) -> list[str]:
+def strategy_names(text: str) -> list[str]:
     """Return the names of the strategies, each once."""
     names = [each.strip() for each in text.split(",") if each.strip()]
     for name in names:
@@ -126,7 +126,7 @@ def _strategies(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _check_outputs(outputs: Sequence[Path]) -> str:
+def check_outputs(outputs: Sequence[Path]) -> str:
     """Check that each file can be made; return the script of a page's charts, "" if there is no page."""
     for output in outputs:
         if output.suffix.lower() not in _KINDS:
@@ -135,10 +135,10 @@ def _check_outputs(outputs: Sequence[Path]) -> str:
             )
         if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
             raise ConfigurationError(
-                f"--output {output}: {output.parent} is no directory that can be written to"
+                f"{output}: {output.parent} is no directory that can be written to"
             )
         if output.suffix.lower() == ".png" and find_spec("matplotlib") is None:
-            raise ConfigurationError(f"--output {output} {_NO_PICTURES}")
+            raise ConfigurationError(f"{output} {_NO_PICTURES}")
     has_page = any(output.suffix.lower() == ".html" for output in outputs)
     return chart_script() if has_page else ""
 

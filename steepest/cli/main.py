@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from steepest import __version__
-from steepest.cli import compare, completion, explain, launch, report, run, watch
+from steepest.cli import compare, completion, explain, launch, plan, report, run, watch
 from steepest.config.run import cluster_address
 from steepest.errors import SteepestError
 
@@ -31,6 +31,7 @@ first steps:
   steepest run train.py --workers 2     run a script of yours that calls steepest.prepare()
   steepest launch slurm --help          the same on a cluster: kubernetes, sagemaker, slurm, spark
   steepest compare train.py             the same script under each strategy, and which one to take
+  steepest plan train.py                what more workers would bring it, before there are any
   steepest watch RUN                    the page of a run, in a browser, while it goes on
   steepest report RUN -o page.html      the page of a run that has kept checkpoints, as one file
   steepest explain trace.json           where a step's time goes, of `steepest run --timeline trace.json`
@@ -60,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     completion.add_parser(commands)
     explain.add_parser(commands)
     launch.add_parser(commands)
+    plan.add_parser(commands)
     report.add_parser(commands)
     run.add_parser(commands)
     watch.add_parser(commands)
@@ -70,7 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand of the command line, and return the exit status: 0 if it succeeded."""
     parser = make_parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    end = given.index("--") if given[:1] in (["run"], ["compare"]) and "--" in given else len(given)
+    end = (
+        given.index("--")
+        if given[:1] in (["run"], ["compare"], ["plan"]) and "--" in given
+        else len(given)
+    )
     chosen = parser.parse_args(given[:end])
     try:
         if chosen.command == "demo":
@@ -87,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return compare.run(chosen, given[end + 1 :])
         if chosen.command == "launch":
             return launch.run(chosen)
+        if chosen.command == "plan":
+            return plan.run(chosen, given[end + 1 :])
         if chosen.command == "report":
             return report.run(chosen)
         if chosen.command == "watch":

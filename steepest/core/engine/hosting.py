@@ -96,8 +96,8 @@ def build_replicas(
     return replicas
 
 
-def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinator:
-    """Host the coordinator in this process; for `pause` see `CoordinatorRole`."""
+def make_coordinator(job: Job) -> Coordinator:
+    """Return the coordinator of a job, whose messages someone else carries."""
     chunks, schedule = job.description.layout.chunks, Schedule(job.server_spec, job.updates_before)
     state = CommitState(
         members=frozenset(range(job.num_workers)),
@@ -115,9 +115,7 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
         # under local SGD the rates are those of the workers' own optimizers
         return with_rates(schedule.at(step), () if job.strategy.local else state.rates, step)
 
-    if grace := job.strategy.grace:
-        router.tick_within(grace / _LOOKS)
-    coordinator = Coordinator(
+    return Coordinator(
         ClosedJob(state, step_timeout=job.step_timeout, replaces=job.workers_are_replaced),
         hyperparameters,
         nonfinite=job.strategy.nonfinite,
@@ -125,6 +123,13 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
         scale_rate=job.strategy.scale_rate,
         clock=system().time if job.stores is not None and job.stores.keeps_time else None,
     )
+
+
+def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinator:
+    """Host the coordinator in this process; for `pause` see `CoordinatorRole`."""
+    if grace := job.strategy.grace:
+        router.tick_within(grace / _LOOKS)
+    coordinator = make_coordinator(job)
     host_role(
         router,
         job,

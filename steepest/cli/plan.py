@@ -1,0 +1,124 @@
+"""The command `steepest plan SCRIPT ...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from steepest.cli.compare import check_outputs, strategy_names
+from steepest.cli.files import write_whole
+from steepest.errors import ConfigurationError
+from steepest.planning.quantities import bandwidth_of, numbers_of, seconds_of
+from steepest.strategies.named import STRATEGY_NAMES
+
+_WORKERS = "1,2,4,8,16,32,64"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    about = (
+        "measure a script's model in this process, and predict how long a step would take with other numbers of "
+        "workers, under each strategy, on links of a given speed; nothing is started"
+    )
+    parser = commands.add_parser(
+        "plan",
+        help="predict what more workers would bring a script",
+        description=about,
+        usage="steepest plan SCRIPT [options] [-- arguments of the script]",
+    )
+    parser.add_argument("script", help="a program that calls steepest.prepare()")
+    parser.add_argument(
+        "--workers",
+        default=_WORKERS,
+        metavar="NUMBERS",
+        help=f"each on a host of its own; default: {_WORKERS}",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        default="10Gbit",
+        metavar="SPEED",
+        help="of each host's link, each way, such as 25Gbit, 100Mbit or 3GB/s; default: 10Gbit",
+    )
+    parser.add_argument(
+        "--latency",
+        default="50us",
+        metavar="TIME",
+        help="from one host to another, such as 50us or 20ms; default: 50us",
+    )
+    parser.add_argument(
+        "--strategies",
+        metavar="NAMES",
+        help=f"of {', '.join(STRATEGY_NAMES)}, with commas between them; default: all but simple, and settings of "
+        "local for slow links",
+    )
+    parser.add_argument(
+        "--servers",
+        type=int,
+        metavar="N",
+        help="server processes; default: one for each worker's host",
+    )
+    parser.add_argument(
+        "--servers-apart", action="store_true", help="each server has a host of its own"
+    )
+    parser.add_argument(
+        "--devices", type=int, default=1, metavar="N", help="replicas of each worker; default: 1"
+    )
+    parser.add_argument(
+        "--batches", type=int, default=12, metavar="N", help="to be measured; default: 12"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--csv", metavar="FILE", help="write all rows, in SI units")
+    parser.add_argument("--png", metavar="FILE", help="write a picture")
+
+
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Measure, and print what is predicted; return the exit status."""
+    workers = numbers_of("--workers", options.workers)
+    bandwidth_of(options.bandwidth)
+    seconds_of(options.latency)
+    names = None if options.strategies is None else strategy_names(options.strategies)
+    for name in ("servers", "devices", "batches"):
+        if (given := getattr(options, name)) is not None and given < 1:
+            raise ConfigurationError(f"--{name} {given}: give a number from 1 on")
+    outputs = {kind: Path(given) for kind in ("csv", "png") if (given := getattr(options, kind))}
+    for kind, path in outputs.items():
+        if path.suffix.lower() != f".{kind}":
+            raise ConfigurationError(f"--{kind} {path}: give a name that ends with .{kind}")
+    check_outputs(list(outputs.values()))
+    from steepest.loop.script import UserScript
+
+    script = UserScript.read(options.script, arguments)
+    from steepest.planning.forecast import as_text, in_words
+    from steepest.planning.plan import plan
+
+    sys.stdout.write(f"measuring {script.path} on this process\n")
+    sys.stdout.flush()
+    forecast = plan(
+        script,
+        workers=workers,
+        bandwidth=options.bandwidth,
+        latency=options.latency,
+        strategies=names,
+        servers=options.servers,
+        servers_apart=options.servers_apart,
+        devices_per_worker=options.devices,
+        batches=options.batches,
+        seed=options.seed,
+    )
+    profile = forecast.profile
+    sys.stdout.write(
+        f"one process: {profile.samples} samples in {in_words(profile.alone)}, {forecast.alone:,.4g} samples/s; "
+        f"{profile.nbytes / 1e6:,.3g} MB are trained; links of {options.bandwidth}, {options.latency}\n\n"
+    )
+    if forecast.rows:
+        sys.stdout.write(as_text(forecast.table()))
+    sys.stdout.write("\n" + "".join(f"{line}\n" for line in forecast.advice()))
+    if "csv" in outputs:
+        write_whole(outputs["csv"], forecast.csv().encode())
+    if "png" in outputs:
+        write_whole(outputs["png"], forecast.picture(Path(script.path).name))
+    for path in outputs.values():
+        sys.stdout.write(f"{path}\n")
+    return 0 if forecast.rows else 1

@@ -1,0 +1,238 @@
+"""What a plan comes to: a row for each strategy and number of workers, as a table, in words, as CSV, as a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from steepest.planning.events import Links
+from steepest.planning.profile import Profile
+from steepest.planning.simulation import Prediction
+
+_HEAD = (
+    "strategy",
+    "workers",
+    "step",
+    "samples/s",
+    "ideal",
+    "of ideal",
+    "computing",
+    "sent a sample",
+)
+_COLUMNS = (
+    *(
+        "strategy",
+        "workers",
+        "servers",
+        "step_seconds",
+        "samples_per_second",
+        "ideal_samples_per_second",
+    ),
+    *(
+        "efficiency",
+        "computing",
+        "bytes_sent_per_sample",
+        "bandwidth_bytes_per_second",
+        "latency_seconds",
+    ),
+)
+_WINS = 1.02  # times as many samples as another, to be better
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predictions for several strategies and numbers of workers.
+
+    Attributes:
+        profile: what was measured, or given.
+        links: of all hosts.
+        rows: of each strategy all numbers of workers, ascending.
+        refused: by strategy, why there is no prediction of it.
+        devices: replicas of a worker.
+    """
+
+    profile: Profile
+    links: Links
+    rows: tuple[Prediction, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+    devices: int = 1
+
+    @property
+    def alone(self) -> float:
+        """Samples a second of one process by itself, with as many devices as a worker has."""
+        return self.devices * self.profile.samples / self.profile.alone
+
+    def efficiency(self, row: Prediction) -> float:
+        """Return a row's share of what its workers would compute if none ever waited."""
+        return row.samples_per_second / (row.workers * self.alone)
+
+    @property
+    def strategies(self) -> list[str]:
+        """The strategies, as they were given."""
+        return list(dict.fromkeys(row.strategy for row in self.rows))
+
+    def of(self, strategy: str) -> list[Prediction]:
+        """Return a strategy's rows."""
+        return [row for row in self.rows if row.strategy == strategy]
+
+    def pays_from(self, strategy: str) -> int | None:
+        """Return the least number of workers, over 1, that are faster than one process alone; None if none are."""
+        found = (
+            row.workers
+            for row in self.of(strategy)
+            if row.workers > 1 and row.samples_per_second > self.alone
+        )
+        return min(found, default=None)
+
+    def best(self, workers: int) -> Prediction | None:
+        """Return the fastest strategy of so many workers; the first given of those within 2 %."""
+        rows = [row for row in self.rows if row.workers == workers]
+        most = max((row.samples_per_second for row in rows), default=0.0)
+        return next((row for row in rows if row.samples_per_second * _WINS >= most), None)
+
+    # -- for people ----------------------------------------------------------------------------
+
+    def table(self) -> list[list[str]]:
+        """Return the rows of a table, of which the first has the names of its columns."""
+        found = [list(_HEAD)]
+        for row in self.rows:
+            sent = row.sent / (row.samples_per_second * row.seconds)
+            found.append(
+                [
+                    row.strategy,
+                    f"{row.workers:,}",
+                    in_words(row.seconds),
+                    f"{row.samples_per_second:,.4g}"
+                    if row.samples_per_second < 1e4
+                    else f"{row.samples_per_second:,.0f}",
+                    f"{row.workers * self.alone:,.0f}",
+                    f"{self.efficiency(row):.0%}",
+                    f"{row.computing:.0%}",
+                    f"{sent / 1000:,.1f} kB",
+                ]
+            )
+        return found
+
+    def advice(self) -> list[str]:
+        """Return sentences: from how many workers on each strategy pays, and which is the fastest of how many."""
+        words = []
+        for name in self.strategies:
+            tried = [row.workers for row in self.of(name) if row.workers > 1]
+            pays = self.pays_from(name)
+            if pays is None and tried:
+                words.append(
+                    f"{name}: of {tried[0]:,} to {tried[-1]:,} workers no number is faster than one process alone."
+                )
+            elif pays is not None:
+                rows = [row for row in self.of(name) if row.workers > 1]
+                far = max(
+                    (row.workers for row in rows if self.efficiency(row) >= 0.5), default=None
+                )
+                reach = (
+                    f", and at least half of the ideal up to {far:,}"
+                    if far
+                    else ", and never half of the ideal"
+                )
+                words.append(f"{name}: faster than one process from {pays:,} workers on{reach}.")
+        words += [f"{name}: {why}" for name, why in self.refused]
+        return words + self._changes()
+
+    def _changes(self) -> list[str]:
+        """Return from how many workers on which strategy is the fastest."""
+        counts = sorted({row.workers for row in self.rows if row.workers > 1})
+        best = [(count, row) for count in counts if (row := self.best(count)) is not None]
+        if not best:
+            return []
+        words = [f"{best[0][1].strategy} from {best[0][0]:,} workers on"]
+        words += [
+            f"{now.strategy} from {count:,} on"
+            for (_, before), (count, now) in pairwise(best)
+            if now.strategy != before.strategy
+        ]
+        return [f"Fastest (within 2 % the first of these): {', '.join(words)}."]
+
+    # -- files ---------------------------------------------------------------------------------
+
+    def csv(self) -> str:
+        """Return a line for each row, with SI units."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(_COLUMNS)
+        for row in self.rows:
+            sent = row.sent / (row.samples_per_second * row.seconds)
+            figures = (
+                row.seconds,
+                row.samples_per_second,
+                row.workers * self.alone,
+                self.efficiency(row),
+                row.computing,
+                sent,
+            )
+            writer.writerow(
+                [
+                    row.strategy,
+                    row.workers,
+                    row.servers,
+                    *(f"{figure:.6g}" for figure in figures),
+                    self.links.bandwidth,
+                    self.links.latency,
+                ]
+            )
+        return text.getvalue()
+
+    def picture(self, title: str = "") -> bytes:
+        """Return samples a second against workers, beside the ideal, as a PNG; ImportError without matplotlib."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        speed, share = figure.subplots(1, 2)
+        counts = sorted({row.workers for row in self.rows})
+        speed.plot(
+            counts, [count * self.alone for count in counts], "--", color="0.6", label="ideal"
+        )
+        for name in self.strategies:
+            rows = self.of(name)
+            at = [row.workers for row in rows]
+            speed.plot(
+                at, [row.samples_per_second for row in rows], marker="o", markersize=3, label=name
+            )
+            share.plot(at, [100 * self.efficiency(row) for row in rows], marker="o", markersize=3)
+        for axes in (speed, share):
+            axes.set_xscale("log", base=2)
+            axes.set_xlabel("workers")
+            axes.set_xticks(counts, [f"{count:,}" for count in counts])
+        speed.set(ylabel="samples per second", yscale="log", title=title)
+        share.set(ylabel="% of the ideal", ylim=(0, 105))
+        speed.legend(fontsize=8)
+        held = io.BytesIO()
+        figure.savefig(held, format="png", dpi=120)
+        return held.getvalue()
+
+
+def in_words(seconds: float) -> str:
+    """Return seconds with a unit for people.
+
+    Example:
+        >>> in_words(0.0123), in_words(2.5)
+        ('12.3 ms', '2.5 s')
+    """
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def as_text(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in columns, the first to the left and the others to the right."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = (
+        "  ".join(
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "".join(f"{line.rstrip()}\n" for line in lines)

@@ -1,0 +1,370 @@
+"""Measures a model in this process: its passes, parameter by parameter, and what the library's own work takes."""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from steepest.core.engine.chunk_store import StagedPush
+from steepest.core.engine.client import Client
+from steepest.core.engine.hosting import (
+    build_replicas,
+    host_client,
+    host_coordinator,
+    host_server,
+    host_worker,
+)
+from steepest.core.engine.job import Job, ModelCreator
+from steepest.core.engine.model_building import build_models
+from steepest.core.engine.replicas import Replicas
+from steepest.core.engine.server import Server
+from steepest.core.engine.worker import Worker
+from steepest.core.messages.driver import Failure, Result
+from steepest.core.messages.gradients import Push
+from steepest.core.messages.message import Message, Peer, PushId
+from steepest.core.models.protocol import all_here
+from steepest.core.models.step_size import StepSize
+from steepest.core.system import system
+from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
+from steepest.core.transport.router import Router
+from steepest.core.transport.sockets import WireTransport
+from steepest.errors import ModelRaisedError, SteepestError
+from steepest.extensions import EXTENSIONS
+from steepest.loop.model import LoopModel
+from steepest.planning.profile import CodecCosts, Costs, Profile
+from steepest.strategies.parameter_server import ParameterServerStrategy
+
+_WARM = 3  # batches before those that count
+_SECONDS = 600.0  # within which a step must end
+_REPEATS = 5
+_LARGE = 4 << 20  # bytes of a payload
+_MESSAGES = 200
+_ELEMENTS = 1 << 18  # of a chunk with which a codec is measured
+
+
+def measure(
+    model_creator: ModelCreator, *, batches: int = 12, seconds: float = 30.0, seed: int = 0
+) -> Profile:
+    """Train a model on this process for some batches, and return what that took.
+
+    It is a job of one worker with the library's own roles: models, optimizer and data are used as in training. Each
+    number is a median.
+
+    Args:
+        model_creator: as of `DistributedSGD`, or a `LoopCreator`.
+        batches: to be measured, at least 1; a loop of the user's own may end before.
+        seconds: after which no further batch is begun.
+        seed: of the job.
+
+    Raises:
+        ConfigurationError: the model cannot be built. ModelRaisedError: it raised.
+    """
+    job = _MeasuredJob(model_creator, seed)
+    passes = job.take(_WARM + batches, seconds)
+    rows = passes[_WARM:] or passes[-1:]
+    model = job.model
+    spec = model.optimizer_spec
+    cuts: dict[ChunkSpec, ParameterLayout] = {}
+    before = model.layout
+
+    def layout(cut: ChunkSpec) -> ParameterLayout:
+        if cut not in cuts:
+            model.relayout(cut)
+            cuts[cut], vars(model)["layout"] = model.layout, before
+        return cuts[cut]
+
+    total = statistics.median(row.seconds for row in rows)
+    return Profile(
+        samples=model.batch_size,
+        seconds=total,
+        needed=_medians(rows, before, lambda row: row.needed, 0.0, total),
+        ready=_medians(rows, before, lambda row: row.ready, total, total),
+        layout=layout,
+        spec=spec,
+        loading=statistics.median(row.loading for row in rows),
+        costs=job.costs(rows),
+        codec_costs=cache(measure_codec),
+        holds_back=job.replicas.may_take_back,
+        own_loop=isinstance(model, LoopModel),
+    )
+
+
+class _MeasuredPass:
+    """What one batch took, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = self.loading = self.applying = 0.0
+        self.needed: dict[int, float] = {}
+        self.ready: dict[int, float] = {}
+
+
+def _medians(
+    rows: list[_MeasuredPass],
+    layout: ParameterLayout,
+    of: Callable[[_MeasuredPass], dict[int, float]],
+    missing: float,
+    total: float,
+) -> dict[str, float]:
+    """Return by trained parameter the median of its share of the pass, times what the pass takes."""
+    found = {}
+    for index, entry in enumerate(layout.entries):
+        if entry.trainable:
+            shares = [of(row).get(index, missing) / max(row.seconds, 1e-9) for row in rows]
+            found[entry.name] = min(statistics.median(shares) * total, total)
+    return found
+
+
+class _MeasuredJob:
+    """A job of one worker, whose roles are all in this thread."""
+
+    def __init__(self, model_creator: ModelCreator, seed: int) -> None:
+        self._now = system().now
+        with _own_main():
+            strategy = ParameterServerStrategy(num_servers=1)
+            models, description = build_models(
+                model_creator, 0, 1, seed, strategy.cut, StepSize(1), EXTENSIONS
+            )
+        job = Job(description, strategy, 1, 1, 1, seed, _SECONDS)
+        self._job, self.model = job, models[0]
+        self._rows: list[_MeasuredPass] = []
+        self._watch()
+        self._router = router = Router()
+        self.replicas: Replicas = build_replicas(
+            job, 0, models, [torch.device("cpu")], extensions=EXTENSIONS
+        )
+        self._server: Server = host_server(router, job, 0, self.replicas.weights.clone())
+        host_coordinator(router, job)
+        self._client: Client = host_client(router, job, 0)
+        self._worker: Worker = host_worker(router, job, 0, self.replicas, extensions=EXTENSIONS)
+        self._worker.join()
+
+    def _watch(self) -> None:
+        """Have the model's passes timed."""
+        model, now, rows = self.model, self._now, self._rows
+        compute = model.compute_gradients
+
+        def timed(batch: Any, ready: Any, metrics: bool, arrive: Any = all_here) -> Any:
+            row, began = _MeasuredPass(), now()
+
+            def arriving(entry: int | None) -> None:
+                if entry is not None:
+                    row.needed.setdefault(entry, now() - began)
+                arrive(entry)
+
+            def readied(entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
+                row.ready[entry] = now() - began
+                ready(entry, weight, present, chunk)
+
+            found = compute(batch, readied, metrics, arriving)
+            row.seconds = now() - began
+            rows.append(row)
+            return found
+
+        vars(model)["compute_gradients"] = timed
+
+    def take(self, steps: int, seconds: float) -> list[_MeasuredPass]:
+        """Take some steps; return what each took."""
+        until = self._now() + seconds
+        with _own_main():
+            for step in range(steps):
+                before = len(self._rows)
+                if not self._begin(step) or not self._take_one(before):
+                    break
+                if self._now() > until and len(self._rows) > 1:
+                    break
+        if not self._rows:
+            raise ModelRaisedError("the function that trains ended before it took a batch")
+        return self._rows
+
+    def _begin(self, step: int) -> bool:
+        """Let a loop of the user's own go on up to where it needs a batch; return whether it does."""
+        model, plan = self.model, self._job.plan()
+        if not isinstance(model, LoopModel):
+            return True
+        epoch = 0 if plan is None else plan.position(step).epoch
+        advanced = self._worker.at_version(0, -1, lambda _: model.advance(epoch, step))
+        self._turn_until(advanced.done)
+        return not advanced.result().ended
+
+    def _take_one(self, before: int) -> bool:
+        """Take a step; return whether it had samples."""
+        self._server_seconds()
+        self._client.ask(1, True)
+        self._turn_until(lambda: not self._client.outcomes.empty())
+        outcome = self._client.outcomes.get()
+        if isinstance(outcome, Failure):
+            raise ModelRaisedError(
+                f"the model raised while it was measured: {outcome.error}\n{outcome.traceback}"
+            )
+        assert isinstance(outcome, Result)
+        if len(self._rows) == before or not outcome.samples:
+            return False
+        row = self._rows[-1]
+        row.loading = (outcome.timings or {}).get("data", 0.0)
+        row.applying = self._server_seconds()
+        return True
+
+    def _server_seconds(self) -> float:
+        """Return the seconds that the server has spent on commits since the last call."""
+        _, _, _, committing = self._server.spent
+        since, self._committed = committing - getattr(self, "_committed", 0.0), committing
+        return since
+
+    def _turn_until(self, done: Callable[[], bool]) -> None:
+        until = self._now() + _SECONDS
+        while not done():
+            self._router.turn(0.0)
+            self._router.finish()
+            if self._now() > until:
+                raise SteepestError(f"a batch took longer than {_SECONDS:g} s")
+
+    def costs(self, rows: list[_MeasuredPass]) -> Costs:
+        """Return what is done beside the passes takes for each byte."""
+        chunks = [held for held in self._server.chunks.values() if held.chunk.trainable]
+        nbytes = max(sum(held.chunk.nbytes for held in chunks), 1)
+        applied = statistics.median(row.applying for row in rows) / nbytes
+        largest = max(chunks, key=lambda held: held.chunk.nbytes)
+        added, checked = self._adding(largest)
+        return Costs(applied=applied, added=added, checked=checked, **measure_transport())
+
+    def _adding(self, held: Any) -> tuple[float, float]:
+        """Return the seconds for each byte of a push that is added up, and of a sum of squares."""
+        size = held.chunk.nbytes
+        payloads = [torch.ones_like(held.weights) for _ in range(4)]
+        for worker, payload in enumerate(payloads):
+            held.staged[PushId(worker, 0, 1)] = StagedPush(
+                frozenset({worker}), payload, 1.0, 1.0, frozenset(), None
+            )
+        order = sorted(held.staged)
+        adding = _fastest(lambda: held.reduce(order)) / (len(payloads) * size)
+        checking = _fastest(held.squares) / size
+        held.discard()
+        return adding, checking
+
+
+@contextmanager
+def _own_main() -> Iterator[None]:
+    """Put the program's own main module and arguments back, which a script replaces by its own."""
+    main, arguments = sys.modules["__main__"], sys.argv
+    try:
+        yield
+    finally:
+        sys.modules["__main__"], sys.argv = main, arguments
+
+
+def _fastest(act: Callable[[], object], repeats: int = _REPEATS) -> float:
+    """Return the median of the seconds of several calls, after one that does not count."""
+    now = system().now
+    act()
+    found = []
+    for _ in range(repeats):
+        began = now()
+        act()
+        found.append(now() - began)
+    return statistics.median(found)
+
+
+def measure_codec(codec: Codec) -> CodecCosts:
+    """Return what packing and unpacking takes, for each byte of float32, on a chunk of random numbers."""
+    layout = ParameterLayout.plan(
+        [("values", (512, _ELEMENTS // 512), torch.float32, True)], chunk_bytes=4 * _ELEMENTS
+    )
+    chunk = layout.chunks[0]
+    size = codec.size(layout, chunk)
+    if size is None:
+        return CodecCosts()
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(_ELEMENTS, generator=generator)
+    packed, out = torch.empty(size, dtype=torch.uint8), torch.zeros(_ELEMENTS)
+    factors: dict[int, torch.Tensor] = {}
+    packing = _fastest(lambda: codec.pack(layout, chunk, values.clone(), packed, factors))
+    if codec.elements is not None:
+        elements = packed.view(codec.elements)
+        unpacking = _fastest(lambda: out.add_(elements))
+    else:
+        unpacking = _fastest(lambda: codec.add(layout, chunk, [(packed, 0.5)], out))
+    return CodecCosts(packing / chunk.nbytes, unpacking / chunk.nbytes)
+
+
+class _PushSink:
+    """A role that takes pushes."""
+
+    def __init__(self) -> None:
+        self.memory, self.count = torch.empty(_LARGE, dtype=torch.uint8), 0
+
+    def destination(self, message: Message, size: int) -> torch.Tensor:
+        """Return the same memory for each payload."""
+        return self.memory[:size]
+
+    def handle(self, source: Peer, message: Message) -> None:
+        """Count a message."""
+        self.count += 1
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """Do nothing."""
+
+    def tick(self, now: float) -> None:
+        """Do nothing."""
+
+    def doing(self) -> str:
+        """Return nothing."""
+        return ""
+
+
+def measure_transport() -> dict[str, float]:
+    """Return what messages take over TCP inside this host, as "message", "sent" and "received" of `Costs`.
+
+    Processor time of the sending and of the receiving thread, so that a busy machine changes it little.
+    """
+    here, there, token = Router(), Router(), secrets.token_bytes(32)
+    ends = Peer("worker", 0), Peer("server", 0)
+    sink = _PushSink()
+    there.host(ends[1], sink)
+    try:
+        for peer, router in zip(ends, (here, there), strict=True):
+            router.use(
+                WireTransport(token, (peer,), f"plan {peer.role}", router.destination, "tcp")
+            )
+            router.start(f"plan {peer.role}")
+        assert isinstance(here.transport, WireTransport)
+        assert isinstance(there.transport, WireTransport)
+        address = there.call(partial(there.transport.listen, "127.0.0.1")).result(_SECONDS)
+        here.attach(here.transport.connect(address))
+        payload = torch.zeros(_LARGE, dtype=torch.uint8)
+        both = _processor_seconds(here, there, sink, None, _MESSAGES)
+        large = _processor_seconds(here, there, sink, payload, _REPEATS * 2)
+        sent, received = (max(seconds, 0.0) / (_REPEATS * 2 * _LARGE) for seconds in large)
+        return {"message": sum(both) / 2 / _MESSAGES, "sent": sent, "received": received}
+    finally:
+        for router in (here, there):
+            router.stop()
+
+
+def _processor_seconds(
+    here: Router, there: Router, sink: _PushSink, payload: torch.Tensor | None, count: int
+) -> tuple[float, float]:
+    """Return the processor time of both threads for so many messages."""
+    until, before = system().now() + _SECONDS, sink.count
+    began = [router.call(time.thread_time).result(_SECONDS) for router in (here, there)]
+    send = here.sender(Peer("worker", 0))
+
+    def push() -> None:
+        for sequence in range(1, count + 1):
+            send(Peer("server", 0), Push(1, 0, sequence, 0, 0, 1.0, 1.0, (), payload).pack())
+
+    here.call(push).result(_SECONDS)
+    while sink.count < before + count:
+        if system().now() > until:
+            raise SteepestError("messages inside this host did not arrive in time")
+        there.call(lambda: None).result(_SECONDS)
+    ended = [router.call(time.thread_time).result(_SECONDS) for router in (here, there)]
+    return ended[0] - began[0], ended[1] - began[1]

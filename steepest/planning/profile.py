@@ -1,0 +1,82 @@
+"""What a plan knows of a model and of the machine that computes it: times, sizes, costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one processor for what is done beside the model's own computation.
+
+    Attributes:
+        message: to send, or to receive, one message without its payload.
+        sent, received: for each byte that is sent, or received, over TCP.
+        added: for each byte of a gradient that a server adds up.
+        applied: for each byte of weights in the optimizer's step.
+        checked: for each byte of a gradient in which NaN and infinity are looked for.
+    """
+
+    message: float = 0.0
+    sent: float = 0.0
+    received: float = 0.0
+    added: float = 0.0
+    applied: float = 0.0
+    checked: float = 0.0
+
+
+@dataclass(frozen=True)
+class CodecCosts:
+    """Seconds to pack, and to unpack and add, for each byte of a gradient before it is packed."""
+
+    packed: float = 0.0
+    unpacked: float = 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model as it was measured on one process, or as somebody knows it from elsewhere.
+
+    Attributes:
+        samples: of one batch of a worker.
+        seconds: of one forward and backward pass over such a batch.
+        loading: seconds until a batch is loaded.
+        needed: by parameter, after how many seconds the forward pass first needs it, all other weights being there.
+        ready: by parameter, after how many seconds its gradient is complete.
+        layout: returns how the parameters lie in chunks, cut in a given way.
+        spec: the model's optimizer.
+        costs: of everything else.
+        codec_costs: returns what a codec's work takes.
+        holds_back: whether the last chunk for each server leaves at the end of the step only, as in a loop of one's own
+            whose gradients leave by a guess.
+        own_loop: whether the loop is the user's own, which some settings of a strategy exclude.
+    """
+
+    samples: int
+    seconds: float
+    needed: Mapping[str, float]
+    ready: Mapping[str, float]
+    layout: Callable[[ChunkSpec], ParameterLayout]
+    spec: OptimizerSpec
+    loading: float = 0.0
+    costs: Costs = field(default_factory=Costs)
+    codec_costs: Callable[[Codec], CodecCosts] = lambda codec: CodecCosts()
+    holds_back: bool = False
+    own_loop: bool = False
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of the trained parameters."""
+        layout = self.layout(ChunkSpec())
+        return sum(layout.chunks[index].nbytes for index in layout.trainable_chunks)
+
+    @property
+    def alone(self) -> float:
+        """Seconds of a step of one process without any other: the batch, and the optimizer's step."""
+        return self.seconds + self.loading + self.nbytes * self.costs.applied

@@ -1,0 +1,360 @@
+"""Workers and servers of a job on virtual time: what they wait for, how long they work, what they send.
+
+What they are told, and when, comes from the library's own `Coordinator` and commit rule, by its own messages; which
+server holds a chunk, who is sent it and in how many bytes from the job's own `Topology`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import NamedTuple
+
+from steepest.core.engine.job import Job
+from steepest.core.messages.gradients import (
+    CommitOrder,
+    Discard,
+    PushStaged,
+    Refresh,
+    Report,
+    VersionStaged,
+)
+from steepest.core.messages.membership import Grant, Lease, Members
+from steepest.core.messages.message import Kind, Message, Peer, server_peer, worker_peer
+from steepest.core.tensors.half_precision import narrow_size
+from steepest.core.tensors.layout import ParameterLayout
+from steepest.planning.events import ModelledProcess, Task
+from steepest.planning.profile import CodecCosts, Profile
+
+#: Passes over memory in which a worker with weights of its own forms what it pushes, and takes new weights in.
+_PASSES = 3
+
+
+class ModelledPush(NamedTuple):
+    """One chunk of a gradient on its way, or several without a gradient."""
+
+    worker: int
+    sequence: int
+    pulled: int  # the version from which it was computed
+    chunks: tuple[int, ...]
+    size: int  # bytes on the way; 0 without a gradient
+
+
+class Sizes:
+    """The bytes in which a job's chunks travel, and what packing them takes."""
+
+    def __init__(self, job: Job, profile: Profile) -> None:
+        self._topology, layout = job.topology, job.description.layout
+        codec, self._pull_dtype = self._topology.wire_formats
+        self._hosts, self._holders = self._topology.hosts, self._topology.holders
+        self.chunks = layout.chunks
+        self.plain = [chunk.nbytes for chunk in layout.chunks]
+        self._packed = [None if codec is None else codec.size(layout, c) for c in layout.chunks]
+        pulled = self._topology.pull_codec
+        self._changes = [None if pulled is None else pulled.size(layout, c) for c in layout.chunks]
+        self._everywhere = codec is not None and codec.everywhere
+        self.codec = CodecCosts() if codec is None else profile.codec_costs(codec)
+        self.pull_codec = CodecCosts() if pulled is None else profile.codec_costs(pulled)
+
+    def is_packed(self, worker: int, chunk: int) -> bool:
+        """Return whether a worker pushes a chunk in the form of the job's codec."""
+        far = any(not self._hosts.beside(worker, server) for server in self._holders[chunk])
+        return self._packed[chunk] is not None and (far or self._everywhere)
+
+    def pushed(self, worker: int, chunk: int) -> int:
+        """Return the bytes of a push of a chunk."""
+        packed = self._packed[chunk]
+        return packed if packed is not None and self.is_packed(worker, chunk) else self.plain[chunk]
+
+    def pulled(self, reader: int, server: int, chunk: int) -> int:
+        """Return the bytes of new weights of a chunk, from a server to a worker."""
+        size, held = self.plain[chunk], self.chunks[chunk]
+        if self._hosts.beside(reader, server):
+            return size
+        narrow = narrow_size(held.dtype, size, self._pull_dtype)
+        return self._changes[chunk] or narrow or size
+
+
+class ModelledServer:
+    """A server: counts what is pushed, tells the coordinator, applies what is committed and sends new weights."""
+
+    def __init__(
+        self, index: int, job: Job, profile: Profile, sizes: Sizes, process: ModelledProcess
+    ) -> None:
+        layout, holders = job.description.layout, job.holders
+        self.index, self.process = index, process
+        self._layout, self._holders, self._costs, self._sizes = (
+            layout,
+            holders,
+            profile.costs,
+            sizes,
+        )
+        self._in_workers = job.servers_in_workers
+        self._together = job.strategy.rule.together
+        self._checked = job.strategy.nonfinite != "pass" or job.strategy.clips_updates is not None
+        # first layers first, as the next forward pass needs them
+        held = [chunk for chunk in layout.trainable_chunks if index in holders[chunk]]
+        self._order = held[::-1]
+        self._members = job.num_workers
+        self._generation = 0
+        self._counts: Counter[tuple[int, ...]] = (
+            Counter()
+        )  # pushes of a version's chunk, or chunks of a push
+        self._whole: Counter[int] = Counter()  # by version, the chunks that are reduced
+        self.to_coordinator: Callable[[ModelledProcess, Peer, Message], None]
+        self.to_worker: Callable[[ModelledProcess, int, int, int, int, int], None]
+
+    def take_push(self, push: ModelledPush) -> None:
+        """Stage a chunk of a gradient, or that there is none of some chunks."""
+        for chunk in push.chunks:
+            nbytes = self._sizes.plain[chunk] if push.size else 0
+            if self._together:
+                self._reduce(push.pulled, chunk, nbytes)
+            else:
+                self._count(push, nbytes)
+
+    def _reduce(self, pulled: int, chunk: int, nbytes: int) -> None:
+        """Add a chunk up when all members have pushed it; tell the coordinator when all chunks are."""
+        self._counts[pulled, chunk] += 1
+        if self._counts[pulled, chunk] < self._members:
+            return
+        del self._counts[pulled, chunk]
+        self.process.spend(self._adding(nbytes, self._members) + nbytes * self._checking)
+        self._whole[pulled] += 1
+        if self._whole[pulled] == len(self._order):
+            del self._whole[pulled]
+            staged = VersionStaged(self._generation, pulled, 0.0)
+            self.to_coordinator(self.process, server_peer(self.index), staged.pack())
+
+    def _count(self, push: ModelledPush, nbytes: int) -> None:
+        """Count a chunk of a push; tell the coordinator when all are here."""
+        key = push.worker, push.sequence
+        self.process.spend(nbytes * self._checking)
+        self._counts[key] += 1
+        if self._counts[key] == len(self._order):
+            del self._counts[key]
+            staged = PushStaged(self._generation, 0, push.sequence, push.pulled, push.worker, 0.0)
+            self.to_coordinator(self.process, server_peer(self.index), staged.pack())
+
+    @property
+    def _checking(self) -> float:
+        return self._costs.checked if self._checked else 0.0
+
+    def _adding(self, nbytes: int, pushes: int) -> float:
+        """Return the seconds of a mean of some pushes: one alone is taken as it is."""
+        unpacked = self._sizes.codec.unpacked
+        each = unpacked or (self._costs.added if pushes > 1 else 0.0)
+        return nbytes * pushes * each
+
+    def handle(self, message: Message) -> None:
+        """Carry a decision of the coordinator out."""
+        match message.kind:
+            case Kind.MEMBERS:
+                self._generation = message.generation
+            case Kind.COMMIT:
+                self._commit(CommitOrder.unpack(message))
+            case Kind.REFRESH:
+                self._send(Refresh.unpack(message).readers, message.version, self._order)
+            case Kind.DISCARD:
+                discard = Discard.unpack(message)
+                self._send(discard.readers, message.version, self._order)
+
+    def _commit(self, commit: CommitOrder) -> None:
+        """Apply a commit chunk by chunk, and send each to those who wait for it."""
+        changed = self._layout.changed_by(commit.version)
+        for chunk in (each for each in self._order if each in changed):
+            nbytes = self._sizes.plain[chunk]
+            if not self._together:
+                self.process.spend(self._adding(nbytes, len(commit.pushes)))
+            self.process.spend(nbytes * (self._costs.applied + self._sizes.pull_codec.packed))
+            self._send(commit.readers, commit.version, [chunk])
+
+    def _send(self, readers: Sequence[Sequence[int]], version: int, chunks: Sequence[int]) -> None:
+        """Send workers chunks: each gets one from its first holder, or from the server of its own process."""
+        for chunk in chunks:
+            for reader, _ in readers:
+                holders = self._holders[chunk]
+                own = self._in_workers and reader in holders
+                if self.index == (reader if own else holders[0]):
+                    size = self._sizes.pulled(reader, self.index, chunk)
+                    self.to_worker(self.process, self.index, reader, version, chunk, size)
+
+
+class ModelledWorker:
+    """A worker: computes, pushes chunks as they are complete, and goes on when its weights are here."""
+
+    def __init__(
+        self, index: int, job: Job, profile: Profile, sizes: Sizes, process: ModelledProcess
+    ) -> None:
+        layout, strategy = job.description.layout, job.strategy
+        self.index, self.process = index, process
+        self._layout, self._sizes, self._profile = layout, sizes, profile
+        self._strategy, self._holders = strategy, job.holders
+        self._early = strategy.rule.together and not strategy.local and job.num_workers > 1
+        self._trained = layout.trainable_chunks
+        self._needs = _by_time(layout, profile.needed, min)
+        self._ready = _held_back(_by_time(layout, profile.ready, max), self._holders, profile)
+        self._generation = self._limit = self._sequence = 0
+        self._lease: Lease | None = None
+        self._here = dict.fromkeys(self._trained, 0)  # by chunk, the version of its weights
+        self._newest = 0
+        self.to_coordinator: Callable[[ModelledProcess, Peer, Message], None]
+        self.to_server: Callable[[ModelledProcess, int, ModelledPush], None]
+        self.computed = 0.0  # seconds in which it has computed
+
+    # -- what it is sent -----------------------------------------------------------------------
+
+    def handle(self, message: Message) -> None:
+        """Take a message of the coordinator."""
+        match message.kind:
+            case Kind.MEMBERS:
+                self._generation = Members.unpack(message).generation
+            case Kind.GRANT:
+                self._limit = Grant.unpack(message).limit
+            case Kind.LEASE:
+                self._lease = Lease.unpack(message)
+
+    def take_weights(self, version: int, chunk: int, size: int) -> None:
+        """Take new weights of a chunk."""
+        if size and self._sizes.pull_codec.unpacked:
+            self.process.spend(self._sizes.plain[chunk] * self._sizes.pull_codec.unpacked)
+        self._here[chunk] = max(self._here[chunk], version)
+        self._newest = max(self._newest, version)
+
+    def _has(self, version: int, chunks: Sequence[int] | frozenset[int]) -> bool:
+        return all(self._here[chunk] >= version for chunk in chunks)
+
+    # -- what it does --------------------------------------------------------------------------
+
+    def life(self) -> Task:
+        """Take steps for as long as they are granted."""
+        yield lambda: self._generation > 0
+        steps = self._granted() if self._strategy.rule.together else self._leased()
+        yield from steps
+
+    def _granted(self) -> Task:
+        for version in count():
+            yield partial(self._may_take, version)
+            yield from self._share(version, 1)
+            self._report(version)
+            if self._profile.loading:
+                yield self._profile.loading  # the next batch, while weights are awaited
+            if not self._strategy.delay:
+                yield partial(self._may_begin, version + 1)
+
+    def _may_take(self, version: int) -> bool:
+        return self._limit > version
+
+    def _may_begin(self, version: int) -> bool:
+        """Return whether a share can be begun: with its first weights, where it can wait for others."""
+        return self._newest >= version if self._early else self._has_all(version)
+
+    def _has_all(self, version: int) -> bool:
+        """Return whether all weights are here that the update to a version changes."""
+        return self._has(version, self._layout.changed_by(version))
+
+    def _leased(self) -> Task:
+        while True:
+            yield lambda: self._lease is not None and self._has(self._lease.version, self._trained)
+            lease, self._lease = self._lease, None
+            assert lease is not None
+            if self._profile.loading:
+                yield self._profile.loading
+            yield from self._share(lease.version, lease.count)
+            self._report(lease.version)
+
+    def _share(self, version: int, shares: int) -> Task:
+        """Compute a share of the samples from the weights of a version, and push what came of it."""
+        self._sequence += 1
+        if self._strategy.local:
+            yield from self._updates(version, shares * self._strategy.updates_of_share)
+            exchanged = self._layout.of_fragment(version)
+            for chunk in (each for each in reversed(self._trained) if each in exchanged):
+                self._push(version, chunk)
+            self._push_nothing(version, exchanged)
+            return
+        done = 0.0
+        for at, chunk in self._needs if self._early else ():
+            yield from self._compute(at - done)
+            done = max(done, at)
+            if self._here[chunk] < version:
+                yield partial(self._has, version, (chunk,))
+        for at, chunk in self._ready:
+            yield from self._compute(at - done)
+            done = max(done, at)
+            self._push(version, chunk)
+        yield from self._compute(self._profile.seconds - done)
+
+    def _updates(self, version: int, batches: int) -> Task:
+        """Make updates of the worker's own weights; with a delay new ones are taken in after so many."""
+        profile = self._profile
+        for batch in range(batches):
+            if batch == self._strategy.delay and version:
+                yield partial(self._has_all, version)
+            if self._strategy.delay:
+                yield self.process.has_heard_all
+            more = profile.loading if batch else 0.0
+            yield from self._compute(
+                profile.seconds + more + profile.nbytes * profile.costs.applied
+            )
+        exchanged = self._layout.of_fragment(version)
+        nbytes = sum(self._sizes.plain[chunk] for chunk in exchanged)
+        yield from self._compute(_PASSES * nbytes * profile.costs.added)
+
+    def _compute(self, seconds: float) -> Iterator[float]:
+        if seconds > 0:
+            self.computed += seconds
+            yield seconds
+
+    def _push(self, version: int, chunk: int) -> None:
+        """Push a chunk to all its holders."""
+        if self._sizes.is_packed(self.index, chunk):
+            self.process.spend(self._sizes.plain[chunk] * self._sizes.codec.packed)
+        size = self._sizes.pushed(self.index, chunk)
+        push = ModelledPush(self.index, self._sequence, version, (chunk,), size)
+        for server in self._holders[chunk]:
+            self.to_server(self.process, server, push)
+
+    def _push_nothing(self, version: int, exchanged: Collection[int]) -> None:
+        """Tell the holders of all other chunks that this share changes nothing of them."""
+        by_server: dict[int, list[int]] = {}
+        for chunk in (each for each in self._trained if each not in exchanged):
+            for server in self._holders[chunk]:
+                by_server.setdefault(server, []).append(chunk)
+        for server, chunks in by_server.items():
+            push = ModelledPush(self.index, self._sequence, version, tuple(chunks), 0)
+            self.to_server(self.process, server, push)
+
+    def _report(self, version: int) -> None:
+        """Tell the coordinator that all is pushed."""
+        timings = {"compute": self._profile.seconds, "data": self._profile.loading, "wait": 0.0}
+        report = Report(
+            *(self._generation, 0, self._sequence, version, 1.0, 1, 0, 0),
+            loss=0.0,
+            timings=timings,
+        )
+        self.to_coordinator(self.process, worker_peer(self.index), report.pack())
+
+
+def _by_time(
+    layout: ParameterLayout, times: Mapping[str, float], choose: Callable[..., float]
+) -> list[tuple[float, int]]:
+    """Return (seconds, chunk) of all trained chunks, by time, given seconds by parameter."""
+    found = []
+    for index in layout.trainable_chunks:
+        names = [layout.entries[piece.entry].name for piece in layout.chunks[index].slices]
+        found.append((choose(times.get(name, 0.0) for name in names), index))
+    return sorted(found)
+
+
+def _held_back(
+    ready: list[tuple[float, int]], holders: Sequence[Sequence[int]], profile: Profile
+) -> list[tuple[float, int]]:
+    """Return the same with the last chunk for each server at the end of the step, where a model may take them back."""
+    if not profile.holds_back:
+        return ready
+    last = {server: chunk for _, chunk in ready for server in holders[chunk]}
+    late = frozenset(last.values())
+    return sorted((profile.seconds if chunk in late else at, chunk) for at, chunk in ready)

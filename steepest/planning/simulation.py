@@ -1,0 +1,244 @@
+"""A few steps of a job on virtual time: the library's coordinator, with modelled workers, servers and links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from steepest.core.engine.hosting import make_coordinator
+from steepest.core.engine.job import Description, Job
+from steepest.core.engine.topology import HostMap
+from steepest.core.messages.driver import AskForSteps
+from steepest.core.messages.membership import Join
+from steepest.core.messages.message import Kind, Message, Peer, server_peer, worker_peer
+from steepest.core.strategies.strategy import Strategy
+from steepest.errors import ConfigurationError, DeadlineError
+from steepest.planning.events import Events, Links, LinkTraffic, ModelledProcess
+from steepest.planning.profile import Profile
+from steepest.planning.roles import ModelledPush, ModelledServer, ModelledWorker, Sizes
+
+_CLIENT = Peer("client", 0)
+_NEVER = 1e18  # seconds after which a step is given up
+_SAMPLES = 1 << 40  # of the data, which no plan uses up
+_MANY = 256  # workers, from which on fewer steps are computed
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a job of some size is predicted to do.
+
+    Attributes:
+        strategy, workers, servers: of the job; servers in workers' or the driver's process count too.
+        seconds: of a step.
+        samples_per_second: of all workers together.
+        computing: share of the time in which a worker computes, on average.
+        sent: bytes of payloads that go over links in a step, of all hosts together.
+    """
+
+    strategy: str
+    workers: int
+    servers: int
+    seconds: float
+    samples_per_second: float
+    computing: float
+    sent: float
+
+
+def make_job(
+    profile: Profile,
+    strategy: Strategy,
+    workers: int,
+    servers: int | None = None,
+    *,
+    apart: bool = False,
+    devices: int = 1,
+) -> Job:
+    """Return the job of which steps are predicted.
+
+    Args:
+        profile: of the model.
+        strategy: of the job.
+        workers: each on a host of its own.
+        servers: processes, of a strategy that has them; None for as many as it takes on so many nodes.
+        apart: whether each server has a host of its own; otherwise they are dealt to the workers' hosts in turn.
+        devices: replicas of a worker.
+
+    Raises:
+        ConfigurationError: the strategy cannot be had so, or not be predicted.
+    """
+    strategy.check_workers(workers)
+    local, rule = strategy.local, strategy.rule
+    if local and not rule.together and (strategy.delay or strategy.cut.fragments > 1):
+        raise ConfigurationError(
+            f"a plan of rounds (quorum= or pace=) with delay={strategy.delay} and fragments={strategy.cut.fragments}: "
+            "what a round carries then depends on who is late, which no plan knows; leave delay and fragments out"
+        )
+    if servers is not None and not strategy.in_workers and not strategy.in_driver:
+        strategy = strategy.with_servers(servers)
+    count = strategy.servers_for(workers, workers)
+    if workers == 1 and not strategy.in_driver:  # one process has all
+        count = 1
+    first = workers if apart and not strategy.in_workers and workers > 1 else 0
+    where = [index if first else index % workers for index in range(count)]
+    hosts = HostMap(tuple(range(workers)), tuple(first + host for host in where))
+    described = Description(profile.layout(strategy.cut), profile.spec, _SAMPLES, profile.samples)
+    if described.layout.opaque_chunks:
+        raise ConfigurationError(
+            "a plan of a model with embedding tables: which rows a batch needs depends on the data, and no plan knows "
+            "it; see docs/embedding.md for what rows cost"
+        )
+    return Job(described, strategy, workers, devices, count, 0, _NEVER, hosts=hosts)
+
+
+def predict(
+    profile: Profile,
+    strategy: Strategy,
+    workers: int,
+    links: Links,
+    servers: int | None = None,
+    *,
+    apart: bool = False,
+    devices: int = 1,
+) -> Prediction:
+    """Predict the steps of a job; arguments and errors as of `make_job`."""
+    job = make_job(profile, strategy, workers, servers, apart=apart, devices=devices)
+    simulated = _Simulation(job, profile, links)
+    cycle = job.description.layout.fragments
+    few = 1 if workers >= _MANY or cycle > 1 else 3
+    begun, counted = cycle * min(few, 2), cycle * few
+    simulated.run(begun + counted + 1)  # the last step is not as the others: none follows
+    ends = simulated.ends
+    seconds = (ends[begun + counted][0] - ends[begun][0]) / counted
+    computed = (ends[begun + counted][1] - ends[begun][1]) / counted
+    moved = (ends[begun + counted][2] - ends[begun][2]) / counted
+    if not seconds > 0:
+        raise ConfigurationError(
+            "a step takes no time at all: the profile says so of each of its parts"
+        )
+    samples = job.global_batch / seconds
+    share = min(computed / (seconds * workers), 1.0)
+    return Prediction(strategy.name, workers, job.num_servers, seconds, samples, share, moved)
+
+
+def traffic(job: Job, profile: Profile, steps: int = 1) -> dict[tuple[Peer, Peer], int]:
+    """Return how many bytes of payloads each role sends each other one in so many steps."""
+    simulated = _Simulation(job, profile, Links(1e9, 0.0))
+    simulated.run(steps)
+    simulated.end()
+    return simulated.bytes
+
+
+class _Simulation:
+    """The processes of one job."""
+
+    def __init__(self, job: Job, profile: Profile, links: Links) -> None:
+        self._events = Events()
+        alone = len(set(job.places.servers) - set(job.places.workers))
+        groups = job.num_workers, alone
+        self._traffic = LinkTraffic(self._events, links, profile.costs, groups)
+        self._coordinator = make_coordinator(job)
+        hosts = job.places
+        sizes = Sizes(job, profile)
+        self.bytes: dict[tuple[Peer, Peer], int] = {}
+        # by step, from 0: when it has ended, the seconds computed until then, the bytes moved
+        self.ends: dict[int, tuple[float, float, int]] = {0: (0.0, 0.0, 0)}
+        processes = [ModelledProcess(self._events, host) for host in hosts.workers]
+        self._workers = [
+            ModelledWorker(index, job, profile, sizes, process)
+            for index, process in enumerate(processes)
+        ]
+        together = job.servers_in_workers
+        self._servers = [
+            ModelledServer(
+                index,
+                job,
+                profile,
+                sizes,
+                processes[index] if together else ModelledProcess(self._events, host),
+            )
+            for index, host in enumerate(hosts.servers)
+        ]
+        for worker in self._workers:
+            worker.to_coordinator, worker.to_server = self._to_coordinator, self._to_server
+        for server in self._servers:
+            server.to_coordinator, server.to_worker = self._to_coordinator, self._to_worker
+        # servers without a chunk take no time and send nothing
+        state = self._coordinator.membership.state
+        state.servers = tuple(sorted(self._coordinator.holding | {0}))
+
+    def run(self, steps: int) -> None:
+        """Let some steps pass."""
+        self._carry_out(self._coordinator.handle(_CLIENT, AskForSteps(1, steps).pack()))
+        for worker in self._workers:
+            joined = self._coordinator.handle(worker_peer(worker.index), Join(0).pack())
+            self._carry_out(joined)
+            worker.process.begin(worker.life())
+        if not self._events.run(lambda: steps in self.ends):
+            doing = self._coordinator.membership.doing()
+            raise DeadlineError(f"the simulated job comes to a halt: the coordinator {doing}")
+
+    def end(self) -> None:
+        """Let everything happen that is under way."""
+        self._events.run(lambda: False)
+
+    # -- messages ------------------------------------------------------------------------------
+
+    @property
+    def _beside(self) -> ModelledProcess:
+        """The process in which the coordinator is."""
+        return self._servers[0].process
+
+    def _to_coordinator(self, source: ModelledProcess, peer: Peer, message: Message) -> None:
+        act = partial(self._decide, peer, message)
+        self._traffic.send(source, self._beside, 0, act)
+
+    def _decide(self, peer: Peer, message: Message) -> None:
+        decided = self._coordinator.decide(peer, message)
+        self._carry_out(decided + self._coordinator.settle())
+        state = self._coordinator.membership.state
+        if state.makes_rounds:
+            self._look()
+
+    def _look(self) -> None:
+        """Tell the coordinator the time, now and when a round has waited long enough."""
+        self._tick()
+        if grace := getattr(self._coordinator.membership.state.rule, "grace", 0.0):
+            self._events.at(self._events.now + grace, self._tick)
+
+    def _tick(self) -> None:
+        self._carry_out(self._coordinator.tick(self._events.now))
+
+    def _carry_out(self, decided: list[tuple[Peer, Message]]) -> None:
+        """Send what the coordinator says."""
+        for peer, message in decided:
+            if peer.role == "client":
+                self._note(message)
+                continue
+            role: ModelledWorker | ModelledServer
+            role = (self._workers if peer.role == "worker" else self._servers)[peer.index]
+            self._traffic.send(self._beside, role.process, 0, partial(role.handle, message))
+
+    def _note(self, message: Message) -> None:
+        """Note the end of a step."""
+        if message.kind is Kind.RESULT:
+            step = len(self.ends)
+            computed = sum(worker.computed for worker in self._workers)
+            self.ends[step] = (self._beside.cursor, computed, self._traffic.moved)
+
+    def _to_server(self, source: ModelledProcess, server: int, push: ModelledPush) -> None:
+        role = self._servers[server]
+        self._count(worker_peer(push.worker), server_peer(server), push.size)
+        act, many = partial(role.take_push, push), len(push.chunks)
+        self._traffic.send(source, role.process, push.size, act, many)
+
+    def _to_worker(
+        self, source: ModelledProcess, server: int, worker: int, version: int, chunk: int, size: int
+    ) -> None:
+        role = self._workers[worker]
+        self._count(server_peer(server), worker_peer(worker), size)
+        self._traffic.send(
+            source, role.process, size, partial(role.take_weights, version, chunk, size)
+        )
+
+    def _count(self, source: Peer, target: Peer, size: int) -> None:
+        self.bytes[source, target] = self.bytes.get((source, target), 0) + size
