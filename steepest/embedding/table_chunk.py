@@ -249,6 +249,7 @@ class TableChunk(ChunkStore):
         return {
             name: {"rows": int(alive[number])}
             | {what: int(counts[number]) for what, counts in self.rows.counts.items()}
+            | self.rows.disk_counts()
             for number, name in enumerate(self._table_names)
         }
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import numpy.typing as npt
 
+from steepest.errors import ResourcesError
 from steepest.tables.kernels import Int32s, Int64s
 from steepest.tables.memory import Reserved, physical_bytes
 from steepest.tables.row_formats import RowFormat
 from steepest.tables.row_store import PackedRows, RowStore, WideRows
+from steepest.tables.tiered_rows import TieredRows
 
 FREE = -1  # the version at which a row was written that nobody has
 _MOST = 2**31 - 2
+_AHEAD = 8  # times the rows that a batch may add, for which room on disk is taken
+_KNOWN_BYTES = 30  # in memory, of a row that is on disk
 
 
 class Blocks:
@@ -32,15 +38,19 @@ class Blocks:
         *,
         ends: bool = False,
         scored: bool = False,
+        disk: tuple[str, int] | None = None,
     ) -> None:
         """Reserve room for rows of a format; `salts`: of the tables, which decide how rows are rounded."""
-        # ends: whether rows have a time to live; scored: whether they have scores.
+        # ends: whether rows have a time to live; scored: whether they have scores;
+        # disk: a directory, and the rows that are to be in memory; None for all.
         # most: rows that there will be at most; without it, what the machine's memory holds.
-        room = physical_bytes() // form.row_bytes
+        room = physical_bytes() // (form.row_bytes if disk is None else _KNOWN_BYTES)
         most = min(room if most is None else most, _MOST)
-        self.store: RowStore = (
-            PackedRows(form, salts, most) if form.is_packed else WideRows(form, most)
-        )
+        self.store: RowStore
+        if disk is not None:
+            self.store = TieredRows(form, salts, most, *disk)
+        else:
+            self.store = (PackedRows if form.is_packed else WideRows)(form, salts, most)
         self._known = [Reserved(most, kind) for kind in (np.int64, np.int16, np.int64, np.int32)]
         self.until: npt.NDArray[np.uint32] | None = None
         if ends:
@@ -72,6 +82,16 @@ class Blocks:
         for memory in (self.store.memory, *self._known):
             memory.require(len(self) + count)
 
+    def has_room(self, count: int) -> bool:
+        """Return whether there is room for so many more rows, and take room on disk for more than these if there is."""
+        try:
+            self.require(count)
+        except ResourcesError:
+            return False
+        with contextlib.suppress(ResourcesError):  # pushes of others may be applied before this one
+            self.store.memory.require(len(self) + _AHEAD * count)
+        return True
+
     def allocate(self, tables: Int32s, ids: Int64s) -> Int32s:
         """Return row numbers for ids: those freed last, then fresh ones; all else is the caller's to set."""
         self.require(len(ids))
@@ -92,3 +112,4 @@ class Blocks:
         self._free.array[self.freed : self.freed + len(numbers)] = numbers
         self.freed += len(numbers)
         self.written[numbers] = FREE
+        self.store.release(numbers)

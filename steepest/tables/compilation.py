@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -13,6 +14,7 @@ from steepest.tables.pooling import Bags
 from steepest.tables.shard import TableShard
 from steepest.tables.spread import Spread
 from steepest.tables.table import Table, groups
+from steepest.tables.tiered_rows import TieredRows
 
 
 def compile_kernels(tables: Iterable[Table]) -> None:
@@ -24,7 +26,10 @@ def compile_kernels(tables: Iterable[Table]) -> None:
 @lru_cache(maxsize=8)
 def _compile(tables: tuple[Table, ...]) -> None:
     for group in groups(tables):
-        shard = TableShard(replace(table, capacity=None, eviction=None) for table in group)
+        shard = TableShard(
+            replace(table, capacity=None, eviction=None, directory=None, memory_rows=None)
+            for table in group
+        )
         numbers = np.arange(len(group), dtype=np.int32)
         cut, form = shard.cut()[1], group[0].form
         for version in (1, 2):
@@ -40,17 +45,36 @@ def _compile(tables: tuple[Table, ...]) -> None:
         shard.load([shard.export()], 2)
         for table in group:
             _compile_eviction(table)
+        if group[0].directory is not None:
+            _compile_disk(group[0])
         _compile_modules(shard.dtype)
 
 
 def _compile_eviction(table: Table) -> None:
     """Let a full table evict a row."""
     if table.eviction is not None:
-        shard = TableShard([replace(table, capacity=1, admission=None)])
+        plain = replace(table, admission=None, directory=None, memory_rows=None)
+        shard = TableShard([replace(plain, capacity=1)])
         for version in (1, 2):
             gradient = np.ones((1, table.dim), shard.dtype)
             shard.push([0], [version], gradient, version)
         shard.load([shard.export()], 2)
+
+
+def _compile_disk(table: Table) -> None:
+    """Let rows go to a disk, and come back."""
+    form, count = table.form, 1000
+    with tempfile.TemporaryDirectory() as folder:
+        rows = TieredRows(form, np.zeros(1, np.int64), count, folder, 1, segment=64)
+        numbers, of = np.arange(count, dtype=np.int32), np.zeros(count, np.int32)
+        keys = of, numbers.astype(np.int64)
+        values, slots = (np.zeros((count, each), form.dtype) for each in (form.dim, form.slots))
+        rows.memory.require(count)
+        for _ in range(2):
+            rows.enter(numbers, keys, values, slots)
+            rows.update(table.optimizer, numbers, keys, values, 1, None)
+            rows.gather(numbers, values)
+        rows.release(numbers)
 
 
 def _compile_modules(dtype: str) -> None:

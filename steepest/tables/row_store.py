@@ -19,10 +19,21 @@ _TURN = 256  # rows that are read at once
 _PASS = 2048  # rows that are unpacked, updated and packed at once, within a processor's cache
 
 
+class HasRoom(Protocol):
+    """For how many rows there is room; `Reserved` is one."""
+
+    capacity: int
+
+    def require(self, count: int) -> None:
+        """Check that there is room for so many rows; ResourcesError otherwise."""
+
+
 class RowStore(Protocol):
     """Values and slots of rows. Numbers below 0 are of no row, and left out."""
 
-    memory: Reserved  # how many rows there is room for
+    @property
+    def memory(self) -> HasRoom:
+        """How many rows there is room for."""
 
     def gather(self, numbers: Int32s, values: Floats) -> None:
         """Copy values of rows to `values`, (n, dim)."""
@@ -49,6 +60,9 @@ class RowStore(Protocol):
 
     def in_turns(self, top: int) -> Iterator[tuple[int, Floats]]:
         """Yield the rows 0 to `top` - 1, perhaps in parts: the first one's number, and (n, dim + slots)."""
+
+    def release(self, numbers: Int32s) -> None:
+        """Note that rows are not in use any more."""
 
 
 @kernel
@@ -83,7 +97,7 @@ def _scatter(rows: Floats, numbers: Int32s, begin: int, values: Floats) -> None:
 class WideRows:
     """Rows in the dtype in which pushes compute, see `RowStore`."""
 
-    def __init__(self, form: RowFormat, most: int) -> None:
+    def __init__(self, form: RowFormat, salts: Int64s, most: int) -> None:
         width = form.dim + form.slots
         self._dim, self._dtype = form.dim, form.dtype
         self.memory = Reserved(most, form.dtype, width)
@@ -125,6 +139,9 @@ class WideRows:
     def in_turns(self, top: int) -> Iterator[tuple[int, Floats]]:
         """Yield all rows at once."""
         yield 0, self._rows[:top]
+
+    def release(self, numbers: Int32s) -> None:
+        """Do nothing: who uses their memory next writes it anew."""
 
 
 class PackedRows:
@@ -191,3 +208,6 @@ class PackedRows:
             rows = self._rows[: len(numbers)]
             self._form.unpack(self._packed, numbers, rows)
             yield begin, rows
+
+    def release(self, numbers: Int32s) -> None:
+        """Do nothing: who uses their memory next writes it anew."""

@@ -24,16 +24,17 @@ from steepest.tables.checks import (
 )
 from steepest.tables.cut import RowCut
 from steepest.tables.eviction import LFU, Use, worn
+from steepest.tables.first_values import FirstValues
 from steepest.tables.gradients import Bytes
 from steepest.tables.hashing import Distinct, salt_of, shard_of
 from steepest.tables.index import Index
-from steepest.tables.initial import Beginning, Initial
 from steepest.tables.kernels import Floats, Int32s, Int64s, kernel
 from steepest.tables.lives import RowLives
 from steepest.tables.removals import Removals
 from steepest.tables.scores import Scores
 from steepest.tables.state import TableState, joined
 from steepest.tables.table import Table, require_group, spread_of
+from steepest.tables.tiered_rows import TieredRows
 from steepest.validation import require_count, require_number
 
 _EVICTED = ("evicted_full", "evicted_age", "evicted_norm", "evicted_ttl")
@@ -107,12 +108,7 @@ class TableShard:
         self._frozen = [number for number, table in enumerate(self._tables) if not table.trainable]
         salts = [salt_of(name, seed) for name in self._names]
         self._salts: Int64s = np.array(salts, np.uint64).view(np.int64)
-        self._beginning = Beginning([table.initial for table in self._tables], salts)
-        # of ids without rows, by whether a push of them follows: then a table may make rows of all of them
-        self._unknown = [
-            Beginning([_values_of_unknown(table, training) for table in self._tables], salts)
-            for training in (False, True)
-        ]
+        self._first = FirstValues(self._tables, salts)
         self._admission = Admission([table.admission for table in self._tables], salts)
         # a table that is frozen keeps its rows
         lives = [table.life if table.trainable else 0 for table in self._tables]
@@ -128,7 +124,7 @@ class TableShard:
         """Have no rows."""
         most = self._capacities.most
         kept = {"ends": self._lives.any, "scored": self._scores.any}
-        self._blocks = Blocks(self._form, self._salts, most, **kept)
+        self._blocks = Blocks(self._form, self._salts, most, **kept, disk=self._disk())
         self._index = Index(len(self._tables), most)
         self._uses = {
             number: Use(table.eviction, int(self._capacities.rows[number]))
@@ -141,6 +137,22 @@ class TableShard:
         self.life = secrets.randbits(62)
         self.counts = {name: np.zeros(len(self._tables), np.int64) for name in _COUNTS}
         self.version = self._lives.clock = 0
+
+    def _disk(self) -> tuple[str, int] | None:
+        """Return the directory of rows that are not in memory, and how many are; None where all are."""
+        one = self._tables[0]
+        if one.directory is None:
+            return None
+        rows = self._spread.shares(self._shard, np.array([one.memory_rows], np.int64))
+        return one.directory, int(rows[0])
+
+    def disk_counts(self) -> dict[str, int]:
+        """Return the rows "looked_up", those "read_from_disk", and "bytes_on_disk"; nothing where all are in memory."""
+        store = self._blocks.store
+        if not isinstance(store, TieredRows):
+            return {}
+        names = ("looked_up", "read_from_disk", "bytes_on_disk")
+        return dict(zip(names, (store.looked_up, store.read, store.nbytes_on_disk), strict=True))
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -187,7 +199,7 @@ class TableShard:
         if missing:
             at = np.flatnonzero(found < 0)
             values[at] = self._form.received(
-                self._first(numbers_of[at], checked[at], training).reshape(-1)
+                self._first.sent(numbers_of[at], checked[at], training).reshape(-1)
             )
         return values
 
@@ -200,19 +212,7 @@ class TableShard:
         self._blocks.store.send(found, out)
         if missing:
             at = np.flatnonzero(found < 0)
-            out[at] = self._first(numbers_of[at], checked[at], training)
-
-    def _first(self, tables: Int32s, ids: Int64s, training: bool) -> Bytes:
-        """Return the values of ids without rows as they travel, (n, `RowFormat.sent_bytes`)."""
-        values = self._filled(self._unknown[training], tables, ids)
-        if self._form.is_packed:
-            return self._form.packed_values(values, (tables, ids), self._salts)
-        return values.view(np.uint8)
-
-    def _filled(self, beginning: Beginning, tables: Int32s, ids: Int64s) -> Floats:
-        values = np.empty((len(ids), self.dim), self.dtype)
-        beginning.fill(tables, ids, np.arange(len(ids)), values)
-        return values
+            out[at] = self._first.sent(numbers_of[at], checked[at], training)
 
     def push(
         self,
@@ -354,7 +354,7 @@ class TableShard:
             ConfigurationError: what `push` with `strict` would raise for want of room, or for such ids.
             ResourcesError: the machine has no memory for more rows.
         """
-        if np.size(ids) > self._blocks.room:
+        if not self._blocks.has_room(np.size(ids)):
             self._require_memory_for(tables, ids)
         told = self._capacities.told
         if not told.any():
@@ -410,7 +410,7 @@ class TableShard:
 
     def _make(self, tables: Int32s, ids: Int64s, sightings: Int32s, version: int) -> Int32s:
         """Return the numbers of new rows for ids, with their first values and slots."""
-        values = self._filled(self._beginning, tables, ids)
+        values = self._first.of_rows(tables, ids)
         first = np.array(self._optimizer.first_slots(self.dim), self.dtype)
         slots = np.broadcast_to(first, (len(ids), len(first)))
         return self._enter(tables, ids, values, slots, np.int64(version), sightings)
@@ -613,9 +613,3 @@ class TableShard:
     def _mine(self, tables: Int32s, ids: Int64s) -> npt.NDArray[np.bool_]:
         """Return which (table, id) are of this shard."""
         return np.equal(shard_of(tables, ids, self._spread), self._shard)
-
-
-def _values_of_unknown(table: Table, training: bool) -> Initial:
-    """Return how the values of ids without rows are made; `training` where a push of them follows."""
-    makes_rows = training and table.trainable and table.admission is None
-    return table.initial if table.default is None or makes_rows else table.default

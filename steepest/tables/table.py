@@ -39,6 +39,9 @@ class Table:
         evict: the rows that `TableShard.evict` removes.
         ttl: how long a row stays that no push has, by the coordinator's clock: "90s", "15m", "12h", "7d", "2w",
             or seconds. Its end is seen within a sixteenth of that, or a second.
+        directory: of each server's node, in which rows lie that were not used lately; without it, all are in
+            memory. The table is a group by itself then.
+        memory_rows: rows that are in memory at most, over all shards, where there is a directory.
         trainable: False for a table whose rows stay as they are: a checkpoint's, say, or first values.
         default: the values of an id that has no row and gets none with the present batch: in evaluations,
             in exports, and in training until `admission` lets the id in, or where the table is not
@@ -63,6 +66,8 @@ class Table:
     trainable: bool = True
     default: Initial | None = None
     ttl: str | int | None = None
+    directory: str | None = None
+    memory_rows: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -85,6 +90,14 @@ class Table:
             )
         if self.ttl is not None:
             seconds_of(f"ttl of table {self.name!r}", self.ttl)
+        self._require("directory", (str, type(None)), "the name of a directory, or None")
+        if self.memory_rows is not None:
+            require_count(f"memory_rows of table {self.name!r}", self.memory_rows)
+        if (self.memory_rows is None) == bool(self.directory):
+            raise ConfigurationError(
+                f"directory={self.directory!r} and memory_rows={self.memory_rows} of table {self.name!r}: give both, "
+                "the directory for rows that are not in memory and how many are, or neither"
+            )
         kinds: list[type] = [object]
         if isinstance(self.evict, tuple):
             kinds = [type(way) for way in self.evict]
@@ -127,11 +140,12 @@ class Table:
 
 
 #: What the tables of a group have in common.
-_Kind = tuple[int, str, "str | None", RowOptimizer]
+_Kind = tuple[int, str, "str | None", RowOptimizer, "str | None"]
 
 
 def _kind(table: Table) -> _Kind:
-    return table.dim, table.dtype, table.slots_dtype, table.optimizer
+    alone = None if table.directory is None else table.name
+    return table.dim, table.dtype, table.slots_dtype, table.optimizer, alone
 
 
 def require_group(tables: Iterable[Table]) -> tuple[Table, ...]:

@@ -1,0 +1,50 @@
+"""The values of ids that have no row: those with which rows begin, and those that are answered meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from steepest.tables.gradients import Bytes
+from steepest.tables.initial import Beginning, Initial
+from steepest.tables.kernels import Floats, Int32s, Int64s
+from steepest.tables.row_formats import RowFormat
+from steepest.tables.table import Table
+
+
+class FirstValues:
+    """The values of ids without rows of a group of tables, whose `salt_of` are `salts`."""
+
+    def __init__(self, tables: Sequence[Table], salts: Sequence[int]) -> None:
+        self._form: RowFormat = tables[0].form
+        self._salts: Int64s = np.array(salts, np.uint64).view(np.int64)
+        self._beginning = Beginning([table.initial for table in tables], salts)
+        # by whether a push follows: then a table may make rows of all of them
+        self._unknown = [
+            Beginning([_values_of_unknown(table, training) for table in tables], salts)
+            for training in (False, True)
+        ]
+
+    def of_rows(self, tables: Int32s, ids: Int64s) -> Floats:
+        """Return the values with which rows begin, (n, dim), in the dtype in which pushes compute."""
+        return self._filled(self._beginning, tables, ids)
+
+    def sent(self, tables: Int32s, ids: Int64s, training: bool) -> Bytes:
+        """Return the values of ids without rows as they travel, (n, `RowFormat.sent_bytes`)."""
+        # training: whether a push of these ids follows.
+        values = self._filled(self._unknown[training], tables, ids)
+        if self._form.is_packed:
+            return self._form.packed_values(values, (tables, ids), self._salts)
+        return values.view(np.uint8)
+
+    def _filled(self, beginning: Beginning, tables: Int32s, ids: Int64s) -> Floats:
+        values = np.empty((len(ids), self._form.dim), self._form.dtype)
+        beginning.fill(tables, ids, np.arange(len(ids)), values)
+        return values
+
+
+def _values_of_unknown(table: Table, training: bool) -> Initial:
+    """Return how the values of ids without rows are made; `training` where a push of them follows."""
+    makes_rows = training and table.trainable and table.admission is None
+    return table.initial if table.default is None or makes_rows else table.default
