@@ -332,7 +332,7 @@ class Steepest(Trainer):
     """``DistributedSGD`` under one strategy; a turn is one ``fit``, its start and end included."""
 
     def __init__(
-        self, name: str, workload: Workload, strategy: str, workers: int = WORKERS
+        self, name: str, workload: Workload, strategy: Any, workers: int = WORKERS
     ) -> None:
         super().__init__(name, workload, workers)
         self._strategy = strategy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,7 +14,10 @@ from steepest.core.messages.message import PushId
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.tensors.squares import sum_of_squares
 from steepest.errors import DataPlaneError
-from steepest.process_groups.group import Await, Gather, Program, Reduce
+from steepest.process_groups.group import Await, Gather, Operation, Program, Reduce
+
+#: Bytes of a first chunk up to which it is gathered with the header: one exchange in the step of a small model.
+_WITH_HEADER = 1 << 16
 
 
 class HandedChunk(NamedTuple):
@@ -116,11 +119,15 @@ class Reduction:
             yield Await(lambda chunk=chunk: own.has(chunk))  # type: ignore[misc]
             if own.cancelled:
                 return
-            if not headers:
-                found = yield Gather(self._own_header(own.chunks[chunk]))
-                assert found is not None
-                headers = [self._header(rank, values) for rank, values in enumerate(found)]
-            yield from self._reduce(chunk, own.chunks[chunk], headers)
+            handed = own.chunks[chunk]
+            if headers:
+                yield from self._reduce(chunk, handed, headers)
+            elif self._layout.chunks[chunk].nbytes <= _WITH_HEADER:
+                headers = yield from self._gather_first(chunk, handed)
+            else:
+                found = yield Gather(self._own_header(handed))
+                headers = self._headers(found or [])
+                yield from self._reduce(chunk, handed, headers)
 
     def _own_header(self, first: HandedChunk) -> torch.Tensor:
         """Return what this member says of its gradient, as int64."""
@@ -128,6 +135,9 @@ class Reduction:
         numbers = torch.tensor([own.incarnation, own.sequence, own.pulled], dtype=torch.int64)
         weights = torch.tensor([first.unit, first.total], dtype=torch.float64)
         return torch.cat([numbers, weights.view(torch.int64)])
+
+    def _headers(self, found: list[torch.Tensor]) -> list[_GradientHeader]:
+        return [self._header(rank, values) for rank, values in enumerate(found)]
 
     def _header(self, rank: int, values: torch.Tensor) -> _GradientHeader:
         incarnation, sequence, pulled = values[:3].tolist()
@@ -138,6 +148,34 @@ class Reduction:
                 f"version {self._own.pulled}"
             )
         return _GradientHeader(PushId(rank, incarnation, sequence), pulled, unit, total)
+
+    def _gather_first(
+        self, chunk: int, handed: HandedChunk
+    ) -> Generator[Operation, list[torch.Tensor] | None, list[_GradientHeader]]:
+        """Gather the headers with the first chunk, which is small, and push its sum; return the headers."""
+        memory, elements, flags = self._sums.of(chunk)
+        self._contribute(chunk, handed, handed.unit, elements, flags)
+        header = self._own_header(handed).view(torch.uint8)
+        found = yield Gather(torch.cat([header, memory.view(torch.uint8)]))
+        assert found is not None
+        size = header.numel()
+        headers = self._headers([part[:size].view(torch.int64) for part in found])
+        parts = [part[size:].view(memory.dtype) for part in found]
+        unit, weighing = 0.0, False
+        for one, part in zip(headers, parts, strict=True):
+            if one.weighs and weighing:
+                elements.add_(part[: len(elements)], alpha=one.unit / unit)
+                flags.add_(part[len(elements) :])
+            elif one.weighs:
+                unit, weighing = one.unit, True
+                memory.copy_(part)
+        if not weighing:
+            self._pass_on(chunk, headers, 0.0, None, None)
+        elif self._checked and not _is_finite(elements):
+            self._push_each(chunk, headers, parts)
+        else:
+            self._pass_on(chunk, headers, unit, elements, flags)
+        return headers
 
     def _reduce(self, chunk: int, handed: HandedChunk, headers: list[_GradientHeader]) -> Program:
         """Add up one chunk, and push the sum."""
@@ -181,10 +219,15 @@ class Reduction:
         memory, elements, flags = self._sums.of(chunk)
         self._contribute(chunk, handed, handed.unit, elements, flags)
         found = yield Gather(memory)
-        assert found is not None
-        for header, values in zip(headers, found, strict=True):
-            parts = values[: len(elements)], values[len(elements) :]
-            self._pass_on(chunk, [header], header.unit, *parts)
+        self._push_each(chunk, headers, found or [])
+
+    def _push_each(
+        self, chunk: int, headers: list[_GradientHeader], parts: list[torch.Tensor]
+    ) -> None:
+        """Push each member's gradient of a chunk by itself."""
+        size = len(self._sums.of(chunk)[1])
+        for header, values in zip(headers, parts, strict=True):
+            self._pass_on(chunk, [header], header.unit, values[:size], values[size:])
 
     def _pass_on(
         self,

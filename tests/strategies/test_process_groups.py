@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,11 +17,12 @@ from steepest.core.messages.driver import Failure
 from steepest.core.messages.membership import GroupKey
 from steepest.core.messages.message import Kind, Message, worker_peer
 from steepest.errors import ConfigurationError
+from steepest.process_groups import reduction
 from steepest.process_groups.extension import ProcessGroups
 from steepest.process_groups.torch_groups import TorchGroups
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.testing.groups import SimulatedGroups
-from tests.modes import check, make, settle, trained
+from tests.modes import Moody, check, make, settle, trained
 from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
 from tests.simulation.run import Simulation, run_config
 
@@ -66,6 +68,22 @@ def test_training_equals_servers_that_add_up_and_repeats_its_bits(
     assert same_bits(grouped[0].weights(), grouped[1].weights())
 
 
+def test_headers_may_travel_before_a_first_chunk_that_is_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reduction, "_WITH_HEADER", 0)
+    task = Task(Forked, sgd(momentum=0.9, weight_decay=0.1), samples(23))
+    served, grouped = make("sync", task), make("groups", task)
+    for cluster in (served, grouped):
+        trained(cluster, 9)
+    assert difference(grouped.weights(), served.weights()) < 1e-14
+    spoilt = Task(partial(Moody, lambda gradient: gradient * math.inf), sgd())
+    (failure,) = make("groups", spoilt).step(1)
+    assert isinstance(failure, Failure)
+    assert failure.reason == "nonfinite"
+    assert {worker for worker, _ in failure.culprits} == {0, 1, 2}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_added_up_in_their_own_dtype(dtype: torch.dtype) -> None:
     task = Task(partial(perceptron, dtype), sgd(), samples(16, dtype=dtype))
@@ -93,7 +111,7 @@ def test_no_gradient_goes_to_a_server_of_another_process() -> None:
 
 
 def test_a_group_that_breaks_is_an_error_and_the_next_generation_has_another() -> None:
-    extensions: list[Extension] = [ProcessGroups(SimulatedGroups(broken=(1, 4)))]
+    extensions: list[Extension] = [ProcessGroups(SimulatedGroups(broken=(1, 3)))]
     cluster = InProcessCluster(
         TASK.creator(), num_workers=3, strategy=replace(GROUPS, chunk_bytes=64),
         keep_log=True, extensions=extensions,
