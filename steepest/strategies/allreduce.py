@@ -61,6 +61,11 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
                 "are compressed, and no weights are sent; leave wire_dtype out"
             )
 
+        if self.data_plane == "nccl":
+            raise ConfigurationError(
+                'data_plane="nccl": gradients are added up in the memory of hosts, where NCCL does not reach; give '
+                '"gloo", or None for the library\'s own connections, also where replicas are on GPUs'
+            )
         require_choice("data_plane", self.data_plane, (None, "gloo"))
         if self.data_plane is not None:
             self._check_data_plane()

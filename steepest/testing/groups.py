@@ -30,7 +30,7 @@ def simulated(extension: Extension) -> Extension:
 
 
 class SimulatedGroups:
-    """Makes the groups of one simulated job, see `Groups`; tensors are added up in the order of the ranks.
+    """Makes the groups of one simulated job at a time, see `Groups`; tensors are added up in the order of the ranks.
 
     Args:
         broken: (generation, number of an exchanging operation from 0) at which groups fail although all members live;
@@ -49,7 +49,10 @@ class SimulatedGroups:
         fails_at = None
         if self._broken is not None and self._broken[0] == place.generation:
             fails_at = self._broken[1]
-        meeting = self._meetings.setdefault(place.generation, _Meeting(place.size, fails_at))
+        meeting = self._meetings.get(place.generation)
+        if meeting is None or not meeting.takes(place):  # it was another job's
+            meeting = self._meetings[place.generation] = _Meeting(place.size, fails_at)
+        meeting.joined.add(place.rank)
         return _SimulatedGroup(meeting, place, ways)
 
 
@@ -58,9 +61,15 @@ class _Meeting:
 
     def __init__(self, size: int, fails_at: int | None) -> None:
         self.fails_at = fails_at
+        self.over = False  # whether a member has left
+        self.joined: set[int] = set()
         self._size = size
         self._members: dict[int, _SimulatedGroup] = {}
         self._begun: dict[int, dict[int, torch.Tensor]] = {}  # by number of an operation, by rank
+
+    def takes(self, place: GroupPlace) -> bool:
+        """Return whether a member may join."""
+        return not self.over and place.size == self._size and place.rank not in self.joined
 
     def begin(self, number: int, member: _SimulatedGroup, tensor: torch.Tensor) -> None:
         """Note a member's part of an operation; the last one's ends it for all."""
@@ -100,7 +109,7 @@ class _SimulatedGroup(ProcessGroup):
 
     def end(self) -> None:
         """See `ProcessGroup`."""
-        self._ended = True
+        self._ended = self._meeting.over = True
 
     def wake(self) -> None:
         """Go on with the present program as far as it goes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,14 +18,18 @@ from steepest.core.messages.driver import Failure
 from steepest.core.messages.membership import GroupKey
 from steepest.core.messages.message import Kind, Message, worker_peer
 from steepest.errors import ConfigurationError
+from steepest.extensions import EXTENSIONS
 from steepest.process_groups import reduction
 from steepest.process_groups.extension import ProcessGroups
 from steepest.process_groups.torch_groups import TorchGroups
-from steepest.testing import InProcessCluster, linear_model_creator
-from steepest.testing.groups import SimulatedGroups
+from steepest.runtime import process
+from steepest.testing import InProcessCluster, linear_model_creator, replay
+from steepest.testing.groups import SimulatedGroups, simulated
 from tests.modes import Moody, check, make, settle, trained
 from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
 from tests.simulation.run import Simulation, run_config
+from tests.strikes import later
+from tests.struck_jobs import DIED
 
 TASK = Task(optimizer=sgd(momentum=0.9))
 GROUPS = AllreduceStrategy(data_plane="gloo")
@@ -189,6 +194,7 @@ def test_jobs_without_groups_refuse_their_keys(name: str) -> None:
     ("settings", "words"),
     [
         ({"data_plane": "mpi"}, "data_plane"),
+        ({"data_plane": "nccl"}, "where NCCL does not reach"),
         ({"sharded": True}, "sharded=True"),
         ({"wire_dtype": "fp16"}, "wire_dtype='fp16'"),
         ({"compression": "int8"}, "compression='int8'"),
@@ -213,6 +219,49 @@ def test_encrypted_and_simulated_jobs_are_refused() -> None:
             DistributedSGD(creator, num_workers=2, strategy=GROUPS, run_config=RunConfig(tls=True))
         with pytest.raises(ConfigurationError, match="in a simulation"):
             DistributedSGD(creator, num_workers=2, strategy=GROUPS, run_config=run_config())
+
+
+def strike(simulation: Simulation, name: str) -> None:
+    """Kill the process of a name, if it lives."""
+    for found in simulation.living():
+        if found.name == name:
+            simulation.world.kill(found, DIED)
+
+
+@pytest.mark.parametrize(
+    "seed", [3, *(pytest.param(n, marks=pytest.mark.long) for n in range(4, 12))]
+)
+def test_jobs_whose_workers_die_come_and_go_are_explained_by_their_logs(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extensions = tuple(simulated(extension) for extension in EXTENSIONS)
+    monkeypatch.setattr(process, "EXTENSIONS", extensions)
+    dice, simulation, config = random.Random(seed), Simulation(seed), run_config(keep_log=True)
+    with (
+        simulation.running(),
+        DistributedSGD(TASK.creator(), 3, strategy=GROUPS, run_config=config) as trainer,
+    ):
+        step = 0
+        for _ in range(4):
+            trainer.fit(steps=3, progress=False)
+            match dice.choice(("die", "die", "resize", "switch")):
+                case "die":  # at some moment of the next steps
+                    names = (f"steepest worker {index}" for index in range(trainer.num_workers))
+                    name = dice.choice(list(names))
+                    later(dice.uniform(0.0, 0.03), partial(strike, simulation, name))
+                case "resize":
+                    trainer.resize(dice.randint(1, 4))
+                case "switch":
+                    trainer.set_strategy(dice.choice(("ps", "allreduce")))
+                    trainer.fit(steps=1, progress=False)
+                    trainer.set_strategy(GROUPS)
+                    step += 1
+            step += 3
+        trainer.fit(steps=3, progress=False)
+        assert trainer.stats().step == step + 3
+        log = trainer.log()
+        assert difference(replay(log, TASK.creator()), trainer.weights()) < 1e-12
+        simulation.settle()
 
 
 def test_a_process_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
