@@ -8,7 +8,7 @@
 # the driver gets signals; make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, test-core-alone, bench-check,
 # test-cluster, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage. make test-core: training
-# with plain processes, which make test leaves out; make test-core-alone: the same without the rest of the package. make package: the files of
+# with plain processes, which make test leaves out; make test-gpu: training on a GPU, where one is; make test-core-alone: the same without the rest of the package. make package: the files of
 # a release, in dist/, checked and used.
 PYTHON ?= python3
 VENV := .venv
@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-core test-core-alone test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
-  test-page test-site bench-check test-full \
+  test-page test-site bench-check test-full test-gpu \
   mutants coverage check bench soak package sbom site clean
 
 $(STAMP): pyproject.toml constraints.txt
@@ -98,17 +98,21 @@ demo: $(STAMP)
 	$(BIN)/steepest demo
 
 test: $(STAMP)
-	$(PYTEST) -m "not ray and not cluster and not long" --numprocesses=2 --ignore=tests/core
+	$(PYTEST) -m "not ray and not cluster and not long" --numprocesses=2 --ignore=tests/core --ignore=tests/gpu
 	$(PYTEST) -m "ray and not cluster and not long"
 
 test-core: $(STAMP)
 	$(PYTEST) -m "long or not long" --numprocesses=2 tests/core
 
+# skips with the reason where torch can use no GPU
+test-gpu: $(STAMP)
+	$(PYTEST) -m "long or not long" tests/gpu
+
 test-core-alone: $(STAMP)
 	$(BIN)/python tests/core/alone.py --numprocesses=2
 
 test-cluster: $(STAMP)
-	$(PYTEST) -m "long and not ray and not cluster" --numprocesses=2 --ignore=tests/core
+	$(PYTEST) -m "long and not ray and not cluster" --numprocesses=2 --ignore=tests/core --ignore=tests/gpu
 	$(PYTEST) -m "cluster or long and ray"
 
 bench-check: $(STAMP)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import own_loop, resnet101
+from benchmarks import gpu, own_loop, resnet101
 from benchmarks.models import Workload, compute
 from benchmarks.namespaces import HOST
 from benchmarks.network import BYTES, OVERHEAD
@@ -152,3 +152,14 @@ def test_a_loop_is_compared_with_all_rivals_and_with_fit_of_its_strategy(
     monkeypatch.setitem(own_loop.MODULES, "fabric", "no_such_module")
     assert own_loop.missing("fabric").startswith("fabric is left out")
     assert not own_loop.missing("ddp loop")
+
+
+def test_the_benchmark_of_gpus_says_where_there_is_none_and_its_report_is_of_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gpu.main([])
+    assert capsys.readouterr().out.startswith("not measured: torch sees no GPU here")
+    lines = gpu.report("small", {name: [(0.5, 2e6), (0.25, 1e6)] for name in gpu.CONTENDERS})
+    assert [line.split()[0] for line in lines.splitlines()[1:]] == ["plain", "one", "ddp", "two"]
+    assert "plain: 1.000 (1.000 to 1.000)" in lines

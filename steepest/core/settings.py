@@ -30,6 +30,8 @@ class Settings:
         snapshot_every: steps between two copies of the state in the driver, where workers alone
             hold parts of it: under allreduce, and of models with buffers.
         threads: with which torch computes in each worker.
+        device: "cpu", or "cuda" for models on GPUs, of which worker i has number i, counted round
+            and round: two workers share the only one. Not yet run on one.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -40,6 +42,7 @@ class Settings:
     start_timeout: float = 120.0
     snapshot_every: int = 20
     threads: int = 1
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         require_choice("on_death", self.on_death, ("replace", "continue", "raise"))
@@ -47,6 +50,7 @@ class Settings:
         require_positive("start_timeout", self.start_timeout)
         require_count("snapshot_every", self.snapshot_every)
         require_count("threads", self.threads)
+        require_choice("device", self.device, ("cpu", "cuda"))
 
 
 def strategy_for(strategy: str | Strategy, num_workers: int) -> Strategy:

@@ -123,7 +123,7 @@ class Trainer:
         self._runtime = runtime or ProcessRuntime()
         self._crew = Crew(
             self._runtime,
-            (self._token, self._settings.threads, tuple(extensions)),
+            (self._token, self._settings.threads, tuple(extensions), self._settings.device),
             self._settings.start_timeout,
             lambda: f"after step {self.step}",
         )

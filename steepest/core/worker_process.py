@@ -25,6 +25,7 @@ from steepest.core.tensors.layout import ChunkSpec
 from steepest.core.transport.channel import Address
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
+from steepest.errors import ConfigurationError
 
 T = TypeVar("T")
 HOST = "127.0.0.1"
@@ -47,11 +48,15 @@ class WorkerProcess:
         token: the job's secret, which both ends of a connection prove to know.
         threads: with which torch computes.
         extensions: what attaches to the worker.
+        device: "cpu" or "cuda", where the model computes.
     """
 
-    def __init__(self, token: bytes, threads: int, extensions: Sequence[Extension]) -> None:
+    def __init__(
+        self, token: bytes, threads: int, extensions: Sequence[Extension], device: str = "cpu"
+    ) -> None:
         self._token = token
         self._extensions = extensions
+        self._device = device
         self._models: list[Model] = []
         self._replicas: Replicas | None = None
         self._worker: Worker | None = None
@@ -61,8 +66,18 @@ class WorkerProcess:
         self._on_router(lambda: torch.set_num_threads(threads))
 
     def _build_replicas(self, job: Job, index: int, before: Replicas | None) -> Replicas:
-        devices, extensions = [torch.device("cpu")], self._extensions
+        devices, extensions = [self._device_of(index)], self._extensions
         return build_replicas(job, index, self._models, devices, before, extensions=extensions)
+
+    def _device_of(self, index: int) -> torch.device:
+        """Return the device of a worker's model; ConfigurationError: this process sees no GPU."""
+        if self._device == "cpu":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise ConfigurationError(
+                'device="cuda": torch sees no GPU here; give "cpu", or install a torch with CUDA and its driver'
+            )
+        return torch.device("cuda", index % torch.cuda.device_count())
 
     def _on_router(self, function: Callable[[], T]) -> T:
         return system().result(self._router.call(function))

@@ -60,6 +60,7 @@ class InProcessCluster:
             starts; otherwise the death is a failure of the step.
         faults: the script, see `steepest.testing.Fault`.
         extensions: what attaches to the workers, see `docs/extensions.md`; by default all that the library has.
+        device: on which all models compute, "cuda" for the present GPU.
 
     Attributes:
         left: what the coordinator says of each worker that died.
@@ -93,6 +94,7 @@ class InProcessCluster:
         replaces: bool = False,
         faults: Sequence[Fault] = (),
         extensions: Sequence[Extension] = EXTENSIONS,
+        device: str = "cpu",
     ) -> None:
         self._extensions = tuple(map(simulated, extensions))
         config = strategy or ParameterServerStrategy(num_servers=1)
@@ -125,9 +127,9 @@ class InProcessCluster:
             )
         self.left: list[WorkerLost] = []
         self.on_left: Callable[[int], None] = self.replace
-        cpu = [torch.device("cpu")] * devices_per_worker
+        self._devices = [torch.device(device)] * devices_per_worker
         replicas = [
-            build_replicas(self.job, worker, models, cpu, extensions=self._extensions)
+            build_replicas(self.job, worker, models, self._devices, extensions=self._extensions)
             for worker, (models, _) in enumerate(built)
         ]
         self.client_router = self.network.router()
@@ -233,8 +235,7 @@ class InProcessCluster:
         self.lives[worker] += 1
         cut = job.strategy.cut
         models, _ = build_models(self._creator, worker, job.devices_per_worker, job.seed, cut)
-        cpu = [torch.device("cpu")] * job.devices_per_worker
-        replicas = build_replicas(job, worker, models, cpu, extensions=self._extensions)
+        replicas = build_replicas(job, worker, models, self._devices, extensions=self._extensions)
         replicas.begin_with(
             self._mean_state(index for index in range(len(self.workers)) if index != worker)
         )

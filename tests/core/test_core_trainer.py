@@ -255,3 +255,11 @@ def test_epochs_and_steps_exclude_each_other() -> None:
         for arguments in ({}, {"epochs": 1, "steps": 1}, {"steps": 0}, {"epochs": -1}):
             with pytest.raises(ConfigurationError):
                 job.fit(**arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match='device="cuda": torch sees no GPU here'):
+        trainer(settings=Settings(device="cuda"))
+    with pytest.raises(ConfigurationError, match="device"):
+        Settings(device="tpu")
