@@ -107,7 +107,7 @@ def prepare(
     further = loaders[1:] if session.together else []
     made: dict[int, Any] = {id(each): EvaluationLoader(each, session) for each in further}
     if data is not None:
-        whole = data.batch_size * session.size if lockstep else step_size().of(data.batch_size)
+        whole = lockstep.whole_batch(session.size) if lockstep else step_size().of(data.batch_size)
         made[id(loaders[0])] = TrainingLoader(loaders[0], session, data.size, whole)
     session.prepare(
         Prepared(
@@ -181,11 +181,17 @@ def _lockstep(
             f"{what} where workers do not wait for each other: all of them are to take the same steps; give "
             'strategy="ps" or "allreduce"'
         )
+    whole = step_size().samples
     if data is None:
+        if whole is not None:
+            raise ConfigurationError(
+                f"global_batch_size={whole} with a loop without a loader, which makes its data itself: leave it out, "
+                "and let each worker make its part of them, by steepest.size()"
+            )
         return Lockstep(None, 1, session.seed)
     if data.stream is not None:
-        return StreamLockstep(data.stream, session.seed)
-    return Lockstep(data.source, data.batch_size, session.seed)
+        return StreamLockstep(data.stream, session.seed, whole)
+    return Lockstep(data.source, data.batch_size, session.seed, whole)
 
 
 def register(**objects: Any) -> Any:
@@ -233,7 +239,8 @@ def epochs(count: int, end: int | None = None) -> Iterable[int]:
 def report(**values: Any) -> None:
     """Report numbers, such as a loss: the driver has their means over the workers, weighted by samples.
 
-    A worker's value counts with the samples that it has taken since its last report. No worker waits for another.
+    A worker's value counts with the samples that it has taken since its last report, or with what `weight` said of
+    them. No worker waits for another.
     Outside of `steepest.run` it does nothing.
 
     Args:

@@ -15,6 +15,7 @@ class Steps:
     """Training data of which each share is one step of a loop: the loop has its samples from elsewhere."""
 
     size: int | None = None
+    divides = True  # see `steepest.core.engine.job.Description`
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[None]:
         """Yield None without end."""
@@ -29,6 +30,7 @@ class Lockstep:
         source: of the loader's data; None without a loader.
         batch_size: of the loader.
         seed: of the order of samples.
+        whole: samples of a batch of all workers; None for as many as theirs have.
 
     Attributes:
         skip: steps that are committed already of the batch, or epoch, at which the loop was entered.
@@ -38,13 +40,15 @@ class Lockstep:
         whole: of the present batch, on all workers.
     """
 
-    def __init__(self, source: Source | None, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, source: Source | None, batch_size: int, seed: int, whole: int | None = None
+    ) -> None:
         self.skip = self.taken = 0
         self.inside = False
         self.samples: int | None = None
         self.whole = 0
         self._source = source
-        self._batch_size, self._seed = batch_size, seed
+        self._batch_size, self._seed, self._all = batch_size, seed, whole
         self._epoch = self._step = 0  # steps in the data, of all epochs
         self._plan: SamplePlan | None = None
         self._size = 0  # workers in the plan
@@ -52,6 +56,10 @@ class Lockstep:
             raise ConfigurationError(
                 "steepest.prepare() was given a loader over data without a length: give one over a map-style dataset"
             )
+
+    def whole_batch(self, size: int) -> int:
+        """Return the number of samples of a batch of so many workers together."""
+        return self._all or self._batch_size * size
 
     @property
     def number(self) -> int:
@@ -94,7 +102,7 @@ class Lockstep:
     def _planned(self, step: int, rest: Remaining) -> SamplePlan:
         assert self._source is not None
         assert self._source.size is not None
-        whole = self._batch_size * self._size
+        whole = self.whole_batch(self._size)
         about = self._source.size, whole, self._seed, step, rest.epoch, rest.offset
         blocks = getattr(self._source, "blocks", None)
         drop_last = bool(getattr(self._source, "drop_last", False))

@@ -40,7 +40,7 @@ class Reported(NamedTuple):
     """The values of one call of `report` on one worker."""
 
     number: int  # of the worker's calls before
-    samples: int  # of this worker since its call before
+    weight: float  # of this worker's batches since its call before
     values: Mapping[str, float]
 
 

@@ -1,4 +1,4 @@
-"""Reports of the workers' loops, put together: means by samples over the workers."""
+"""Reports of the workers' loops, put together: means by samples, or by what batches weigh, over the workers."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Reports:
 
     def __init__(self, before: Sequence[dict[str, float]] = ()) -> None:
         self._before = list(before)
-        # by number of the call and name: the sum of values times samples, that of samples, and the values
-        self._sums: dict[int, dict[str, tuple[float, int, list[float]]]] = {}
+        # by number of the call and name: the sum of values times weights, that of weights, and the values
+        self._sums: dict[int, dict[str, tuple[float, float, list[float]]]] = {}
 
     def add(self, reported: Iterable[Reported]) -> None:
         """Add what one worker has reported."""
-        for number, samples, values in reported:
+        for number, weight, values in reported:
             row = self._sums.setdefault(number, {})
             for name, value in values.items():
-                total, count, plain = row.get(name, (0.0, 0, []))
-                row[name] = (total + value * samples, count + samples, [*plain, value])
+                total, count, plain = row.get(name, (0.0, 0.0, []))
+                row[name] = (total + value * weight, count + weight, [*plain, value])
 
     def rows(self) -> list[dict[str, float]]:
         """Return the means by name, one row for each call."""

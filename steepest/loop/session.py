@@ -100,7 +100,7 @@ class Session:
         self._stepped = False  # whether the last batch's step was taken
         self.stepping: set[int] = set()  # ids of the parameters of the optimizer that steps
         self._own_weight: float | None = None  # of the present batch, as the user says it
-        self._since_report = 0  # samples
+        self._since_report = 0.0  # weight of batches
         self._reports_before: int | None = (
             None  # calls of `report` before the last batch of the epoch
         )
@@ -719,14 +719,19 @@ class Session:
                 "steepest.weight() with steepest.prepare(..., reduction='sum'): sums are not weighed; leave one out"
             )
         if self.lockstep is not None:
+            before = self._weight_of(self.lockstep) if self.lockstep.samples is not None else 0.0
+            if self._own_weight is not None:
+                before = self._own_weight
             self._own_weight = checked_weight(weight)
+            self._since_report += self._own_weight - before
             return
         if self._taken is None:
             raise ConfigurationError(
                 "steepest.weight() before the first batch: call it in the loop over the loader"
             )
-        self._batch_weight = checked_weight(weight)
-        self.weight += self._batch_weight - self._taken.samples
+        before, self._batch_weight = self._batch_weight, checked_weight(weight)
+        self.weight += self._batch_weight - before
+        self._since_report += self._batch_weight - before
 
     def _step_function(self, index: int) -> Callable[..., Any]:
         def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -927,7 +932,7 @@ class Session:
         found = checked_metrics({name: _number(value) for name, value in values.items()})
         self._reports.append(Reported(self._report_count, self._since_report, found))
         self._report_count += 1
-        self._since_report = 0
+        self._since_report = 0.0
         self.fresh |= found
 
 

@@ -157,8 +157,8 @@ class StreamedSource:
 class StreamLockstep(Lockstep):
     """The place of a loop over an iterable data set whose length nobody knows: all workers see where it ends."""
 
-    def __init__(self, stream: Stream, seed: int) -> None:
-        super().__init__(None, stream.batch_size, seed)
+    def __init__(self, stream: Stream, seed: int, whole: int | None = None) -> None:
+        super().__init__(None, stream.batch_size, seed, whole)
         self._stream = stream
         self._offset = self._before = (
             0  # samples of the pass before the next batch, and before the present one
@@ -199,7 +199,7 @@ class StreamLockstep(Lockstep):
 
     def _rest(self, size: int) -> list[Any]:
         """Return the samples of the next batch of all workers."""
-        whole = self._batch_size * size
+        whole = self.whole_batch(size)
         self._stream.keeps = _KEPT_STEPS * whole
         found = self._stream.read(self._epoch, self._offset, self._offset + whole)
         return [] if self._stream.drop_last and len(found) < whole else found

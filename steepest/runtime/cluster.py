@@ -238,11 +238,12 @@ class Cluster(JobContext):
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
         chosen, num_servers = self.chosen, self._num_servers(config, len(workers))
         alike = config.in_driver or len(workers) == 1
+        whole = None if description.divides else chosen.global_batch_size
         self.job = Job(
             description, config, len(workers), chosen.devices_per_worker, num_servers, chosen.seed,
             self.run_config.deadlines.step, self.run_config.keep_log,
             None if alike else hosts_of(self.places, num_servers, config), chosen.accumulate,
-            self._schedule_offset, self.run_config.failure.max_failures > 0, chosen.global_batch_size,
+            self._schedule_offset, self.run_config.failure.max_failures > 0, whole,
             unfrozen,
         )  # fmt: skip
         self.roles_due = False

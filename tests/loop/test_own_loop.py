@@ -208,6 +208,15 @@ def test_several_steps_for_a_batch_equal_one_process(
     assert difference(found.weights, alone(script, workers)) < 1e-12
 
 
+@pytest.mark.parametrize("script", [adversarial, clamped])
+def test_several_steps_for_a_batch_of_a_size_of_all_workers(script: Any) -> None:
+    """The batch of all workers is as large as was said, on however many."""
+    expected = alone(script, 2)
+    for workers in (1, 2, 3):
+        found = run(script, workers, global_batch_size=2 * BATCH)
+        assert difference(found.weights, expected) < 1e-12
+
+
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_writes_to_parameters_may_be_undone_before_a_step(strategy: str) -> None:
     """Of sharpness-aware minimisation each worker's part of the batch has its own worst place nearby."""
@@ -300,6 +309,29 @@ def test_reports_are_means_by_samples_over_the_workers() -> None:
     whole = script.data[1][:, 0].mean().item()
     assert [row["epoch"] for row in found.reports] == [0.0, 1.0, 2.0]
     assert [row["seen"] for row in found.reports] == pytest.approx([whole] * 3)
+
+
+def reporting_losses(parts: Parts, epochs: int) -> None:
+    """Reports the mean over tokens of each batch, of which samples have different numbers."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            tokens = (y > 0).double()
+            steepest.weight(tokens.sum().item())
+            errors = (parts.model(x) - y).square() * tokens
+            loss = errors.sum() / tokens.sum().clamp_min(1.0)
+            parts.optimizer.zero_grad()
+            loss.backward()
+            parts.optimizer.step()
+            steepest.report(loss=loss)
+
+
+@pytest.mark.parametrize("any_steps", [False, True])
+def test_reports_are_means_by_what_batches_weigh(any_steps: bool) -> None:
+    one, two = (
+        run(Script(reporting_losses, any_steps=any_steps), n, global_batch_size=6).reports
+        for n in (1, 2)
+    )
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-12)
 
 
 def reporting_steps(parts: Parts, epochs: int) -> None:
@@ -415,6 +447,7 @@ def weighing_sums(parts: Parts, epochs: int) -> None:
 
 WRONG = {
     r"adds up the samples of its batch \(MseLoss\)": Script(adding_up),
+    "global_batch_size=4 with a loop without a loader": without_loader,
     r"weight\(\) with steepest.prepare\(..., reduction='sum'\)": Script(
         weighing_sums, reduction="sum"
     ),
@@ -438,7 +471,7 @@ WRONG = {
 @pytest.mark.parametrize("words", WRONG)
 def test_wrong_use_is_told_in_words(words: str) -> None:
     with pytest.raises((ModelRaisedError, ConfigurationError, ModelError), match=words):
-        run(WRONG[words], 2)
+        run(WRONG[words], 2, **({"global_batch_size": 4} if "global" in words else {}))
 
 
 @pytest.mark.ray

@@ -56,6 +56,8 @@ class Description:
     fingerprint: dict[str, Any] = field(default_factory=dict, hash=False)
     # the greatest norm of a gradient, unless the strategy says another
     clip_norm: float | None = None
+    # whether a `global_batch_size` is divided by the data: what is a batch to them is none of the job's
+    divides: bool = False
 
 
 @dataclass(frozen=True)

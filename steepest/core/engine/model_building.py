@@ -74,6 +74,7 @@ def build_models(
             " ".join(filter(None, (getattr(m.data, "notice", ""), _notice(m)))),
             _opaque(m, extensions),
             clip_norm=m.clip_norm if isinstance(m, AsksForClipping) else None,
+            divides=bool(getattr(m.data, "divides", False)),
         )
         for m in models
     ]
