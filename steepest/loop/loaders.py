@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,12 +35,7 @@ class TrainingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches of the present epoch; at the beginning those that are left of it."""
-        while True:
-            try:
-                batch = self._session.next_batch()
-            except StopIteration:
-                return
-            yield batch
+        return _Pass(self._session)
 
     def __len__(self) -> int:
         """Return the number of the job's steps in an epoch."""
@@ -52,6 +48,37 @@ class TrainingLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
+
+
+class _Pass(Iterator[Any]):
+    """A worker's batches of the present epoch.
+
+    Where they begin in the middle of it, an `enumerate` of the loader counts those before too: what a script does at
+    each so many batches is done by a worker that joins later at the same ones as by the others.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._counts = False
+
+    def __next__(self) -> Any:
+        if self._counts:
+            return None
+        batch = self._session.next_batch()
+        if first := self._session.take_first():
+            self._count(first)
+        return batch
+
+    def _count(self, first: int) -> None:
+        """Have the `enumerate` that is about to number a batch number so many before, which are not there."""
+        self._counts = True
+        try:
+            for each in gc.get_referrers(self):
+                if type(each) is enumerate:
+                    for _ in range(first):
+                        next(each)
+        finally:
+            self._counts = False
 
 
 class EvaluationLoader:

@@ -124,6 +124,11 @@ class Lockstep:
             return self._epoch
         return self._plan_for(size).position(self._step).epoch
 
+    def batches_before(self, size: int) -> int:
+        """Return how many batches of its epoch there are before the next one."""
+        plan = self._plan_for(size)
+        return plan.position(self._step).ranges[0][0] // plan.global_batch
+
     def begin(self, epoch: int, size: int) -> None:
         """Begin an epoch; what is left of earlier ones is left out."""
         self._epoch = epoch

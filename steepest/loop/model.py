@@ -16,7 +16,7 @@ from steepest.collectives.members import MemberCollective
 from steepest.core.data.protocol import Indices
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.models.names import plain
-from steepest.core.models.protocol import Arrive, Computed, Ready, Where, all_here
+from steepest.core.models.protocol import Arrive, Computed, PastShare, Ready, Where, all_here
 from steepest.core.models.step_size import step_size
 from steepest.core.optim.portable import Record
 from steepest.core.optim.portable import unpack as unpack_state
@@ -35,6 +35,7 @@ from steepest.loop.projected import Projected, Projection
 from steepest.loop.session import Session
 from steepest.loop.table_rows import LoopRows
 from steepest.loop.training_data import TrainingData
+from steepest.loop.window import Again
 from steepest.loop.writes import LoopWrites
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class LoopModel(TorchModel):
         self._of_step: dict[str, torch.Tensor] = {}  # where the loop has begun its last step
         self._arrived: dict[str, torch.Tensor] | None = None  # until the loop is where they are of
         self._has_buffers = any(True for _ in module.buffers())
-        self._share_of: Callable[[int], Indices | None] | None = None
+        self._share_of: Callable[[int], PastShare | None] | None = None
         self._rows = LoopRows(session.turns.ask)
         if self.tables:
             self._rows.follow(module, *optimizers)
@@ -102,26 +103,44 @@ class LoopModel(TorchModel):
 
     def any_batch(self) -> Any:
         """Return a batch of the first samples of the training data."""
-        return self._batch_of(np.arange(min(self.batch_size, self.data.size or 1)))
+        return self.on_device(self._batch_of(np.arange(min(self.batch_size, self.data.size or 1))))
 
     def _batch_of(self, share: Indices) -> Any:
-        return self.on_device(next(iter(self.data.open([share], prefetch=False))))
+        return next(iter(self.data.open([share], prefetch=False)))
 
     def batch_before(self, step: int) -> Any:
         """Return the worker's last batch before a step of the job; another one if it had none, or is not known."""
         session = self.session
         if (lockstep := session.lockstep) is not None:
             return self._to_device(lockstep.batch_before(session.rank, session.size))
-        share = None if self._share_of is None else self._share_of(step - 1)
-        if share is None or not len(share):
+        share = self._past_share(step - 1)
+        if share is None or not share.batches:
             return self.any_batch()
-        return self._batch_of(share)
+        return self.on_device(self._batch_of(share.batches[-1]))
+
+    def _past_share(self, step: int) -> PastShare | None:
+        return None if self._share_of is None else self._share_of(step)
+
+    def batch_at(self, step: int) -> Again | None:
+        """Return the worker's batch of a step of the job, see `steepest.loop.window.Batches`."""
+        share = self._past_share(step)
+        if share is None or len(share.batches) != 1:
+            return None
+        (indices,) = share.batches
+        batch = self._batch_of(indices)
+        samples = batch.samples if isinstance(batch, Drawn) else len(indices)
+        return Again(self.on_device(batch), samples, share.samples)
+
+    def steps_before(self, step: int) -> int:
+        """Return how many steps of its epoch there are before a step; 0 where that is not known."""
+        share = self._past_share(step)
+        return 0 if share is None else share.before
 
     def meet(
         self,
         member: MemberCollective,
         wait: Callable[[Callable[[], bool]], None],
-        share_of: Callable[[int], Indices | None],
+        share_of: Callable[[int], PastShare | None],
     ) -> None:
         """Gather values of all workers over a collective from now on, see `steepest.core.models.protocol.Gathers`."""
         self._share_of = share_of
@@ -379,7 +398,7 @@ class LoopModel(TorchModel):
             named = self.module.named_buffers(remove_duplicate=False)
             self._of_step = {plain(name): value.detach().cpu().clone() for name, value in named}
 
-    def take_buffers(self) -> None:
+    def restore_buffers(self) -> None:
         """Set the buffers that have arrived, now that the loop has come to where they are of."""
         if self._arrived is not None:
             super().load_state(self._arrived)

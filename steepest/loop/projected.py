@@ -32,7 +32,8 @@ class Projected(torch.optim.Optimizer):
         project: Projection,
     ) -> None:
         groups = [{**group, "params": list(group["params"])} for group in groups]
-        self._named = [pair for group in groups for pair in group["params"]]
+        # names alone: what an optimizer keeps is handed over where a server is replaced, tensors too
+        self._names = tuple(name for group in groups for name, _ in group["params"])
         tensors = [{**group, "params": [p for _, p in group["params"]]} for group in groups]
         super().__init__([{**group} for group in tensors], {})
         cls, arguments = maker
@@ -74,7 +75,8 @@ class Projected(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step the optimizer, and project what it has updated; a closure is not called."""
         take_step(self._own)
-        for name, parameter in self._named:
+        parameters = (p for group in self._own.param_groups for p in group["params"])
+        for name, parameter in zip(self._names, parameters, strict=True):
             if parameter.grad is not None:
                 self._project(name, parameter)
         return None

@@ -24,12 +24,14 @@ from steepest.loop.kept import Kept, pack, unpack
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.losses import Losses, watched
 from steepest.loop.prepared import Ask, Batch, Prepared, Progress, Reported
+from steepest.loop.report_calls import ReportCalls
 from steepest.loop.standing_in import Boundary, StandIn
 from steepest.loop.table_rows import Errand
 from steepest.loop.ticks import Schedules
 from steepest.loop.torch_clipping import watched as clipping_watched
 from steepest.loop.turns import Ended, Turns
 from steepest.loop.unseen import Unseen, noted
+from steepest.loop.window import Window
 from steepest.validation import require_positive
 
 _local = threading.local()
@@ -65,7 +67,7 @@ class Session:
         self.prepared: Prepared | None = None
         self._function = function
         self._arriving: dict[str, Any] | None = None  # a state, until the loop is entered
-        self._report_count = 0
+        self.calls = ReportCalls()
         self._reports: list[Reported] = []
         self.trying: ByClosure | None = None  # whose step is under way
         self.read_state: Callable[[], list[Record]] | None = (
@@ -100,15 +102,17 @@ class Session:
         self._stepped = False  # whether the last batch's step was taken
         self.stepping: set[int] = set()  # ids of the parameters of the optimizer that steps
         self._own_weight: float | None = None  # of the present batch, as the user says it
-        self._since_report = 0.0  # weight of batches
-        self._reports_before: int | None = (
-            None  # calls of `report` before the last batch of the epoch
-        )
-        self._missed = 0  # steps since that batch in which the worker has no samples
+        self.calls = ReportCalls(self.calls.count)
         self._kept: Kept | None = None
         self._before: dict[str, Any] = {"kept": {}}  # see `_begin_step`
         self._round: torch.Tensor | None = None  # the state where a round of own updates begins
         self._schedules = Schedules(self)
+        self.window = Window()  # of batches since the last step
+        self._go_back_to: int | None = None  # the step with which that of the others begins
+        self._enters = True  # whether no batch was taken yet
+        self.first = (
+            0  # batches of the epoch before the next one, where the loop enters in its middle
+        )
         self._errand: Errand | None = None  # that the loop awaits
         self._committed = 0  # steps of the job that are known to be
         self._passed = 0  # steps of the job of which the loop has seen the end
@@ -166,6 +170,8 @@ class Session:
         )
         if self.awaits(batch.where):
             return True
+        if self._is_uncommitted and taken == batch.where:
+            return False
         if not (self._asked is Ask.PARTS and again):
             self._pending, self.hyper = batch, None
         if not self.in_lockstep:
@@ -207,7 +213,7 @@ class Session:
     def pass_by(self, where: Where) -> None:
         """Note that the worker has no samples in the job's next step."""
         if self.together and where.step >= self._passed:
-            self._missed += 1
+            self.calls.miss()
         self._passed = max(self._passed, where.step + 1)
         self._committed = max(self._committed, where.step)
         self._see(where)
@@ -293,7 +299,27 @@ class Session:
         if lockstep is not None:
             return lockstep.inside and self._asked in (Ask.COMMIT, Ask.BATCH, Ask.PARTS)
         in_batch = self._asked is Ask.PARTS and self.gatherer.region is Region.BEFORE
-        return self._asked is Ask.COMMIT or in_batch
+        return self._asked is Ask.COMMIT or in_batch or self._adds_up
+
+    @property
+    def _adds_up(self) -> bool:
+        """Whether the loop has taken batches without a step, of which it may keep the gradients."""
+        if not self._keeps_windows or self._asked is not Ask.BATCH or self._taken is None:
+            return False
+        return not self._stepped and (not self._is_over or self._is_uncommitted)
+
+    @property
+    def _is_uncommitted(self) -> bool:
+        """Whether the loop has passed through the last batch without a step, which is not known to be committed."""
+        if self._asked is not Ask.BATCH or self._taken is None or self._stepped or self.in_lockstep:
+            return False
+        return self.together and not self.local and self._taken.where.step >= self._committed
+
+    @property
+    def _keeps_windows(self) -> bool:
+        """Whether a loop that enters between two batches without a step takes the first again."""
+        gathers = self.gatherer.among_batches
+        return self.together and not (self.local or self.in_lockstep or gathers)
 
     @property
     def is_in_round(self) -> bool:
@@ -307,8 +333,8 @@ class Session:
         """Note what is the state of a worker that takes the step from here on that the loop begins now."""
         numbers = {} if self._kept is None else self._kept.numbers()
         self._before = {
-            "reports": self._report_count,
-            "since": self._since_report,
+            "reports": self.calls.count,
+            "since": self.calls.weight,
             "kept": numbers,
         }
         if self.prepared is not None:
@@ -326,8 +352,8 @@ class Session:
         return {
             "step": self._steps,
             "batches": self.batches,
-            "reports": self._report_count,
-            "since": self._since_report,
+            "reports": self.calls.count,
+            "since": self.calls.weight,
             "kept": kept,
             "at": at,
             "epoch": self._epoch,
@@ -335,6 +361,9 @@ class Session:
             "gathers": self.gatherer.among_batches,
             "local": self.local,
             "lockstep": None if self.lockstep is None else self.lockstep.state(),
+            "window": self.window.begins_before(self._steps)
+            if self.is_in_step and self._keeps_windows
+            else None,
             "frozen": None if self.prepared is None else self.prepared.model.frozen,
             "closures": self._of_closures() if objects else [],
             **self._scheduled(),
@@ -378,7 +407,7 @@ class Session:
             and self.gatherer.region is Region.BEFORE
             and not self.in_lockstep
         )
-        if self._asked is Ask.COMMIT or before:
+        if self._asked is Ask.COMMIT or before or self._is_uncommitted:
             return taken
         return max(self.at_step + 1, min(self._passed, self._committed))
 
@@ -524,13 +553,13 @@ class Session:
     def _take(self, state: Mapping[str, Any]) -> None:
         """Set what has arrived, now that all is there of which it is the state."""
         self._arriving = None
-        self._passed, self._report_count = state["step"], state["reports"]
+        self._passed = state["step"]
+        self.calls = ReportCalls(state["reports"], state["since"])
         self._committed = max(self._committed, state["step"])
-        self._since_report = state["since"]
         self.batches = state["batches"]
         assert self.prepared is not None
         prepared = self.prepared
-        prepared.model.take_buffers()
+        prepared.model.restore_buffers()
         if state["groups"]:
             for scheduler, own in zip(prepared.schedulers, state["schedulers"], strict=True):
                 scheduler.load_state_dict(own)
@@ -541,6 +570,7 @@ class Session:
             each.optimizer.load_state_dict(own)
         if state.get("local", 0) == self.local:  # else schedulers have counted something else
             self._schedules.restore(state)
+        self._go_back_to = state.get("window")
         if self._kept is not None:
             self._kept.load(state["kept"])
 
@@ -642,20 +672,40 @@ class Session:
                 "the loader was iterated over outside of steepest.epochs(): write `for epoch in steepest.epochs(n)` "
                 "around the loop, so that a worker that joins later knows where the job is"
             )
+        assert self.prepared is not None
         if (again := self._stand_in.next_batch()) is not None:
+            self._enters, self.first = False, self.prepared.model.steps_before(self._passed - 1)
             return again[0]
         if self.lockstep is not None:
             return self._next_locked(self.lockstep)
-        before = self._reports_before
-        calls = 0 if before is None else self._report_count - before  # for that batch
+        pending = self._next_pending()
+        if (back := self._batch_again(pending)) is not None:
+            return back
+        taken = None if self._taken is None else self._taken.where
+        new = taken is None or taken.step != pending.where.step
+        opens = self.window.opens(pending.where, stepped=self._stepped)
+        if new and (opens or not self._keeps_windows):
+            self._begin_step()
+        if taken is None or self._own_updates(taken) != self._own_updates(pending.where):
+            self.whole += pending.whole
+        self._pending, self._taken = None, pending
+        self.calls.begin_batch()
+        self._see(pending.where)
+        self.gatherer.enter(Region.BEFORE, pending.where.step)
+        self.gatherer.order = []
+        self._count(pending.samples)
+        return pending.data
+
+    def _next_pending(self) -> Batch:
+        """Return the batch that the engine gives next; StopIteration at the end of the present epoch."""
+        calls = self.calls.of_batch
         while self._pending is None:
             if self._has_seen_all:
-                self._number_reports(calls)
+                self.calls.leave_out(calls)
                 self._end_epoch()
             self.turns.ask(Ask.BATCH)
-        self._number_reports(calls)
-        pending = self._pending
-        epoch = pending.where.epoch or 0
+        self.calls.leave_out(calls)
+        epoch = self._pending.where.epoch or 0
         if epoch > self._epoch:
             self._end_epoch()
         if epoch < self._epoch:
@@ -663,27 +713,39 @@ class Session:
                 f"the loop over the loader was left in epoch {epoch} before its end, and begun anew: go through all "
                 "batches of an epoch, or return"
             )
-        taken = None if self._taken is None else self._taken.where
-        if taken is None or taken.step != pending.where.step:
-            self._begin_step()
-        if taken is None or self._own_updates(taken) != self._own_updates(pending.where):
-            self.whole += pending.whole
-        self._pending, self._taken, self._stepped = None, pending, False
-        self._reports_before = self._report_count
-        self._see(pending.where)
-        self.gatherer.enter(Region.BEFORE, pending.where.step)
-        self.gatherer.order = []
-        self.batches += 1
-        self.samples += pending.samples
-        self.weight += pending.samples
-        self._batch_weight = float(pending.samples)
-        self._since_report += pending.samples
-        return pending.data
+        return self._pending
 
-    def _number_reports(self, calls: int) -> None:
-        """Have the next calls of `report` the numbers of others', who make so many in each step that was missed."""
-        self._report_count += calls * self._missed
-        self._missed = 0
+    def _count(self, samples: int) -> None:
+        """Count a batch, whose step is yet to be taken."""
+        self._stepped = False
+        self.batches += 1
+        self.samples += samples
+        self.weight += samples
+        self.calls.weight += samples
+        self._batch_weight = float(samples)
+
+    def _batch_again(self, pending: Batch) -> Any:
+        """Return a batch that others have taken since their last step, where the loop enters after it; else None."""
+        if self._enters and self.together:
+            assert self.prepared is not None
+            self._enters, back_to = False, self._go_back_to if self._keeps_windows else None
+            self.first = self.window.go_back(back_to, pending.where, self.prepared.model)
+        if not self.window.until:
+            return None
+        back = self.window.again(self.seed, self.rank)
+        if back is None:
+            self.window.until = 0
+            return None
+        if back.is_first:
+            self._begin_step()
+        self.whole += back.whole
+        self._count(back.samples)
+        return back.data
+
+    def take_first(self) -> int:
+        """Return how many batches of the epoch there are before the one that was taken; 0 for all but the first."""
+        first, self.first = self.first, 0
+        return first
 
     def _end_epoch(self) -> None:
         """Raise StopIteration: the epoch has no further batch."""
@@ -692,7 +754,7 @@ class Session:
         if (self.gatherer.region, self.gatherer.number) != (Region.END, number):
             self.gatherer.enter(Region.END, number)
             self._boundary.mark("end")
-            self._reports_before = None
+            self.calls.end_epoch()
         raise StopIteration
 
     def _next_locked(self, lockstep: Lockstep) -> Any:
@@ -702,6 +764,8 @@ class Session:
         while self._pending is None and not lockstep.skip:
             self.turns.ask(Ask.BATCH)
         self._seed_for(lockstep.number + 1, 0)
+        if self._enters:
+            self._enters, self.first = False, lockstep.batches_before(self.size)
         self._begin_step()
         batch = lockstep.next_batch(self.rank, self.size)
         self._boundary.leave()
@@ -709,7 +773,7 @@ class Session:
         self.gatherer.order = []
         self.batches += 1
         self._own_weight = None
-        self._since_report += lockstep.samples or 0
+        self.calls.weight += lockstep.samples or 0
         return self.prepared.model.on_device(batch) if self.prepared is not None else batch
 
     def weigh(self, weight: float) -> None:
@@ -723,15 +787,15 @@ class Session:
             if self._own_weight is not None:
                 before = self._own_weight
             self._own_weight = checked_weight(weight)
-            self._since_report += self._own_weight - before
+            self.calls.weight += self._own_weight - before
             return
-        if self._taken is None:
+        if self._taken is None and not self.window.goes_back:
             raise ConfigurationError(
                 "steepest.weight() before the first batch: call it in the loop over the loader"
             )
         before, self._batch_weight = self._batch_weight, checked_weight(weight)
         self.weight += self._batch_weight - before
-        self._since_report += self._batch_weight - before
+        self.calls.weight += self._batch_weight - before
 
     def _step_function(self, index: int) -> Callable[..., Any]:
         def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -781,7 +845,7 @@ class Session:
         prepared = self.prepared
         optimizer, lockstep = prepared.optimizers[index], prepared.lockstep
         vars(optimizer)["_opt_called"] = True  # else a scheduler would warn
-        if self._stand_in.step():
+        if self._stand_in.step() or self.window.goes_back:
             return
         if lockstep is not None and lockstep.skip:
             self._skip_step(lockstep)
@@ -930,9 +994,7 @@ class Session:
         if not self.counts:
             return
         found = checked_metrics({name: _number(value) for name, value in values.items()})
-        self._reports.append(Reported(self._report_count, self._since_report, found))
-        self._report_count += 1
-        self._since_report = 0.0
+        self._reports.append(Reported(*self.calls.called(), found))
         self.fresh |= found
 
 

@@ -192,6 +192,10 @@ class StreamLockstep(Lockstep):
             return self._epoch + 1
         return self._epoch
 
+    def batches_before(self, size: int) -> int:
+        """Return how many batches of the pass there are before the next one."""
+        return self._offset // self.whole_batch(size)
+
     def begin(self, epoch: int, size: int) -> None:
         """Begin a pass; what is left of earlier ones is left out."""
         if epoch != self._epoch:

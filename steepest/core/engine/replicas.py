@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from steepest.core.data.batch_size import batch_size_of
-from steepest.core.data.protocol import Indices
 from steepest.core.data.sampler import SamplePlan, even_share
 from steepest.core.engine.batch_loader import BatchLoader
 from steepest.core.engine.chunk_ready import NOTHING, ChunkReady
@@ -30,6 +29,7 @@ from steepest.core.models.protocol import (
     FollowsData,
     Gathers,
     Model,
+    PastShare,
     SaysClipping,
     SaysHyper,
     Share,
@@ -210,7 +210,7 @@ class Replicas:
         """Tell models that gather values of all workers how they reach these, see `Gathers`."""
         for replica, model in enumerate(self.models):
             if isinstance(model, Gathers):
-                model.meet(member, wait, partial(self._last_share, replica))
+                model.meet(member, wait, partial(self._past_share, replica))
 
     def forget_gathered(self) -> None:
         """Have models drop what they have gathered of all workers, see `Gathers`."""
@@ -218,15 +218,15 @@ class Replicas:
             if isinstance(model, Gathers):
                 model.forget_gathered()
 
-    def _last_share(self, replica: int, step: int) -> Indices | None:
-        """Return the samples of a replica's last micro-batch of a step; None where they are not known."""
-        number = step * self.batches.places.shares + self.worker
-        if self.batches.places.plan is None or step < self.batches.places.plan.start_step:
+    def _past_share(self, replica: int, step: int) -> PastShare | None:
+        """Return a replica's share of a step; None where it is not known."""
+        places, plan = self.batches.places, self.batches.places.plan
+        if plan is None or step < plan.start_step:
             return None
-        found = list(
-            islice(self.batches.places.indices((number, replica, 0)), self.batches.places.micros)
-        )
-        return next((indices for indices in reversed(found) if len(indices)), None)
+        number, position = step * places.shares + self.worker, plan.position(step)
+        found = islice(places.indices((number, replica, 0)), places.micros)
+        before = -(-position.ranges[0][0] // plan.global_batch)
+        return PastShare([each for each in found if len(each)], position.size, before)
 
     def take_over(self, other: Replicas) -> None:
         """Continue where earlier replicas of the same models were in the data."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -332,6 +332,20 @@ class TakesBack(Protocol):
     take_back: Callable[[], None] | None
 
 
+class PastShare(NamedTuple):
+    """A replica's share of a step of the job.
+
+    Attributes:
+        batches: the samples of each of its batches; none where it had no samples.
+        samples: of the whole step.
+        before: steps of the same epoch before it.
+    """
+
+    batches: Sequence[Indices]
+    samples: int
+    before: int
+
+
 @runtime_checkable
 class Gathers(Protocol):
     """An ability of a model: it gathers values of all workers in the middle of its work."""
@@ -340,15 +354,14 @@ class Gathers(Protocol):
         self,
         member: Any,
         wait: Callable[[Callable[[], bool]], None],
-        share_of: Callable[[int], Indices | None],
+        share_of: Callable[[int], PastShare | None],
     ) -> None:
         """Take how the other workers are reached; called when these are known, or have changed.
 
         Args:
             member: a `steepest.collectives.members.MemberCollective`.
             wait: returns when what it is given returns True, and lets messages come meanwhile.
-            share_of: returns the samples of the replica's last batch of a step of the job; None where it had none, or
-                they are not known.
+            share_of: returns the replica's share of a step of the job; None where it is not known.
         """
 
     def forget_gathered(self) -> None:

@@ -1,0 +1,93 @@
+"""Batches whose gradients a loop adds up before a step: one that enters between them takes all of them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from steepest.core.data.sampler import step_seed
+from steepest.core.engine.generators import restore, seed_everything, states
+from steepest.core.models.protocol import Where
+
+_MOST = 1024  # batches; a loop that takes more without a step evaluates by them
+
+
+@dataclass(frozen=True)
+class Again:
+    """A batch of an earlier step that is taken again."""
+
+    data: Any
+    samples: int
+    whole: int  # samples of all workers
+    is_first: bool = False  # whether it is the first of them
+
+
+class Batches(Protocol):
+    """What is asked of the model of a loop."""
+
+    def batch_at(self, step: int) -> Again | None:
+        """Return the worker's batch of a step of the job; None if it had none, or is not known."""
+        ...
+
+    def steps_before(self, step: int) -> int:
+        """Return how many steps of its epoch there are before a step; 0 where that is not known."""
+        ...
+
+
+@dataclass
+class Window:
+    """The batches since the last step of the optimizer.
+
+    Attributes:
+        start: the job's step of the first; None before any.
+        epoch: of these.
+        until: the job's step whose batch is the first that is not taken again.
+        goes_back: whether the present batch is taken again: its step is another worker's, and over.
+    """
+
+    start: int | None = None
+    epoch: int = 0
+    until: int = 0
+    goes_back: bool = False
+    _left: Iterator[tuple[int, Again]] = field(default_factory=lambda: iter(()))
+    _generators: Any = None
+
+    def opens(self, where: Where, *, stepped: bool) -> bool:
+        """Note a batch; return whether it is the first since a step, or of an epoch."""
+        if self.start is not None and not stepped and self.epoch == where.epoch:
+            return False
+        self.start, self.epoch = where.step, where.epoch or 0
+        return True
+
+    def begins_before(self, step: int) -> int | None:
+        """Return the step of the first batch, if that is before a step, and not by very much."""
+        return self.start if self.start is not None and 0 < step - self.start <= _MOST else None
+
+    def go_back(self, start: int | None, where: Where, model: Batches) -> int:
+        """Take the batches from a step on again, if any, before the one of a place, where the loop enters an epoch.
+
+        Return how many batches of the epoch there are before.
+        """
+        before = model.steps_before(where.step)
+        if start is None or not 0 < where.step - start <= before:
+            return before
+        self.start, self.epoch, self.until = start, where.epoch or 0, where.step
+        self._left = self._taken_again(start, model)
+        return before - (where.step - start)
+
+    def _taken_again(self, start: int, model: Batches) -> Iterator[tuple[int, Again]]:
+        for step in range(start, self.until):
+            if (found := model.batch_at(step)) is not None:
+                yield step, replace(found, is_first=not self.goes_back)
+
+    def again(self, seed: int, rank: int) -> Again | None:
+        """Return the next batch to take again, with its random numbers to come; None, once all are taken."""
+        self._generators = self._generators or states()
+        for step, found in self._left:
+            seed_everything(step_seed(seed, step, rank))
+            self.goes_back = True
+            return found
+        restore(self._generators)
+        self._generators, self.goes_back = None, False
+        return None

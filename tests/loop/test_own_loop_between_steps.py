@@ -1,0 +1,62 @@
+"""Workers die between two batches of a sum of gradients, of a count, or of a projection, in loops of users' own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+
+import steepest
+from tests.own_loop_runs import STRATEGIES, without
+from tests.own_loops import Parts, Script, accumulating, alone, clamped
+from tests.reference import difference, samples, sgd
+from tests.simulated_programs import quiet
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+@pytest.mark.parametrize("victim", ["server 0", 1])
+def test_parameters_are_projected_by_the_successor_of_who_updates_them(victim: int | str) -> None:
+    strategy = STRATEGIES["ps, two copies" if isinstance(victim, str) else "allreduce, two copies"]
+    found = without(clamped, 2, victim, 3, strategy)
+    assert difference(found.weights, alone(clamped, 2)) < 1e-12
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("step", range(2, 8))
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_worker_dies_between_batches_whose_gradients_are_added_up(
+    strategy: str, victim: int, step: int
+) -> None:
+    """Its successor takes those that it had of the present sum again, at the places that the loop counts."""
+    script = Script(accumulating, optimizer=sgd(momentum=0.9), data=samples(24))
+    found = without(script, 2, victim, step, STRATEGIES[strategy])
+    assert difference(found.weights, script.alone(2)) < 1e-12
+
+
+def alternating(parts: Parts, epochs: int) -> None:
+    """Another loss at each third batch of an epoch."""
+    for _ in steepest.epochs(epochs):
+        for number, (x, y) in enumerate(parts.loader, 1):
+            parts.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(parts.model(x), y)
+            (loss if number % 3 else 0.1 * loss).backward()
+            parts.optimizer.step()
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("any_steps", [False, True])
+@pytest.mark.parametrize("step", range(2, 8))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_successor_counts_the_batches_of_an_epoch_from_where_it_enters(
+    strategy: str, step: int, any_steps: bool
+) -> None:
+    script = Script(alternating, data=samples(24), any_steps=any_steps)
+    found = without(script, 2, 1, step, STRATEGIES[strategy])
+    assert difference(found.weights, script.alone(2)) < 1e-12
