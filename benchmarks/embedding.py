@@ -4,6 +4,7 @@
     python -m benchmarks.embedding --only step --rounds 20
     python -m benchmarks.embedding --only index growth --millions 1 8 50
     python -m benchmarks.embedding --only memory --millions 50     # takes 9 GB
+    python -m benchmarks.embedding --only disk --millions 20 --directory /local/ssd --share 0.9
 
 Tables:
 
@@ -17,6 +18,10 @@ Tables:
 ``growth``  an index, and a shard of rows, that grow by 106,496 new ids in each call: the greatest time of a call,
             beside the median; wall clock, and of the processor. Rival: a dict.
 ``memory``  so many million rows of dimension 16 with Adagrad: the process' memory over values, slots and ids.
+``stores``  10,000 of a million rows of 128 bytes, read and written anew at random in a file. Rivals: RocksDB and LMDB
+            (`pip install rocksdict lmdb`), if installed, none of which waits for the disk.
+``disk``    a step as in ``step``, of one table of so many million rows, ids by n^-1.05: as many rows in memory as have
+            a share of all look-ups, the others on disk, beside all in memory. The rows must be the same at the end.
 
 One thread each. The contenders take turns, odd rounds in reverse order, on new ids each time; a ratio is the
 median over rounds of our time over a rival's in the same round, with its range: below 1, ours is faster. ``step``
@@ -33,6 +38,7 @@ import argparse
 import functools
 import json
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,6 +48,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.embedding_disk import run_disk, run_stores
 from benchmarks.embedding_rivals import RATE, Bags, Fbgemm, OneBag, Trained, Tutorial, make
 from benchmarks.overhead import machine, positive, progress, ratios
 from benchmarks.parameter_server_rivals import ray_started
@@ -307,13 +314,18 @@ def report(title: str, seconds: Timed, ours: str, unit: str = "ms") -> list[dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    kinds = ("step", "index", "growth", "memory")
+    kinds = ("step", "index", "growth", "memory", "stores", "disk")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds[:3])
     parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--millions", nargs="+", type=positive, default=[1, 8], metavar="N")
     parser.add_argument(
         "--with-dict", action="store_true", help="a dict of up to 8 million keys too"
     )
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument(
+        "--share", type=float, default=0.9, help="of look-ups, to be found in memory"
+    )
+    parser.add_argument("--cold", action="store_true", help="nothing of the file is cached")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -328,6 +340,11 @@ def main() -> None:
         found += run_growth(max(arguments.millions))
     if "memory" in arguments.only:
         found += run_memory(max(arguments.millions))
+    if "stores" in arguments.only:
+        found += run_stores(arguments.rounds, arguments.directory)
+    if "disk" in arguments.only:
+        where = arguments.share, arguments.directory, arguments.cold
+        found += run_disk(arguments.rounds, max(arguments.millions) * 1_000_000, *where)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1))
 

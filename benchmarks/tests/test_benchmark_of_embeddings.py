@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
-from benchmarks import embedding, embedding_servers
+from benchmarks import embedding, embedding_disk, embedding_servers
 from benchmarks.embedding_bodies import ClickModel, RowSteps
 from benchmarks.namespaces import HOST
 
@@ -65,3 +66,14 @@ def test_clicks_are_learned() -> None:
     (row,) = embedding_servers.run_areas(ClickModel(batch=50, samples=20_000), seeds=1)
     assert 0.65 < row["hybrid"] < 0.8
     assert 0.65 < row["ps"] < 0.8
+
+
+def test_rows_on_disk_are_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding_disk, "BATCH", 50)
+    monkeypatch.setattr(embedding_disk, "LOOK_UPS", 26 * 50)
+    monkeypatch.setattr(embedding_disk, "STORED", 2000)
+    monkeypatch.setattr(embedding_disk, "ASKED", 100)
+    (row,) = embedding_disk.run_disk(2, 20_000, 0.5, tmp_path, False)  # raises if values differ
+    assert 0 < row["look-ups in memory"] < 1
+    rows = embedding_disk.run_stores(2, tmp_path)
+    assert {row["name"] for row in rows} >= {"steepest"}
