@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import steepest
@@ -34,3 +35,10 @@ def test_what_sphinx_reads_lies_as_in_the_repository(tmp_path: Path) -> None:
     plain = "\n".join(line for line in lines if "lexers" not in line)  # needs no Sphinx
     exec(compile(plain, "conf.py", "exec"), settings)
     assert settings["version"] == steepest.__version__
+
+
+def test_each_link_of_a_page_leads_to_what_the_site_has(tmp_path: Path) -> None:
+    stage(tmp_path)
+    for page in tmp_path.rglob("*.md"):
+        for link in re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.relative_to(tmp_path)}: {link}"
