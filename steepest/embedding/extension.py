@@ -78,16 +78,6 @@ class ModelTables:
                 f"delay={strategy.delay} and blend={strategy.blend} with embedding tables: their rows are the "
                 "servers' alone, so that a worker has none of its own to go on with; leave both out"
             )
-        if strategy.local and not strategy.rule.together:
-            raise ConfigurationError(
-                "a quorum, or pace='speed', with embedding tables: workers change rows that they read at other times "
-                "than weights; leave them out"
-            )
-        if (fragments := strategy.cut.fragments) > 1:
-            raise ConfigurationError(
-                f"fragments={fragments} with embedding tables: the rows that a batch has used would be "
-                "exchanged with each fragment; leave fragments out"
-            )
         for table in self.tables:
             _require_followed(table, strategy, spec)
 

@@ -218,7 +218,7 @@ class LocalReplicas(Replicas):
             if self.leased:
                 self.fragment = turn = self._own_turn(result.weight)
             self._exchange_fragment(turn, result.weight, chunk_ready)
-            self._companion.end_share(chunk_ready, self._updates)
+            self._companion.end_share(chunk_ready, self._update_at)
             self._pushed = number
         except BaseException:
             self._set_buffers()

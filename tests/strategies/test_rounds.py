@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from steepest import AllreduceStrategy, DistributedSGD, Embedding, Table
+from steepest import AllreduceStrategy, DistributedSGD
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.system import system
@@ -23,7 +23,7 @@ from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster, replay
 from tests.modes import check_counts
 from tests.pairs import grid
-from tests.reference import Task, Weights, difference, same_bits, samples, sgd
+from tests.reference import Task, Weights, difference, same_bits, samples
 from tests.rounds import OPTIMIZERS, Outer, run_rounds, simulated, timed
 from tests.simulation.run import Simulation
 
@@ -375,14 +375,3 @@ def test_a_quorum_above_the_least_number_of_workers_is_refused() -> None:
     strategy = LocalStrategy(quorum=3, num_servers=1)
     with pytest.raises(ConfigurationError, match="quorum=3 with num_workers=2: .* at most 2"):
         DistributedSGD(task_of("adam").creator(), 2, strategy=strategy)
-
-
-def test_embedding_tables_are_refused() -> None:
-    def net() -> nn.Module:
-        return nn.Sequential(Embedding(Table("rows", 4)), nn.Flatten(), nn.Linear(4, 1))
-
-    task = Task(net, sgd(), (torch.arange(8).view(-1, 1), torch.zeros(8, 1)), batch_size=2)
-    with pytest.raises(ConfigurationError, match="a quorum, or .* with embedding tables"):
-        InProcessCluster(
-            task.creator(), num_workers=2, strategy=LocalStrategy(quorum=1, num_servers=1)
-        )
