@@ -15,7 +15,9 @@ from steepest import AllreduceStrategy, DistributedSGD, LocalStrategy, Parameter
 from steepest.core import Settings, Trainer
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.generators import seed_everything
+from steepest.core.engine.host_copies import CudaCopies
 from steepest.core.strategies.strategy import Strategy
+from steepest.core.tensors.shared_memory import allocate
 from steepest.process_groups.extension import ProcessGroups
 from steepest.testing import InProcessCluster, replay
 from tests.core.models import struck
@@ -167,6 +169,26 @@ def test_processes_share_a_gpu_and_a_killed_one_changes_nothing(name: str, tmp_p
     assert len(list(tmp_path.iterdir())) == 1
     assert same_bits(found[0], found[1])
     assert difference(found[0], alone(2, 8)) < 1e-10
+
+
+@needs_gpu
+@pytest.mark.skipif(models.DEVICE == "cpu", reason="pinned memory is a GPU's")
+def test_gradients_are_copied_to_memory_that_is_pinned_and_pinned_no_longer() -> None:
+    memory = allocate(1 << 22)
+    copies = CudaCopies(torch.device("cuda", 0), [memory])
+    assert memory.is_pinned()
+    own = torch.arange(1 << 20, dtype=torch.float32, device="cuda")
+    order: list[int] = []
+    for number, (out, part) in enumerate(
+        zip(memory.view(torch.float32).chunk(4), own.chunk(4), strict=True)
+    ):
+        copies.start(out, part, partial(order.append, number))
+        copies.poll()
+    copies.finish()
+    assert order == [0, 1, 2, 3]
+    assert torch.equal(memory.view(torch.float32), own.cpu())
+    del copies
+    assert not memory.is_pinned()
 
 
 @needs_gpu

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from steepest.core.engine.chunk_ready import NOTHING, ChunkReady
+from steepest.core.engine.host_copies import HostCopies
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import ModelError
 
@@ -13,7 +16,7 @@ class GradientSum:
     """A sum of the gradients of replicas and micro-batches (`count` in all), formed chunk by chunk."""
 
     # total: the flat vector (uint8, of the layout's size) in which the sum is formed; chunk_ready: called with each
-    # chunk when the last batch has completed it.
+    # chunk when the last batch has completed it; copies: of gradients that lie on a GPU, None to wait for each.
 
     def __init__(
         self,
@@ -21,11 +24,15 @@ class GradientSum:
         total: torch.Tensor,
         count: int,
         chunk_ready: ChunkReady,
+        copies: HostCopies | None = None,
     ) -> None:
         self._layout = layout
         self._sum = total
         self._batches_left = count
         self._chunk_ready = chunk_ready
+        self._copies = copies
+        if copies is not None:
+            copies.drop()  # of a batch that raised
         self._unit = 0.0  # weight of the first batch with a weight, of those that ended
         self._weight = 0.0  # of the present batch
         self._total = 0.0  # weight of the batches that ended
@@ -39,11 +46,15 @@ class GradientSum:
 
     def begin_again(self) -> None:
         """Begin the only batch again: all that was ready is not."""
+        if self._copies is not None:
+            self._copies.drop()
         self._missing = list(self._layout.chunk_elements)
         self._present.clear()
 
     def end(self, weight: float) -> None:
         """End a batch of some weight; ModelError: `ready` was not called for every trainable parameter."""
+        if self._copies is not None:
+            self._copies.finish()
         for index in self._layout.trainable_chunks:
             if self._missing[index] > 0:
                 names = ", ".join(
@@ -83,10 +94,21 @@ class GradientSum:
             if self._weight:  # a batch without weight may hold NaN: a mean over nothing
                 total.add_(own.to(total.device), alpha=self._weight / self._unit)
         elif own.data_ptr() != total.data_ptr():
+            if self._copies is not None and self._batches_left == 0:
+                self._copies.start(total, own, partial(self._pass_on, index, *self._about(index)))
+                self._copies.poll()
+                return
             total.copy_(own)
         if self._batches_left == 0:
-            absent = frozenset(s.entry for s in chunk.slices if s.entry not in self._present)
-            unit, weight = self._unit or self._weight, self._total + self._weight
-            self._chunk_ready(
-                index, total.view(torch.uint8) if unit else NOTHING, unit, weight, absent
-            )
+            self._pass_on(index, *self._about(index))
+
+    def _about(self, index: int) -> tuple[float, float, frozenset[int]]:
+        """Return unit, summed weight and entries without a gradient of a chunk that the last batch has completed."""
+        slices = self._layout.chunks[index].slices
+        absent = frozenset(s.entry for s in slices if s.entry not in self._present)
+        return self._unit or self._weight, self._total + self._weight, absent
+
+    def _pass_on(self, index: int, unit: float, weight: float, absent: frozenset[int]) -> None:
+        """Pass on the sum of a chunk."""
+        total = self._layout.chunk_view(self._sum, index)
+        self._chunk_ready(index, total if unit else NOTHING, unit, weight, absent)

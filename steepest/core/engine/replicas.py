@@ -19,6 +19,7 @@ from steepest.core.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.core.engine.companion import Companion
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.gradient_sum import GradientSum
+from steepest.core.engine.host_copies import copies_for
 from steepest.core.engine.sample_places import Place, SamplePlaces
 from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.messages.fields import RateChanges
@@ -186,6 +187,7 @@ class Replicas:
             model.bind(weights, gradients)  # the first replica last: its initial values count
         if self._devices[0].type != "cpu":
             self.weights.copy_(self._own[0][0])
+        self._copies = copies_for(self._devices, (self.weights, self._sum))
         #: the state to begin with, until the first weights and frozen parameters have come
         self._first: Mapping[str, torch.Tensor] | None = {}
         # where this worker's gradients go; None until a process hosts the worker
@@ -420,7 +422,7 @@ class Replicas:
         self, places: Sequence[Place], chunk_ready: ChunkReady, metrics: bool, arrive: Arrive
     ) -> Batches:
         """Compute the gradient of some batches of a share."""
-        collector = GradientSum(self.layout, self._sum, len(places), chunk_ready)
+        collector = GradientSum(self.layout, self._sum, len(places), chunk_ready, self._copies)
         results: list[Computed] = []
         companion = self._companion
         loading = computing = self.batches.seconds_ahead = 0.0

@@ -1,0 +1,103 @@
+"""Gradients that a replica has on a GPU: copied to the memory of the host while its backward pass goes on."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class HostCopies(Protocol):
+    """Copies from a device to the host that end later, in the order in which they were begun."""
+
+    def start(self, out: torch.Tensor, own: torch.Tensor, then: Callable[[], None]) -> None:
+        """Begin to copy `own`, on the device, to `out`; neither changes before `then` is called.
+
+        `then` is called by a later `poll` or `finish`, after those of the copies before it.
+        """
+
+    def poll(self) -> None:
+        """Call `then` of the copies that have ended, without waiting."""
+
+    def finish(self) -> None:
+        """Wait until all copies have ended, and call `then` of each."""
+
+    def drop(self) -> None:
+        """Wait until all copies have ended, and call nothing of them."""
+
+
+class _Begun(NamedTuple):
+    event: Any  # torch.cuda.Event, recorded behind the copy
+    then: Callable[[], None]
+
+
+class CudaCopies:
+    """Copies on a stream of its own, beside that on which the model computes, see `HostCopies`.
+
+    A copy begins when what the present stream has to do by then is done. No GPU has run this yet.
+
+    Args:
+        device: of the model.
+        memory: flat host vectors that are copied from or to; they are pinned, where the driver lets them.
+    """
+
+    def __init__(self, device: torch.device, memory: Sequence[torch.Tensor]) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._begun: deque[_Begun] = deque()
+        for vector in memory:
+            if vector.numel() and _pinned(vector):
+                weakref.finalize(self, _unpin, vector)
+
+    def start(self, out: torch.Tensor, own: torch.Tensor, then: Callable[[], None]) -> None:
+        """See `HostCopies`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            out.copy_(own, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        self._begun.append(_Begun(event, then))
+
+    def poll(self) -> None:
+        """See `HostCopies`."""
+        while self._begun and self._begun[0].event.query():
+            self._begun.popleft().then()
+
+    def finish(self) -> None:
+        """See `HostCopies`."""
+        while self._begun:
+            self._begun[0].event.synchronize()
+            self._begun.popleft().then()
+
+    def drop(self) -> None:
+        """See `HostCopies`."""
+        if self._begun:
+            self._stream.synchronize()
+            self._begun.clear()
+
+
+def copies_for(
+    devices: Sequence[torch.device], memory: Sequence[torch.Tensor]
+) -> HostCopies | None:
+    """Return the copies of a worker's gradients from its replica's GPU; None where it has no single GPU."""
+    if len(devices) != 1 or devices[0].type != "cuda":
+        return None
+    return CudaCopies(devices[0], memory)
+
+
+def _pinned(vector: torch.Tensor) -> bool:
+    """Pin the pages of a vector of the host; return whether they were, without which copies wait."""
+    failed = int(torch.cuda.cudart().cudaHostRegister(vector.data_ptr(), vector.numel(), 0))  # type: ignore[no-untyped-call]
+    if failed:
+        log.warning("%d bytes could not be pinned (CUDA error %d)", vector.numel(), failed)
+    return not failed
+
+
+def _unpin(vector: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(vector.data_ptr())  # type: ignore[no-untyped-call]

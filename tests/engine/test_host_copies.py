@@ -1,0 +1,120 @@
+"""Gradients that are copied from a device later: in order, whole, and none of a pass that was given up."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from steepest.core.engine.host_copies import HostCopies, copies_for
+from steepest.core.messages.driver import Failure
+from steepest.testing import InProcessCluster
+from steepest.testing.inspection import replicas_of
+from tests.modes import make, trained
+from tests.reference import Task, same_bits, sgd
+
+
+class LateCopies(HostCopies):
+    """Copies each tensor as late as it may, and never more than so many between two polls."""
+
+    def __init__(self, each: int) -> None:
+        self.each = each
+        self.begun: deque[tuple[torch.Tensor, torch.Tensor, Callable[[], None]]] = deque()
+        self.most = self.dropped = 0
+
+    def start(self, out: torch.Tensor, own: torch.Tensor, then: Callable[[], None]) -> None:
+        out.fill_(float("nan"))
+        self.begun.append((out, own, then))
+        self.most = max(self.most, len(self.begun))
+
+    def poll(self) -> None:
+        if len(self.begun) > self.each:
+            self._end()
+
+    def finish(self) -> None:
+        while self.begun:
+            self._end()
+
+    def drop(self) -> None:
+        self.dropped += len(self.begun)
+        self.begun.clear()
+
+    def _end(self) -> None:
+        out, own, then = self.begun.popleft()
+        out.copy_(own)
+        then()
+
+
+def on_a_device(
+    name: str, task: Task, each: int, **options: Any
+) -> tuple[InProcessCluster, list[LateCopies]]:
+    """A job whose replicas write gradients to memory of their own, as if that were on a GPU."""
+    cluster = make(name, task, **options)
+    copies = []
+    for worker in cluster.workers:
+        replicas = replicas_of(worker)
+        own = replicas.layout.allocate()
+        replicas._own = [(replicas.weights, own)]
+        replicas.models[0].bind(replicas.weights, own)
+        late = LateCopies(each)
+        replicas._copies = late
+        copies.append(late)
+    return cluster, copies
+
+
+@pytest.mark.parametrize("each", [0, 2, 100])
+@pytest.mark.parametrize("name", ["sync", "async", "groups"])
+def test_training_has_the_same_bits_however_late_copies_are(name: str, each: int) -> None:
+    task = Task(optimizer=sgd(momentum=0.9))
+    cluster, copies = on_a_device(name, task, each)
+    trained(cluster, 9)
+    plain = make(name, task)
+    trained(plain, 9)
+    assert same_bits(cluster.weights(), plain.weights())
+    chunks = len(cluster.job.description.layout.trainable_chunks)
+    assert all(late.most == min(each + 1, chunks) and late.dropped == 0 for late in copies)
+
+
+class Sometimes(nn.Module):
+    """A perceptron that raises in its third backward pass, when the gradients of its last layer are here."""
+
+    passes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if hidden.requires_grad:
+            hidden.register_hook(self.strike)
+        return self.last(hidden)
+
+    def strike(self, gradient: torch.Tensor) -> None:
+        Sometimes.passes += 1
+        if Sometimes.passes == 3:
+            raise LookupError("this once")
+
+
+def test_nothing_comes_of_copies_of_a_pass_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task(Sometimes, sgd(momentum=0.9))
+    monkeypatch.setattr(Sometimes, "passes", 0)
+    cluster, (late,) = on_a_device("sync", task, 100, workers=1)
+    results = cluster.step(4)
+    assert isinstance(results[-1], Failure)
+    assert late.begun
+    trained(cluster, 4 - cluster.coordinator.version)
+    assert late.dropped > 0
+    plain = make("sync", task, 1)
+    trained(plain, 4)
+    assert same_bits(cluster.weights(), plain.weights())
+
+
+def test_the_cpu_and_several_devices_have_none() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert copies_for([cpu], ()) is None
+    assert copies_for([gpu, gpu], ()) is None
