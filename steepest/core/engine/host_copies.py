@@ -32,7 +32,7 @@ class HostCopies(Protocol):
         """Wait until all copies have ended, and call nothing of them."""
 
 
-class _Begun(NamedTuple):
+class _BegunCopy(NamedTuple):
     event: Any  # torch.cuda.Event, recorded behind the copy
     then: Callable[[], None]
 
@@ -50,7 +50,7 @@ class CudaCopies:
     def __init__(self, device: torch.device, memory: Sequence[torch.Tensor]) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._begun: deque[_Begun] = deque()
+        self._begun: deque[_BegunCopy] = deque()
         for vector in memory:
             if vector.numel() and _pinned(vector):
                 weakref.finalize(self, _unpin, vector)
@@ -62,7 +62,7 @@ class CudaCopies:
             out.copy_(own, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        self._begun.append(_Begun(event, then))
+        self._begun.append(_BegunCopy(event, then))
 
     def poll(self) -> None:
         """See `HostCopies`."""
