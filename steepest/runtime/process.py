@@ -61,6 +61,7 @@ from steepest.extensions import EXTENSIONS
 from steepest.runtime.activity import Activity, activity_of
 from steepest.runtime.calls import RemoteError
 from steepest.runtime.chunk_transfer import ChunkState, RetainedChunks
+from steepest.runtime.free_memory import free_bytes, warn_if_short
 from steepest.runtime.job_runtime import runtime
 from steepest.runtime.lease import ProcessLease
 from steepest.runtime.lent_models import lent_to
@@ -222,6 +223,12 @@ class ProcessActor:
     @on_router
     def reserve(self, nbytes: int) -> None:
         """Take memory of `nbytes`, a model's size, for the servers that the process will host."""
+        warn_if_short(
+            nbytes,
+            "memory for the weights of the servers in this process",
+            "give fewer servers or workers on this host",
+            free_bytes(),
+        )
         self._retained.vector(nbytes).zero_()
 
     def prepare(self, model_creator: ModelCreator) -> None:
@@ -248,6 +255,12 @@ class ProcessActor:
         )
         if worker == 0:
             description = replace(description, fingerprint=fingerprint(self._models[0].data))
+        warn_if_short(
+            2 * description.layout.nbytes,
+            f"memory for the weights and gradients of worker {worker}",
+            "give fewer workers on this host, or a smaller model",
+            free_bytes(),
+        )
         self._memory = memory_for(description.layout)
         return description
 

@@ -19,6 +19,7 @@ from steepest.core.system import system
 from steepest.errors import PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.calls import raise_remote
 from steepest.runtime.cluster import Cluster
+from steepest.runtime.free_memory import free_bytes, warn_if_short
 from steepest.runtime.job_runtime import CallRaised, ProcessDied, ResultLost, runtime
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.runtime.worker_state import WorkerState
@@ -267,15 +268,23 @@ class Snapshots:
         self._due = now + max(min(self._costs) / _SHARE, _PAUSE_SECONDS)
 
     def _tell_of_size(self, snapshot: SharedState) -> None:
-        """Log, once, that the rows of embedding tables take much of the driver's memory."""
-        values = [v for _, about, v in snapshot.records if about["name"].startswith(TABLES)]
-        size = sum(value.numel() * value.element_size() for value in values)
-        if size >= _LARGE_BYTES and not self._told_of_size:
+        """Log, once, that copies take much of the driver's memory, or more than there is."""
+        if self._told_of_size:
+            return
+        values = [(about["name"], value) for _, about, value in snapshot.records]
+        rows = sum(value.nbytes for name, value in values if name.startswith(TABLES))
+        size = sum(value.nbytes for _, value in values)
+        size += 0 if snapshot.weights is None else snapshot.weights.nbytes
+        advice = (
+            "with replication=2 and FailureConfig(snapshot_every=0) servers keep copies instead"
+        )
+        what = "the next copy of the job's state, of which there are two while it comes,"
+        self._told_of_size = warn_if_short(size, what, advice, free_bytes())
+        if rows >= _LARGE_BYTES and not self._told_of_size:
             self._told_of_size = True
             log.warning(
                 "embedding tables take %.1f GB of the driver's memory in each snapshot for recovery, "
-                "of which there are two while one comes: with replication=2 and "
-                "FailureConfig(snapshot_every=0) servers keep copies instead", size / 1e9,
+                "of which there are two while one comes: %s", rows / 1e9, advice,
             )  # fmt: skip
 
     def _answers(self, request: _CopyRequest) -> Sequence[WorkerState | None] | None:
