@@ -27,7 +27,14 @@ def compile_kernels(tables: Iterable[Table]) -> None:
 def _compile(tables: tuple[Table, ...]) -> None:
     for group in groups(tables):
         shard = TableShard(
-            replace(table, capacity=None, eviction=None, directory=None, memory_rows=None)
+            replace(
+                table,
+                capacity=None,
+                eviction=None,
+                keep_evicted=None,
+                directory=None,
+                memory_rows=None,
+            )
             for table in group
         )
         numbers = np.arange(len(group), dtype=np.int32)
@@ -53,7 +60,7 @@ def _compile(tables: tuple[Table, ...]) -> None:
 def _compile_eviction(table: Table) -> None:
     """Let a full table evict a row."""
     if table.eviction is not None:
-        plain = replace(table, admission=None, directory=None, memory_rows=None)
+        plain = replace(table, admission=None, keep_evicted=None, directory=None, memory_rows=None)
         shard = TableShard([replace(plain, capacity=1)])
         for version in (1, 2):
             gradient = np.ones((1, table.dim), shard.dtype)

@@ -38,7 +38,7 @@ class RowCut:
         blocks: the rows.
         version: of the last push.
         since: only rows that were written after this version; None for all.
-        table: only rows of the table of this number; None for all.
+        table: only rows of the table of this number that were not evicted; None for all.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RowCut:
         if self._table is None:
             return numbers
         mine: Int32s = numbers[self._blocks.tables[numbers] == self._table]
-        return mine
+        return self._blocks.without_kept(mine)
 
     def _copied(self, numbers: Int32s) -> RowArrays:
         blocks = self._blocks
@@ -116,6 +116,8 @@ class RowCut:
         beside = {} if blocks.until is None else {"until": blocks.until[numbers].astype(np.int64)}
         if blocks.scores is not None:
             beside["scores"] = blocks.scores[numbers]
+        if blocks.kept is not None:
+            beside["kept"] = blocks.kept[numbers]
         return {
             "tables": blocks.tables[numbers].astype(np.int32),
             "ids": blocks.ids[numbers],

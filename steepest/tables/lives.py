@@ -98,4 +98,4 @@ class RowLives:
         top = blocks.top
         found = np.empty(top, np.int32)
         known = blocks.tables[:top], blocks.written[:top], blocks.until[:top]
-        return found[: _ended(self.clock, self._seconds, *known, found)]
+        return blocks.without_kept(found[: _ended(self.clock, self._seconds, *known, found)])

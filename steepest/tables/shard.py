@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
 from steepest.errors import ConfigurationError, ResourcesError
 from steepest.tables.admission import Admission
-from steepest.tables.blocks import Blocks
-from steepest.tables.capacity import Capacities, Plan
+from steepest.tables.capacity import Plan
 from steepest.tables.checks import (
     repeated,
     require_gradients,
@@ -23,27 +20,21 @@ from steepest.tables.checks import (
     require_sightings,
 )
 from steepest.tables.cut import RowCut
-from steepest.tables.eviction import LFU, Use, worn
+from steepest.tables.eviction import worn
 from steepest.tables.first_values import FirstValues
 from steepest.tables.gradients import Bytes
 from steepest.tables.hashing import Distinct, salt_of, shard_of
-from steepest.tables.index import Index
 from steepest.tables.kernels import Floats, Int32s, Int64s, kernel
-from steepest.tables.lives import RowLives
 from steepest.tables.removals import Removals
-from steepest.tables.scores import Scores
+from steepest.tables.shard_rows import ShardRows
 from steepest.tables.state import TableState, joined
 from steepest.tables.table import Table, require_group, spread_of
-from steepest.tables.tiered_rows import TieredRows
 from steepest.validation import require_count, require_number
 
-_EVICTED = ("evicted_full", "evicted_age", "evicted_norm", "evicted_ttl")
-_COUNTS = ("admitted", "refused", "refused_full", "ignored", *_EVICTED)
 _LOADED = 1 << 16  # rows of a state that are copied at once
 #: Updates after which shards are to be asked to `evict`, again and again.
 UPDATES_BETWEEN_EVICTIONS = 1000
 _BOUNDLESS = 2**62  # more versions than there can be
-_NONE = np.int64(0)
 
 
 @kernel
@@ -67,7 +58,7 @@ def _mark(numbers: Int32s, sightings: Int32s, version: int, written: Int64s, see
     return -1
 
 
-class TableShard:
+class TableShard(ShardRows):
     """The rows of some tables of one dimension, dtype and optimizer, or a server's share of them.
 
     A pull changes nothing: an id without a row has its first values, which are the same each time and on
@@ -78,9 +69,10 @@ class TableShard:
         version: of the last push.
         seed: of first values and of admissions by chance.
         life: a random number, another one after each `load`: versions of one life are of one past.
-        counts: by name, an int64 for each table: the ids that were "admitted"; gradients that were "refused"
-            because their ids were not, "refused_full" because there was no room for a row, and "ignored"
-            because the table is not trainable; rows that were evicted because the table was full
+        counts: by name, an int64 for each table: the ids that were "admitted", and those of them that "came_back"
+            to a row that was kept; gradients that were "refused" because their ids were not, "refused_full"
+            because there was no room for a row, and "ignored" because the table is not trainable; rows that
+            were evicted because the table was full
             ("evicted_full"), by `GlobalStepEvict` ("evicted_age"), by `L2WeightEvict` ("evicted_norm"), and
             because their time to live was over ("evicted_ttl").
     """
@@ -95,77 +87,24 @@ class TableShard:
             shard, num_shards: which of how many shards this is: it holds the ids whose `shard_of` it is.
             seed: of first values and of admissions by chance.
         """
-        self._tables = require_group(tables)
-        self._shard = shard
-        self._spread = spread_of(self._tables, require_count("num_shards", num_shards))
+        group = require_group(tables)
+        spread = spread_of(group, require_count("num_shards", num_shards))
         if not 0 <= require_count("shard", shard, 0) < num_shards:
             raise ConfigurationError(f"shard={shard}: give a number from 0 to {num_shards - 1}")
-        one = self._tables[0]
+        one = group[0]
         self.seed = seed
-        self._form = one.form
-        self.dim, self.dtype, self._optimizer = one.dim, self._form.dtype, one.optimizer
-        self._names = [table.name for table in self._tables]
-        self._frozen = [number for number, table in enumerate(self._tables) if not table.trainable]
+        self.dim, self.dtype, self._optimizer = one.dim, one.form.dtype, one.optimizer
+        self._names = [table.name for table in group]
+        self._frozen = [number for number, table in enumerate(group) if not table.trainable]
         salts = [salt_of(name, seed) for name in self._names]
-        self._salts: Int64s = np.array(salts, np.uint64).view(np.int64)
-        self._first = FirstValues(self._tables, salts)
-        self._admission = Admission([table.admission for table in self._tables], salts)
-        # a table that is frozen keeps its rows
-        lives = [table.life if table.trainable else 0 for table in self._tables]
-        self._lives = RowLives(lives)
-        policies = [table.eviction for table in self._tables]
-        self._scores = Scores(
-            [(policy.half_life or 0) if isinstance(policy, LFU) else 0 for policy in policies]
-        )
-        self._capacities = Capacities(self._tables, self._spread, shard)
-        self._clear()
-
-    def _clear(self) -> None:
-        """Have no rows."""
-        most = self._capacities.most
-        kept = {"ends": self._lives.any, "scored": self._scores.any}
-        self._blocks = Blocks(self._form, self._salts, most, **kept, disk=self._disk())
-        self._index = Index(len(self._tables), most)
-        self._uses = {
-            number: Use(table.eviction, int(self._capacities.rows[number]))
-            for number, table in enumerate(self._tables)
-            if table.eviction is not None
-        }
-        self._alive = np.zeros(len(self._tables), np.int64)
-        self._removals = Removals()
-        self._cuts: WeakSet[RowCut] = WeakSet()
-        self.life = secrets.randbits(62)
-        self.counts = {name: np.zeros(len(self._tables), np.int64) for name in _COUNTS}
-        self.version = self._lives.clock = 0
-
-    def _disk(self) -> tuple[str, int] | None:
-        """Return the directory of rows that are not in memory, and how many are; None where all are."""
-        one = self._tables[0]
-        if one.directory is None:
-            return None
-        rows = self._spread.shares(self._shard, np.array([one.memory_rows], np.int64))
-        return one.directory, int(rows[0])
-
-    def disk_counts(self) -> dict[str, int]:
-        """Return the rows "looked_up", those "read_from_disk", and "bytes_on_disk"; nothing where all are in memory."""
-        store = self._blocks.store
-        if not isinstance(store, TieredRows):
-            return {}
-        names = ("looked_up", "read_from_disk", "bytes_on_disk")
-        return dict(zip(names, (store.looked_up, store.read, store.nbytes_on_disk), strict=True))
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self._blocks)
+        self._first = FirstValues(group, salts)
+        self._admission = Admission([table.admission for table in group], salts)
+        super().__init__(group, spread, shard, salts)
 
     @property
     def tables(self) -> tuple[Table, ...]:
         """The group, in order of table numbers."""
         return self._tables
-
-    def rows_of(self) -> Int64s:
-        """Return the number of rows of each table."""
-        return np.array(self._alive)
 
     def pull(
         self,
@@ -194,7 +133,7 @@ class TableShard:
         numbers_of, checked = require_keys(tables, ids, self._names)
         shape = len(checked), self.dim
         values = np.empty(shape, self.dtype) if out is None else require_out(out, shape, self.dtype)
-        found, missing = self._index.find(numbers_of, checked)
+        found, missing = self._find_all(numbers_of, checked)
         self._blocks.store.gather(found, values)
         if missing:
             at = np.flatnonzero(found < 0)
@@ -208,7 +147,7 @@ class TableShard:
     ) -> None:
         """Write what `pull` returns as it travels to `out`, (n, `RowFormat.sent_bytes`), contiguous."""
         numbers_of, checked = require_keys(tables, ids, self._names)
-        found, missing = self._index.find(numbers_of, checked)
+        found, missing = self._find_all(numbers_of, checked)
         self._blocks.store.send(found, out)
         if missing:
             at = np.flatnonzero(found < 0)
@@ -269,9 +208,12 @@ class TableShard:
             self.counts["ignored"] += np.bincount(of, minlength=len(self._tables))
         if len(at):
             self._count(numbers_of[at], checked[at], seen[at], plan)
-            self._make_room(plan.excess, version)
             at = at[plan.admitted]
-            rows[at] = self._make(numbers_of[at], checked[at], seen[at], version)
+            mine = numbers_of[at], checked[at], seen[at]
+            back = self._kept.find(*mine[:2])
+            self._take_back(mine[0][back >= 0], back[back >= 0])
+            self._make_room(plan.excess, version)
+            rows[at] = self._make(*mine, back, version)
         keys = numbers_of, checked
         self._blocks.store.update(self._optimizer, rows, keys, changes, version, learning_rate)
         self._lives.renew(rows, numbers_of, self._blocks)
@@ -333,12 +275,13 @@ class TableShard:
             twice = int(np.argmax(distinct.counts > 1))
             raise repeated(distinct.ids[twice], self._names[distinct.tables[twice]])
         admitted = self._admission.admits(of, fresh, sightings[at], version)
+        admitted |= self._kept.find(of, fresh) >= 0
         known = np.bincount(tables[rows >= 0], minlength=len(self._tables))
         if strict:
             wanted = np.bincount(of[admitted], minlength=len(self._tables))
             self._capacities.require(wanted, known, self._alive)
         plan = self._capacities.fit(of, admitted, known, self._alive)
-        self._require_memory(plan.wanted - plan.excess)
+        self._require_memory(plan.wanted - (0 if self._kept.any else plan.excess))
         return plan
 
     def require_room(self, tables: npt.ArrayLike, ids: npt.ArrayLike) -> None:
@@ -382,7 +325,7 @@ class TableShard:
         rows, _ = self._index.find(distinct.tables, distinct.ids)
         wanted = np.bincount(distinct.tables[rows < 0], minlength=len(self._tables))
         excess = (self._alive + wanted - self._capacities.rows).clip(0)
-        self._require_memory(wanted - excess)
+        self._require_memory(wanted - (0 if self._kept.any else excess))
 
     def _require_memory(self, added: Int64s) -> None:
         """Check that there is memory for so many more rows of each table; ResourcesError names the tables."""
@@ -401,56 +344,26 @@ class TableShard:
             others = np.bincount(tables[~plan.admitted], minlength=len(self._tables))
             self.counts["refused"] += others - plan.refused
 
-    def _make_room(self, excess: Int64s, version: int) -> None:
-        """Evict the least used rows that are not in this push."""
-        for table in map(int, np.flatnonzero(excess)):
-            victims = self._uses[table].take(int(excess[table]), version, self._blocks)
-            self._remove(victims, version)
-            self.counts["evicted_full"][table] += excess[table]
-
-    def _make(self, tables: Int32s, ids: Int64s, sightings: Int32s, version: int) -> Int32s:
-        """Return the numbers of new rows for ids, with their first values and slots."""
-        values = self._first.of_rows(tables, ids)
-        first = np.array(self._optimizer.first_slots(self.dim), self.dtype)
-        slots = np.broadcast_to(first, (len(ids), len(first)))
-        return self._enter(tables, ids, values, slots, np.int64(version), sightings)
-
-    def _enter(
-        self,
-        tables: Int32s,
-        ids: Int64s,
-        values: Floats,
-        slots: Floats,
-        written: Int64s | np.int64,
-        sightings: Int32s,
-        until: Int64s | np.int64 = _NONE,
-        scores: Int64s | np.int64 = _NONE,
+    def _make(
+        self, tables: Int32s, ids: Int64s, sightings: Int32s, back: Int32s, version: int
     ) -> Int32s:
-        """Return the numbers of new rows for ids, written as they are given."""
+        """Return the numbers of rows for ids: those that came back (`back`, -1 for others), or new ones."""
+        numbers: Int32s = back.copy()
         blocks = self._blocks
-        numbers = blocks.allocate(tables, ids)
-        blocks.written[numbers], blocks.sightings[numbers] = written, sightings
-        if blocks.until is not None:
-            blocks.until[numbers] = until
-        if blocks.scores is not None:
-            blocks.scores[numbers] = scores
-        blocks.store.enter(numbers, (tables, ids), values, slots)
-        self._index.insert(tables, ids, numbers)
-        self._alive += np.bincount(tables, minlength=len(self._tables))
-        for table, use in self._uses.items():
-            use.enter(numbers[tables == table], blocks)
+        new = np.flatnonzero(back < 0)
+        of = tables[new], ids[new]
+        values = self._first.of_rows(*of)
+        first = np.array(self._optimizer.first_slots(self.dim), self.dtype)
+        slots = np.broadcast_to(first, (len(new), len(first)))
+        numbers[new] = self._enter(of, values, slots, np.int64(version), sightings[new], {})
+        self._begin(*of, numbers[new])
+        old = np.flatnonzero(back >= 0)
+        if len(old):
+            mine = numbers[old]
+            total = blocks.sightings[mine].astype(np.int64) + sightings[old]
+            blocks.written[mine], blocks.sightings[mine] = version, total.clip(max=2**31 - 1)
+            self._begin(tables[old], ids[old], mine)
         return numbers
-
-    def _remove(self, numbers: Int32s, version: int) -> None:
-        """Take rows out; whoever uses their memory next sets values and slots anew."""
-        blocks = self._blocks
-        for cut in self._cuts:
-            cut.keep(cut.before(numbers))
-        tables, ids = blocks.tables[numbers].astype(np.int32), blocks.ids[numbers]
-        self._index.remove(tables, ids)
-        blocks.release(numbers)
-        self._alive -= np.bincount(tables, minlength=len(self._tables))
-        self._removals.add(version, tables, ids, len(self))
 
     def evict(self, version: int) -> int:
         """Remove the rows that tables' `evict` names; frozen tables keep theirs.
@@ -553,7 +466,8 @@ class TableShard:
             state.only(slice(0), self._mine(state.counted_tables, state.counted_ids))
             for state in states
         )
-        mine = [np.flatnonzero(self._mine(state.tables, state.ids)) for state in states]
+        every = [self._mine(state.tables, state.ids) for state in states]
+        mine = [np.flatnonzero(of & (at.kept == 0)) for of, at in zip(every, states, strict=True)]
         kept = self._capacities.most_used(states, mine)
         self._clear()
         self.version, self._lives.clock = version, clock
@@ -561,13 +475,35 @@ class TableShard:
         self._admission.load(rest)
         for state, rows in zip(states, kept, strict=True):
             for begin in range(0, len(rows), _LOADED):
-                self._enter_of(state, rows[begin : begin + _LOADED])
+                part = rows[begin : begin + _LOADED]
+                self._begin(state.tables[part], state.ids[part], self._enter_of(state, part))
+        self._enter_kept(states, every)
         for table in self._uses:
             held = sum(
                 int((state.tables[rows] == table).sum())
                 for state, rows in zip(states, mine, strict=True)
             )
             self.counts["evicted_full"][table] = held - self._alive[table]
+
+    def _enter_kept(
+        self, states: Sequence[TableState], every: Sequence[npt.NDArray[np.bool_]]
+    ) -> None:
+        """Keep the rows of states that were kept, of `every` row that is this shard's."""
+        if not self._kept.any:
+            return
+        keeps = np.array([table.keep_evicted is not None for table in self._tables])
+        state = joined(
+            at.only(of & (at.kept > 0) & keeps[at.tables], slice(0))
+            for of, at in zip(every, states, strict=True)
+        )
+        order = np.lexsort((state.tables, state.kept))
+        numbers = self._enter_of(state, order)
+        tables, versions = state.tables[order], state.kept[order]
+        begins = np.flatnonzero(np.diff(tables) | np.diff(versions)) + 1
+        if len(order):
+            for at, part in zip([0, *begins.tolist()], np.split(numbers, begins), strict=True):
+                self._kept.enter(int(tables[at]), int(versions[at]), part)
+        self._blocks.release(self._kept.excess())
 
     def _require_state(self, state: TableState) -> None:
         """Check that a state is of these tables."""
@@ -581,18 +517,12 @@ class TableShard:
             )
         require_keys(state.tables, state.ids, self._names)
 
-    def _enter_of(self, state: TableState, rows: npt.NDArray[np.intp]) -> None:
-        """Make rows as they are in a state."""
-        self._enter(
-            state.tables[rows],
-            state.ids[rows],
-            state.values[rows],
-            state.slots[rows],
-            state.written[rows],
-            state.sightings[rows],
-            state.until[rows],
-            state.scores[rows],
-        )
+    def _enter_of(self, state: TableState, rows: npt.NDArray[np.intp]) -> Int32s:
+        """Return the numbers of rows that are made as they are in a state."""
+        keys = state.tables[rows], state.ids[rows]
+        beside = {name: getattr(state, name)[rows] for name in ("until", "scores", "kept")}
+        about = state.written[rows], state.sightings[rows]
+        return self._enter(keys, state.values[rows], state.slots[rows], *about, beside)
 
     def part_of(self, states: Iterable[TableState]) -> TableState:
         """Return this shard's part of a state that `load` would take; nothing changes.
@@ -607,7 +537,7 @@ class TableShard:
             self._require_state(state)
         whole = joined(states)
         rows = self._mine(whole.tables, whole.ids)
-        self._capacities.most_used([whole], [np.flatnonzero(rows)])
+        self._capacities.most_used([whole], [np.flatnonzero(rows & (whole.kept == 0))])
         return whole.only(rows, self._mine(whole.counted_tables, whole.counted_ids))
 
     def _mine(self, tables: Int32s, ids: Int64s) -> npt.NDArray[np.bool_]:

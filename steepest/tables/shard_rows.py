@@ -1,0 +1,180 @@
+"""The rows of a shard, and what leads to them: index, uses, and rows that were evicted and are kept."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from weakref import WeakSet
+
+import numpy as np
+
+from steepest.tables.blocks import Blocks
+from steepest.tables.capacity import Capacities
+from steepest.tables.cut import RowCut
+from steepest.tables.eviction import LFU, Use
+from steepest.tables.index import Index
+from steepest.tables.kept_rows import KeptRows
+from steepest.tables.kernels import Floats, Int32s, Int64s
+from steepest.tables.lives import RowLives
+from steepest.tables.removals import Removals
+from steepest.tables.row_store import Keys
+from steepest.tables.scores import Scores
+from steepest.tables.spread import Spread
+from steepest.tables.table import Table
+from steepest.tables.tiered_rows import TieredRows
+
+_EVICTED = ("evicted_full", "evicted_age", "evicted_norm", "evicted_ttl")
+_COUNTS = ("admitted", "came_back", "refused", "refused_full", "ignored", *_EVICTED)
+
+
+class ShardRows:
+    """The rows of a shard: made, removed, kept, and counted; see `TableShard` for what decides that.
+
+    Args:
+        tables: the group.
+        spread: of its keys.
+        shard: which of the shards this is.
+        salts: of the tables, see `salt_of`.
+    """
+
+    version: int
+    life: int
+    counts: dict[str, Int64s]
+
+    def __init__(
+        self, tables: Sequence[Table], spread: Spread, shard: int, salts: Sequence[int]
+    ) -> None:
+        self._tables = tuple(tables)
+        self._spread, self._shard = spread, shard
+        self._form = tables[0].form
+        self._salts: Int64s = np.array(salts, np.uint64).view(np.int64)
+        # a table that is frozen keeps its rows
+        self._lives = RowLives([table.life if table.trainable else 0 for table in tables])
+        policies = [table.eviction for table in tables]
+        self._scores = Scores(
+            [(policy.half_life or 0) if isinstance(policy, LFU) else 0 for policy in policies]
+        )
+        self._capacities = Capacities(tables, spread, shard)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Have no rows."""
+        most, keeps = self._capacities.most, self._keeps()
+        known = {"ends": self._lives.any, "scored": self._scores.any, "keeps": any(keeps)}
+        room = None if most is None else most + sum(keeps) + (most if any(keeps) else 0)
+        self._blocks = Blocks(self._form, self._salts, room, **known, disk=self._disk())
+        self._kept = KeptRows(keeps, self._blocks)
+        self._index = Index(len(self._tables), most)
+        self._uses = {
+            number: Use(table.eviction, int(self._capacities.rows[number]))
+            for number, table in enumerate(self._tables)
+            if table.eviction is not None
+        }
+        self._alive = np.zeros(len(self._tables), np.int64)
+        self._removals = Removals()
+        self._cuts: WeakSet[RowCut] = WeakSet()
+        self.life = secrets.randbits(62)
+        self.counts = {name: np.zeros(len(self._tables), np.int64) for name in _COUNTS}
+        self.version = 0
+
+    def _keeps(self) -> list[int]:
+        """Return how many evicted rows of each table are kept here."""
+        given = np.array([table.keep_evicted or 0 for table in self._tables], np.int64)
+        shares: list[int] = self._spread.shares(self._shard, given).tolist()
+        return shares
+
+    def _disk(self) -> tuple[str, int] | None:
+        """Return the directory of rows that are not in memory, and how many are; None where all are."""
+        one = self._tables[0]
+        if one.directory is None:
+            return None
+        rows = self._spread.shares(self._shard, np.array([one.memory_rows], np.int64))
+        return one.directory, int(rows[0])
+
+    def disk_counts(self) -> dict[str, int]:
+        """Return the rows "looked_up", those "read_from_disk", and "bytes_on_disk"; nothing where all are in memory."""
+        store = self._blocks.store
+        if not isinstance(store, TieredRows):
+            return {}
+        names = ("looked_up", "read_from_disk", "bytes_on_disk")
+        return dict(zip(names, (store.looked_up, store.read, store.nbytes_on_disk), strict=True))
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._blocks) - len(self._kept)
+
+    def rows_of(self) -> Int64s:
+        """Return the number of rows of each table."""
+        return np.array(self._alive)
+
+    def _find_all(self, tables: Int32s, ids: Int64s) -> tuple[Int32s, bool]:
+        """Return the row number of each (table, id), kept ones too, -1 for none; and whether some have none."""
+        found, missing = self._index.find(tables, ids)
+        if not missing or not len(self._kept):
+            return found, missing > 0
+        at = np.flatnonzero(found < 0)
+        found[at] = self._kept.find(tables[at], ids[at])
+        return found, bool((found[at] < 0).any())
+
+    def _make_room(self, excess: Int64s, version: int) -> None:
+        """Evict the least used rows that are not in this push."""
+        for table in map(int, np.flatnonzero(excess)):
+            victims = self._uses[table].take(int(excess[table]), version, self._blocks)
+            self._remove(victims, version)
+            self.counts["evicted_full"][table] += excess[table]
+
+    def _take_back(self, tables: Int32s, numbers: Int32s) -> None:
+        """Have rows that were kept no longer be so, which a push brings back."""
+        for cut in self._cuts:
+            cut.keep(cut.before(numbers))
+        self._kept.take_back(tables, numbers)
+        self.counts["came_back"] += np.bincount(tables, minlength=len(self._tables))
+
+    def _enter(
+        self,
+        keys: Keys,
+        values: Floats,
+        slots: Floats,
+        written: Int64s | np.int64,
+        sightings: Int32s,
+        beside: Mapping[str, Int64s],
+    ) -> Int32s:
+        """Return the numbers of new rows for (tables, ids), written as they are given.
+
+        Args:
+            keys, values, slots, written, sightings: of the rows.
+            beside: what else is known of them, by the names of `Blocks`; the rest is 0.
+        """
+        blocks, (tables, ids) = self._blocks, keys
+        numbers = blocks.allocate(tables, ids)
+        blocks.written[numbers], blocks.sightings[numbers] = written, sightings
+        for name in ("until", "scores", "kept"):
+            if (known := getattr(blocks, name)) is not None:
+                known[numbers] = beside.get(name, 0)
+        blocks.store.enter(numbers, keys, values, slots)
+        return numbers
+
+    def _begin(self, tables: Int32s, ids: Int64s, numbers: Int32s) -> None:
+        """Have ids lead to rows that are there."""
+        self._index.insert(tables, ids, numbers)
+        self._alive += np.bincount(tables, minlength=len(self._tables))
+        for table, use in self._uses.items():
+            use.enter(numbers[tables == table], self._blocks)
+
+    def _remove(self, numbers: Int32s, version: int) -> None:
+        """Take rows out, and keep those that are to be; who uses the others' memory next sets values and slots anew."""
+        blocks = self._blocks
+        for cut in self._cuts:
+            cut.keep(cut.before(numbers))
+        tables, ids = blocks.tables[numbers].astype(np.int32), blocks.ids[numbers]
+        self._index.remove(tables, ids)
+        self._alive -= np.bincount(tables, minlength=len(self._tables))
+        self._removals.add(version, tables, ids, len(blocks))
+        gone = self._kept.add(numbers, version)
+        if self._kept.any:
+            forgotten = np.setdiff1d(gone, numbers)
+            for cut in self._cuts:
+                cut.keep(cut.before(forgotten))
+            keys = blocks.tables[forgotten].astype(np.int32), blocks.ids[forgotten]
+            self._removals.add(version, *keys, len(blocks))
+        blocks.release(gone)
