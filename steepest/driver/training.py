@@ -124,6 +124,9 @@ class Training:
         self.on_count: Callable[[int], None] | None = (
             None  # called with each committed step's number
         )
+        #: called with what workers' own loops say in a committed step, see `steepest.core.messages.driver.Result.notes`
+        self.on_notes: Callable[[Sequence[tuple[int, int, float, dict[str, float]]]], None] | None
+        self.on_notes = None
         self._described: tuple[object, int] = (None, -1)  # members and events when it was told
         supervisor.make_up = self._make_up
 
@@ -400,6 +403,8 @@ class Training:
         self._describe()
         if self.on_count is not None:
             self.on_count(result.step)
+        if result.notes and self.on_notes is not None:
+            self.on_notes(result.notes)
         return self.last
 
     def _describe(self) -> None:

@@ -30,7 +30,7 @@ from steepest.loop.drawn import Drawn
 from steepest.loop.kept import pack, unpack
 from steepest.loop.lockstep import Steps
 from steepest.loop.overlap import Overlap
-from steepest.loop.prepared import Batch, Progress
+from steepest.loop.prepared import Batch, Progress, Reported
 from steepest.loop.projected import Projected, Projection
 from steepest.loop.session import Session
 from steepest.loop.table_rows import LoopRows
@@ -217,6 +217,11 @@ class LoopModel(TorchModel):
     def hyper(self) -> list[dict[str, Any]] | None:
         """The hyperparameters of the last step that differ from those in `prepare`, by group."""
         return self.session.hyper
+
+    @property
+    def notes(self) -> list[Reported]:
+        """What the loop has reported since the last committed step, see `steepest.core.models.protocol.SaysNotes`."""
+        return self.session.notes
 
     @property
     def clip_step(self) -> float | None:

@@ -41,7 +41,7 @@ class Reported(NamedTuple):
 
     number: int  # of the worker's calls before
     weight: float  # of this worker's batches since its call before
-    values: Mapping[str, float]
+    values: dict[str, float]
 
 
 @dataclass(frozen=True)

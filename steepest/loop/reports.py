@@ -23,33 +23,32 @@ class Reports:
 
     Example:
         >>> reports = Reports()
-        >>> reports.add([Reported(0, 3, {"loss": 1.0})])
-        >>> reports.add([Reported(0, 1, {"loss": 2.0})])
+        >>> reports.add(0, [Reported(0, 3, {"loss": 1.0})])
+        >>> reports.add(1, [Reported(0, 1, {"loss": 2.0})])
         >>> reports.rows()
         [{'loss': 1.25}]
     """
 
     def __init__(self, before: Sequence[dict[str, float]] = ()) -> None:
         self._before = list(before)
-        # by number of the call and name: the sum of values times weights, that of weights, and the values
-        self._sums: dict[int, dict[str, tuple[float, float, list[float]]]] = {}
+        # by number of the call and worker
+        self._calls: dict[int, dict[int, Reported]] = {}
 
-    def add(self, reported: Iterable[Reported]) -> None:
-        """Add what one worker has reported."""
-        for number, weight, values in reported:
-            row = self._sums.setdefault(number, {})
-            for name, value in values.items():
-                total, count, plain = row.get(name, (0.0, 0.0, []))
-                row[name] = (total + value * weight, count + weight, [*plain, value])
+    def add(self, worker: int, reported: Iterable[Reported]) -> None:
+        """Add what one worker has reported; a call that was added before, perhaps of its predecessor, is replaced."""
+        for each in reported:
+            self._calls.setdefault(each.number, {})[worker] = each
+
+    def add_noted(self, notes: Iterable[tuple[int, int, float, dict[str, float]]]) -> None:
+        """Add what workers have reported with the pushes of a step: worker, number, weight and values of each call."""
+        for worker, number, weight, values in notes:
+            self.add(worker, [Reported(number, weight, values)])
 
     def rows(self) -> list[dict[str, float]]:
         """Return the means by name, one row for each call."""
         rows = dict(enumerate(self._before))
-        for number, row in self._sums.items():
-            rows[number] = {
-                name: total / count if count else sum(plain) / len(plain)
-                for name, (total, count, plain) in row.items()
-            }
+        for number, calls in self._calls.items():
+            rows[number] = _means([each for _, each in sorted(calls.items())])
         return [row for _, row in sorted(rows.items())]
 
     def last(self) -> dict[str, float]:
@@ -58,6 +57,19 @@ class Reports:
         for row in self.rows():
             found |= row
         return found
+
+
+def _means(calls: Sequence[Reported]) -> dict[str, float]:
+    """Return the means by weight of values by name; plain ones where nothing weighs anything."""
+    found = {}
+    for name in dict.fromkeys(name for each in calls for name in each.values):
+        own = [(each.weight, each.values[name]) for each in calls if name in each.values]
+        total = sum(weight for weight, _ in own)
+        if total:
+            found[name] = sum(weight * value for weight, value in own) / total
+        else:
+            found[name] = sum(value for _, value in own) / len(own)
+    return found
 
 
 def read_reports(folder: str | Path) -> list[dict[str, float]]:

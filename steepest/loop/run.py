@@ -138,6 +138,9 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         # of a run that has ended, and is started again, functions report nothing any more
         begun_before = checkpoints is not None and len(sgd.history.steps) > 0
         reports = Reports(read_reports(checkpoints.path) if begun_before and checkpoints else ())
+        sgd._hear_notes(
+            reports.add_noted
+        )  # at the end of a `fit` those of workers that live are asked for once more
         numbers = itertools.count()
         ends = _StopsAtTheEnd()
         begun = 0  # epochs that `fit` was asked for; those of a checkpoint are the first of them
@@ -160,8 +163,8 @@ def _advance(sgd: DistributedSGD, reports: Reports, number: int) -> int | None:
     """Let all functions go on up to where they need batches, of so many epochs in all; None if all have ended."""
     epoch = sgd.epoch or 0
     found = _surviving(sgd, _Advance(epoch, number))
-    for progress in found:
-        reports.add(progress.reports)
+    for worker, progress in enumerate(found):
+        reports.add(worker, progress.reports)
     going_on = [progress for progress in found if not progress.ended]
     if not going_on:
         return None

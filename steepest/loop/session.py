@@ -69,6 +69,7 @@ class Session:
         self._arriving: dict[str, Any] | None = None  # a state, until the loop is entered
         self.calls = ReportCalls()
         self._reports: list[Reported] = []
+        self._noted = 0  # of these, that have gone to the driver with a step
         self.trying: ByClosure | None = None  # whose step is under way
         self.read_state: Callable[[], list[Record]] | None = (
             None  # of the job's optimizer; on the worker's thread
@@ -181,6 +182,11 @@ class Session:
         return self._asked is Ask.COMMIT
 
     @property
+    def notes(self) -> list[Reported]:
+        """The reports that no committed step has taken to the driver."""
+        return self._reports[self._noted :]
+
+    @property
     def in_lockstep(self) -> bool:
         """Whether the loop's steps are not one for each batch."""
         return self.lockstep is not None
@@ -227,6 +233,8 @@ class Session:
         """
         awaited = self._taken is not None and self._taken.where.step < steps
         self._committed = max(self._committed, steps)
+        if awaited:
+            self._noted = len(self._reports)
         over = self._asked is Ask.BATCH and self._is_over and self._passed <= steps
         if (self._asked is Ask.COMMIT and awaited) or over or self._asked is Ask.PARTS:
             self._go_on(waits=False)
@@ -248,6 +256,7 @@ class Session:
             number: of such calls before of which the answers have arrived.
         """
         if self._handed[0] == number:
+            self._noted += len(self._handed[1])
             self._reports = self._handed[1] + self._reports
             self._handed = (-1, [])
         self._next_epoch = max(self._next_epoch, epoch)
@@ -259,7 +268,7 @@ class Session:
         while self._asked is not None and not self._waits_for_the_job:
             self._go_on()
         self._raise_error()
-        reports, self._reports = self._reports, []
+        reports, self._reports, self._noted = self._reports, [], 0
         self._handed = number, reports
         return Progress(self.has_ended, self._epochs, self.in_lockstep, reports)
 
@@ -394,6 +403,7 @@ class Session:
         self._reset()
         self._arriving = state
         self._reports = [each for each in self._reports if each.number < state["reports"]]
+        self._noted = min(self._noted, len(self._reports))
         self.begin()
 
     @property

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import steepest
-from tests.own_loop_runs import STRATEGIES, without
+from tests.own_loop_runs import STRATEGIES, run, without
 from tests.own_loops import Parts, Script, accumulating, alone, clamped
 from tests.reference import difference, samples, sgd
 from tests.simulated_programs import quiet
@@ -60,3 +60,30 @@ def test_a_successor_counts_the_batches_of_an_epoch_from_where_it_enters(
     script = Script(alternating, data=samples(24), any_steps=any_steps)
     found = without(script, 2, 1, step, STRATEGIES[strategy])
     assert difference(found.weights, script.alone(2)) < 1e-12
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("any_steps", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_a_dead_worker_has_reported_counts(
+    strategy: str, any_steps: bool, victim: int
+) -> None:
+    """But for what it has reported, or was about to, behind its last committed step."""
+    script = Script(telling, data=samples(24), any_steps=any_steps)
+    expected = [row["loss"] for row in run(script, 2, STRATEGIES[strategy]).reports]
+    found = [row["loss"] for row in without(script, 2, victim, 8, STRATEGIES[strategy]).reports]
+    assert len(found) == len(expected) == 18
+    wrong = [n for n, (a, b) in enumerate(zip(found, expected, strict=True)) if abs(a - b) > 1e-12]
+    assert set(wrong) <= {6, 7}  # what a coordinator has not told yet dies with it, under allreduce
+
+
+def telling(parts: Parts, epochs: int) -> None:
+    """Reports the loss of each batch behind its step."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            loss = nn.functional.mse_loss(parts.model(x), y)
+            parts.optimizer.zero_grad()
+            loss.backward()
+            parts.optimizer.step()
+            steepest.report(loss=loss)

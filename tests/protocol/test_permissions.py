@@ -146,6 +146,7 @@ WRONG = {
         ("metrics", [1.0]),
         ("timings", {"compute": {}}),
         ("loss", True),
+        *(("notes", value) for value in ({}, [1], [[0, 1.0]], [[-1, 1.0, {}]], [[0, 1.0, {"a": "b"}]])),
     ],
     Kind.COMMIT: [
         *(("pushes", value) for value in (None, 3, "xyz", [0, 0, 1], [[0, 0]], [[0, 0, 1, 2]])),

@@ -33,6 +33,7 @@ from steepest.core.models.protocol import (
     PastShare,
     SaysClipping,
     SaysHyper,
+    SaysNotes,
     Share,
     TakesBack,
     WeighsBatches,
@@ -111,6 +112,7 @@ class _Able:
         # of the first
         self.hyper = models[0] if isinstance(models[0], SaysHyper) else None
         self.clipping = models[0] if isinstance(models[0], SaysClipping) else None
+        self.notes = models[0] if isinstance(models[0], SaysNotes) else None
 
 
 class Replicas:
@@ -311,6 +313,11 @@ class Replicas:
     def clip(self) -> float | None:
         """The greatest norm of the last gradient's update, where a model says it; see `Model`."""
         return None if self._able.clipping is None else self._able.clipping.clip_step
+
+    @property
+    def notes(self) -> Sequence[tuple[int, float, dict[str, float]]]:
+        """What a model says to the driver with the last gradient, see `Model`."""
+        return () if self._able.notes is None else self._able.notes.notes
 
     @property
     def vectors(self) -> list[torch.Tensor]:

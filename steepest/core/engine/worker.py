@@ -589,6 +589,7 @@ class Worker:
             more=None if self._computed is None else self._computed.more or None,
             hyper=self._replicas.hyper,
             clip=self._replicas.clip,
+            notes=self._replicas.notes,
         )
 
     def _compute_once(self, share: int, version: int) -> WorkerResult:

@@ -9,6 +9,7 @@ from steepest.core.messages.fields import (
     CULPRITS,
     FINITE,
     FLAG,
+    NOTED,
     NUMBER,
     PEER,
     RATES,
@@ -66,6 +67,8 @@ class Result(Body):
     hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
     # of each push with statistics: its worker, and the seconds of its data, its computing and its wait
     spent: Annotated[Seq[tuple[int, float, float, float]], many(SPENT)] = ()
+    # of its pushes, what workers' own loops say, see `Report`: the worker first
+    notes: Annotated[Seq[tuple[int, int, float, dict[str, float]]], many(NOTED)] = ()
 
 
 @body(Kind.FAILURE)

@@ -115,6 +115,28 @@ def one_of(*words: str) -> Field:
     )
 
 
+NOTE = Field(
+    "a count, a number and an object of numbers",
+    lambda value, limits: (
+        _is_list(value)
+        and len(value) == 3
+        and type(value[0]) is int
+        and value[0] >= 0
+        and _is_number(value[1])
+        and isinstance(value[2], dict)
+        and all(map(_is_number, value[2].values()))
+    ),
+)
+NOTED = Field(
+    "the index of a worker, a count, a number and an object of numbers",
+    lambda value, limits: (
+        _is_list(value)
+        and len(value) == 4
+        and type(value[0]) is int
+        and 0 <= value[0] < limits.workers
+        and NOTE.fits(value[1:], limits)
+    ),
+)
 SPENT = Field(  # checked for each push of each step, so in few calls
     "the index of a worker and three numbers of seconds",
     lambda value, limits: (

@@ -10,6 +10,7 @@ from steepest.core.messages.fields import (
     CULPRITS,
     FACTOR,
     FLAG,
+    NOTE,
     NUMBER,
     PUSHES,
     READERS,
@@ -160,6 +161,8 @@ class Report(Body):
     hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
     # the greatest norm of this update's gradient, as a worker's own loop says it; None for that of the job, if any
     clip: Annotated[float | None, NUMBER] = None
+    # what a worker's own loop says to the driver: for each time its number, its weight in means, and values by name
+    notes: Annotated[Seq[tuple[int, float, dict[str, float]]], many(NOTE)] = ()
 
 
 @body()

@@ -313,6 +313,15 @@ class SaysHyper(Protocol):
 
 
 @runtime_checkable
+class SaysNotes(Protocol):
+    """An ability of a model: it says something to the driver with the updates of its gradients."""
+
+    @property
+    def notes(self) -> Sequence[tuple[int, float, dict[str, float]]]:
+        """What no committed update has said: for each time its number, its weight in means, and values by name."""
+
+
+@runtime_checkable
 class SaysClipping(Protocol):
     """An ability of a model: each update of its gradients has a greatest norm of its own."""
 

@@ -16,10 +16,13 @@ class OpenStep:
         self._reports: list[tuple[Report, int]] = []
         self._spent: list[tuple[int, float, float, float]] = []  # see `Result.spent`
         self._norms: list[float | None] = []
+        self._notes: list[tuple[int, int, float, dict[str, float]]] = []  # see `Result.notes`
 
     def add(self, worker: int, report: Report, staleness: int) -> None:
         """Add the report of a worker's committed push, and its staleness in versions."""
         self._reports.append((report, staleness))
+        if report.notes:
+            self._notes += [(worker, *note) for note in report.notes]
         if (spent := report.timings) and report.samples:
             data, compute, wait = spent.get("data"), spent.get("compute"), spent.get("wait")
             self._spent.append((worker, data or 0.0, compute or 0.0, wait or 0.0))
@@ -33,12 +36,15 @@ class OpenStep:
         self._reports.clear()
         self._spent.clear()
         self._norms.clear()
+        self._notes.clear()
 
     def end(self, stats: bool) -> dict[str, Any]:
         """Return the summary of the step, see `summarize`, and begin another one."""
         summary = summarize(self._reports, self._norms, stats)
         if stats and self._spent:
             summary["spent"] = list(self._spent)
+        if self._notes:
+            summary["notes"] = list(self._notes)
         self.clear()
         return summary
 
