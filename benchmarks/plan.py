@@ -4,12 +4,13 @@
     python -m benchmarks.plan --only "2 hosts, 200"  # the cases whose names begin so
     python -m benchmarks.plan --published
 
-Hosts are network namespaces of this machine with one worker each and, of strategies that have servers, one server each;
-their links are shaped (`benchmarks.namespaces.star`); needs root, iproute2 and tc. A batch is one sample of a perceptron
-of 1.9 million parameters and a sleep of ``--batch`` milliseconds in its forward pass, and links are slow: two cores could
-not compute, or carry bytes, for four hosts at once. So what is checked is what waits for what, over which link, and not
-how fast processors are. The profile is measured by as many processes at once as a case has workers, as all share this
-machine's cores; each number is the median over them. A measured figure is the median of ``--rounds`` turns.
+Hosts are network namespaces of this machine with one worker each and, of strategies that have servers, one server
+each; their links are shaped (`benchmarks.namespaces.star`); needs root, iproute2 and tc. A batch is one sample of a
+perceptron of 1.9 million parameters and a sleep of ``--batch`` milliseconds in its forward pass, and links are slow:
+two cores could not compute, or carry bytes, for four hosts at once. So what is checked is what waits for what, over
+which link, and not how fast processors are. The profile is measured by as many processes at once as a case has
+workers, as all share this machine's cores; each number is the median over them. A measured figure is the median of
+``--rounds`` turns.
 
 The published figures are of other systems. What is compared is the shape: which of two is faster, by what factor,
 and how an efficiency falls from one model to another.

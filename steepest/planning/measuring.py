@@ -48,6 +48,7 @@ _SECONDS = 600.0  # within which a step must end
 _REPEATS = 5
 _LARGE = 4 << 20  # bytes of a payload
 _MESSAGES = 200
+_OTHERS = 6  # messages of a step of one worker beside chunks: ASK, GRANT, REPORT, VERSION_STAGED, COMMIT, RESULT
 _ELEMENTS = 1 << 18  # of a chunk with which a codec is measured
 
 
@@ -102,7 +103,7 @@ class _MeasuredPass:
     """What one batch took, in seconds."""
 
     def __init__(self) -> None:
-        self.seconds = self.loading = self.applying = 0.0
+        self.seconds = self.loading = self.applying = self.handling = 0.0
         self.needed: dict[int, float] = {}
         self.ready: dict[int, float] = {}
 
@@ -197,9 +198,10 @@ class _MeasuredJob:
 
     def _take_one(self, before: int) -> bool:
         """Take a step; return whether it had samples."""
-        self._server_seconds()
+        began, _, taking, committing = self._now(), *self._server.spent[1:]
         self._client.ask(1, True)
         self._turn_until(lambda: not self._client.outcomes.empty())
+        took = self._now() - began
         outcome = self._client.outcomes.get()
         if isinstance(outcome, Failure):
             raise ModelRaisedError(
@@ -208,16 +210,12 @@ class _MeasuredJob:
         assert isinstance(outcome, Result)
         if len(self._rows) == before or not outcome.samples:
             return False
-        row = self._rows[-1]
+        row, spent = self._rows[-1], self._server.spent
         row.loading = (outcome.timings or {}).get("data", 0.0)
-        row.applying = self._server_seconds()
+        row.applying = spent[3] - committing
+        known = row.seconds + row.loading + row.applying + spent[2] - taking
+        row.handling = max(took - known, 0.0)
         return True
-
-    def _server_seconds(self) -> float:
-        """Return the seconds that the server has spent on commits since the last call."""
-        _, _, _, committing = self._server.spent
-        since, self._committed = committing - getattr(self, "_committed", 0.0), committing
-        return since
 
     def _turn_until(self, done: Callable[[], bool]) -> None:
         until = self._now() + _SECONDS
@@ -234,7 +232,12 @@ class _MeasuredJob:
         applied = statistics.median(row.applying for row in rows) / nbytes
         largest = max(chunks, key=lambda held: held.chunk.nbytes)
         added, checked = self._adding(largest)
-        return Costs(applied=applied, added=added, checked=checked, **measure_transport())
+        transport = measure_transport()
+        # a push and its weights for each chunk, and what coordinator, server, worker and client say to each other;
+        # the least, which other programs have lengthened the least
+        handled = min(row.handling for row in rows) / (2 * len(chunks) + _OTHERS)
+        transport["message"] += handled / 2  # half where it is sent
+        return Costs(applied=applied, added=added, checked=checked, **transport)
 
     def _adding(self, held: Any) -> tuple[float, float]:
         """Return the seconds for each byte of a push that is added up, and of a sum of squares."""

@@ -16,7 +16,7 @@ class Costs:
     """Seconds of one processor for what is done beside the model's own computation.
 
     Attributes:
-        message: to send, or to receive, one message without its payload.
+        message: to send, or to receive and handle, one message without its payload.
         sent, received: for each byte that is sent, or received, over TCP.
         added: for each byte of a gradient that a server adds up.
         applied: for each byte of weights in the optimizer's step.
