@@ -59,6 +59,32 @@ class _GradientHeader(NamedTuple):
         return self.unit != 0.0
 
 
+class _Mean(NamedTuple):
+    """How a mean by weight is formed of gradients, as servers form it, so that none has to copy it."""
+
+    unit: float  # of all gradients, which are divided by their number when they are added up; 0 where units differ
+    total: float  # summed weight
+
+    @classmethod
+    def of(cls, headers: list[_GradientHeader]) -> _Mean | None:
+        """Return that of some gradients; None where none weighs anything."""
+        units = {header.unit for header in headers if header.weighs}
+        total = math.fsum(header.total for header in headers)
+        if not units or not total:
+            return None
+        return cls(units.pop() if len(units) == 1 else 0.0, total)
+
+    def factor(self, unit: float) -> float:
+        """Return by what a gradient in this unit is multiplied before it is added."""
+        return 1.0 if self.unit else unit / self.total
+
+    def finish(self, elements: torch.Tensor) -> None:
+        """Make the mean of the sum."""
+        # Divided by a count, so that the mean of equal values is that value.
+        if self.unit and self.unit != self.total:
+            elements.div_(self.total / self.unit)
+
+
 class Sums:
     """The memory in which chunks are added up, by chunk: its elements, then a flag for each parameter's part.
 
@@ -154,61 +180,62 @@ class Reduction:
     ) -> Generator[Operation, list[torch.Tensor] | None, list[_GradientHeader]]:
         """Gather the headers with the first chunk, which is small, and push its sum; return the headers."""
         memory, elements, flags = self._sums.of(chunk)
-        self._contribute(chunk, handed, handed.unit, elements, flags)
+        self._contribute(chunk, handed, 1.0, elements, flags)
         header = self._own_header(handed).view(torch.uint8)
         found = yield Gather(torch.cat([header, memory.view(torch.uint8)]))
         assert found is not None
         size = header.numel()
         headers = self._headers([part[:size].view(torch.int64) for part in found])
         parts = [part[size:].view(memory.dtype) for part in found]
-        unit, weighing = 0.0, False
-        for one, part in zip(headers, parts, strict=True):
-            if one.weighs and weighing:
-                elements.add_(part[: len(elements)], alpha=one.unit / unit)
-                flags.add_(part[len(elements) :])
-            elif one.weighs:
-                unit, weighing = one.unit, True
-                memory.copy_(part)
-        if not weighing:
+        mean = _Mean.of(headers)
+        if mean is None:
             self._pass_on(chunk, headers, 0.0, None, None)
-        elif self._checked and not _is_finite(elements):
+            return headers
+        memory.zero_()
+        for one, part in zip(headers, parts, strict=True):
+            if one.weighs:
+                elements.add_(part[: len(elements)], alpha=mean.factor(one.unit))
+                flags.add_(part[len(elements) :])
+        mean.finish(elements)
+        if self._checked and not _is_finite(elements):
             self._push_each(chunk, headers, parts)
         else:
-            self._pass_on(chunk, headers, unit, elements, flags)
+            self._pass_on(chunk, headers, mean.total, elements, flags)
         return headers
 
     def _reduce(self, chunk: int, handed: HandedChunk, headers: list[_GradientHeader]) -> Program:
         """Add up one chunk, and push the sum."""
-        unit = next((header.unit for header in headers if header.weighs), 0.0)
-        if not unit:
+        mean = _Mean.of(headers)
+        if mean is None:
             self._pass_on(chunk, headers, 0.0, None, None)
             return
         memory, elements, flags = self._sums.of(chunk)
-        self._contribute(chunk, handed, unit, elements, flags)
+        self._contribute(chunk, handed, mean.factor(handed.unit), elements, flags)
         yield Reduce(memory, f"chunk {chunk}")
+        mean.finish(elements)
         if self._checked and not _is_finite(elements):
             yield from self._each_by_itself(chunk, handed, headers)
             return
-        self._pass_on(chunk, headers, unit, elements, flags)
+        self._pass_on(chunk, headers, mean.total, elements, flags)
 
     def _contribute(
         self,
         chunk: int,
         handed: HandedChunk,
-        unit: float,
+        factor: float,
         elements: torch.Tensor,
         flags: torch.Tensor,
     ) -> None:
-        """Write this member's part of a chunk's sum, in units of `unit`."""
+        """Write this member's gradient of a chunk, times a factor: its part of the mean, which no server copies."""
         if not handed.unit or not handed.payload.numel():
             elements.zero_()
             flags.zero_()
             return
         values = handed.payload.view(elements.dtype)
-        if handed.unit == unit:
+        if factor == 1.0:
             elements.copy_(values)
         else:
-            torch.mul(values, handed.unit / unit, out=elements)
+            torch.mul(values, factor, out=elements)
         slices = self._layout.chunks[chunk].slices
         flags.copy_(torch.tensor([float(piece.entry not in handed.absent) for piece in slices]))
 
@@ -217,7 +244,7 @@ class Reduction:
     ) -> Program:
         """Push each member's gradient of a chunk by itself: their sum is not finite."""
         memory, elements, flags = self._sums.of(chunk)
-        self._contribute(chunk, handed, handed.unit, elements, flags)
+        self._contribute(chunk, handed, 1.0, elements, flags)
         found = yield Gather(memory)
         self._push_each(chunk, headers, found or [])
 

@@ -556,7 +556,9 @@ def _made(
         return topology.stores.make(chunk, spec, checked=checked)
     layout, copies = topology.layout, len(topology.holders[chunk.index]) > 1
     view = layout.chunk_view(weights, chunk.index)
-    held = ServerChunk(chunk, layout, spec, view, checked, keeps_mean=copies)
+    # where workers add up, the sum is of this process, whose worker has its weights of this server alone
+    keeps_mean = copies and not topology.hosts.reduces
+    held = ServerChunk(chunk, layout, spec, view, checked, keeps_mean=keeps_mean)
     if topology.pull_codec is not None:
         held.follow(topology.pull_codec)
     return held
