@@ -9,7 +9,7 @@ SteepestError
 │   ├── ModelRaisedError                 the user's code or data raised; its traceback is the cause
 │   ├── NonFiniteError                   a gradient holds NaN or infinity
 │   ├── DeadlineError (TimeoutError)     something did not happen in time; names the peers awaited
-│   ├── DataPlaneError (ConnectionError) workers that live cannot add up gradients among themselves
+│   ├── DataPlaneError (ConnectionError)  workers that live cannot add up gradients together
 │   └── PeerLostError (ConnectionError)  a process died; names it, its node, its last log lines
 ├── MessageTooLargeError                 a message does not fit into a frame; raised at the sender
 ├── ProtocolError                        a frame is malformed, truncated, oversized or out of place

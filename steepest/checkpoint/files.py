@@ -29,6 +29,7 @@ from steepest.checkpoint import rows
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
 from steepest.checkpoint.safetensors_file import read_tensors, write_tensors
 from steepest.checkpoint.table_moves import changes_of_tables, require_tables
+from steepest.core.optim.spec import stateful
 from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.data.fingerprint import Fingerprint, differences
@@ -161,13 +162,13 @@ class JobSignature:
     def check(self, saved: Checkpoint, data: str = "continue") -> None:
         """Check that a checkpoint fits to this job; CheckpointError says in which property it does not."""
         # Nothing is changed. data: "new" if the number of samples may differ.
-        for what, mine in (
-            ("optimizer", self.optimizer),
-            ("flags", dict(self.flags)),
+        for what, theirs, mine in (
+            ("optimizer", saved.about["optimizer"], self.optimizer),
+            ("flags", stateful(saved.about["flags"]), stateful(self.flags)),
         ):
-            if saved.about[what] != mine:
+            if theirs != mine:
                 raise CheckpointError(
-                    f"it has {what} {saved.about[what]}, this job has {mine}: build the optimizer as "
+                    f"it has {what} {theirs}, this job has {mine}: build the optimizer as "
                     "it was, or give the checkpoint's weights alone to set_weights()"
                 )
         if data != "new" and (theirs := saved.about["samples"]) != self.samples:

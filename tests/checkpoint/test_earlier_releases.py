@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import torch
 
 from steepest import DistributedSGD, ParameterServerStrategy
 from steepest.checkpoint.manifest import FORMAT, MANIFEST
+from steepest.errors import CheckpointError
+from tests.checkpoint_contents import edit
 from tests.reference import Task, difference
 from tests.simulation.run import Simulation
 
@@ -52,6 +55,29 @@ def test_training_goes_on_from_what_an_earlier_release_wrote(
         assert difference(trainer.weights(), trace[STEPS]) < 1e-12
         trainer.fit(steps=8, progress=False)  # with its moments, schedule and place in the data
         assert difference(trainer.weights(), trace[-1]) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (
+            {},
+            "",
+        ),  # torch 2.6 has none of the switches that are off by default, or say how AdamW decays
+        ({"0.amsgrad": False, "0.new": False, "0.decoupled_weight_decay": False}, ""),
+        ({"0.amsgrad": True}, r"it has flags \{'0.amsgrad': True\}, this job has \{\}"),
+        ({"0.new": True}, r"it has flags \{'0.new': True\}"),
+    ],
+)
+def test_switches_of_another_version_of_torch(
+    theirs: dict[str, bool], message: str, tmp_path: Path
+) -> None:
+    shutil.copytree(WRITTEN[0], tmp_path / "copy")
+    edit(tmp_path / "copy", lambda manifest: manifest | {"flags": theirs})
+    with Simulation(2).running(), DistributedSGD(TASK.creator(), WORKERS) as trainer:
+        with pytest.raises(CheckpointError, match=message) if message else nullcontext():
+            trainer.restore(tmp_path / "copy")
+        assert trainer.fit(steps=1, progress=False).step == (1 if message else STEPS + 1)
 
 
 def test_the_format_of_this_release_is_kept() -> None:

@@ -337,6 +337,7 @@ def test_a_step_error_is_what_a_step_may_raise() -> None:
         "ModelRaisedError",
         "NonFiniteError",
         "DeadlineError",
+        "DataPlaneError",
         "PeerLostError",
     }
     assert {name for name, cls in defined().items() if issubclass(cls, errors.StepError)} == {

@@ -38,7 +38,19 @@ _TRIED_STEPS = 4
 # what was found of optimizers with the same hyperparameters and shapes, such as those of replicas
 _FOUND: dict[Any, Findings] = {}
 _MOST_FOUND = 32
-_STATELESS_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "nesterov")
+_STATELESS_FLAGS = (
+    "foreach", "fused", "capturable", "differentiable", "maximize", "nesterov", "decoupled_weight_decay",
+)  # fmt: skip
+
+
+def stateful(flags: Mapping[str, bool]) -> dict[str, bool]:
+    """Return those of `state_flags` that are on and change what state is kept, whichever version of torch told them.
+
+    An optimizer of another version of torch may lack a switch, which is off there.
+    """
+    return {
+        key: on for key, on in flags.items() if on and key.split(".", 1)[1] not in _STATELESS_FLAGS
+    }
 
 
 @dataclass(frozen=True)
