@@ -121,18 +121,17 @@ class TableMoves:
 
     def unpushed(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return gradients of rows that a worker has not pushed, see `DelayedRows.state`, for the job's groups."""
-        from steepest.tables.gradients import RowGradients, added
+        from steepest.tables.gradients import WITH_LIVES, RowGradients, added
 
         before = {table.group: table for table in self._before.values()}
         found: dict[str, torch.Tensor] = {}
         try:
-            gradients = {
-                int(name): RowGradients.unpack(
-                    packed.clone().numpy(), before[int(name)].dim, before[int(name)].dtype
-                )
-                for name, packed in state.items()
-                if name != "weights"
-            }
+            gradients = {}
+            for name in state.keys() - {"weights"}:
+                old, lives = int(name.removesuffix(WITH_LIVES)), name.endswith(WITH_LIVES)
+                form = before[old].dim, before[old].dtype
+                packed = state[name].clone().numpy()
+                gradients[old] = RowGradients.unpack(packed, *form, lives=lives)
             for group in range(len(self._dealing.groups)):
                 parts = [
                     _moved_gradients(gradients[old], numbers)
@@ -140,7 +139,10 @@ class TableMoves:
                     if old in gradients
                 ]
                 if any(map(len, parts)):
-                    found[str(group)] = torch.from_numpy(added(parts).pack())
+                    total = added(parts)
+                    lives = total.lives is not None
+                    name = f"{group}{WITH_LIVES if lives else ''}"
+                    found[name] = torch.from_numpy(total.pack(lives=lives))
         except (ConfigurationError, LookupError, ValueError) as error:
             raise CheckpointError(
                 f"the gradients of rows that a worker had not pushed make no sense: {error}"

@@ -21,6 +21,7 @@ from steepest.embedding.modules import (
 )
 from steepest.errors import ConfigurationError
 from steepest.tables.checks import require_ids
+from steepest.tables.lives import seconds_of
 from steepest.tables.table import Table
 from steepest.validation import require_choice
 
@@ -37,6 +38,8 @@ class EmbeddingCollection(TableModule):
             by feature, of all features.
         padding_idx: by feature, an id that is left out of bags, and whose embedding is zero where they
             stay apart; features without one need not be there.
+        ttl: by feature, how long a row stays that the feature has had, see `Table.ttl`; the others have their
+            table's. A row that several features have had stays until the last of these times is over.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class EmbeddingCollection(TableModule):
         *,
         mode: str | Mapping[str, str | None] | None = "sum",
         padding_idx: Mapping[str, int] | None = None,
+        ttl: Mapping[str, str | int] | None = None,
     ) -> None:
         if not isinstance(tables, Mapping):
             raise ConfigurationError(f"tables={tables!r:.80}: give a dict of features and Tables")
@@ -61,7 +65,7 @@ class EmbeddingCollection(TableModule):
             require_choice(what, of, (None, "sum", "mean", "max"))
         for feature, known in padding.items():
             require_padding(tables[feature], known)
-        self.mode = mode
+        self.mode, self._lives = mode, _lives_of(tables, {} if ttl is None else ttl)
         self._features, self._modes, self._padding = dict(tables), modes, padding
 
     @left_to_python
@@ -103,7 +107,8 @@ class EmbeddingCollection(TableModule):
             for name, part, mine in zip(names, parts, kept, strict=True)
         ]
         embedded: dict[str, Tensor] = {}
-        for of, rows, inverse in self._look_up(looked_up):
+        lives = [self._lives[name] for name in names] if self._lives else None
+        for of, rows, inverse in self._look_up(looked_up, lives):
             pieces = torch.split(inverse, [len(looked_up[at][1]) for at in of])
             of_each = dict(zip(of, pieces, strict=True))
             # one backward pass for all of a mode: each would have rows of zeros for the others' ids
@@ -151,6 +156,26 @@ class EmbeddingCollection(TableModule):
         """Return which ids (n,) of a feature are not its padding; None for all."""
         padding = self._padding.get(name)
         return None if padding is None else ids != padding
+
+
+def _lives_of(tables: Mapping[str, Table], ttl: Mapping[str, str | int]) -> dict[str, int]:
+    """Return by feature the seconds for which rows stay; nothing where that is as long as all tables say."""
+    if not isinstance(ttl, Mapping) or not ttl.keys() <= tables.keys():
+        raise ConfigurationError(
+            f"ttl={ttl!r:.80}: give a dict with some of the features {', '.join(map(repr, tables))}"
+        )
+    for name in ttl:
+        if not tables[name].life:
+            raise ConfigurationError(
+                f"ttl of feature {name!r}, whose table {tables[name].name!r} keeps its rows: give Table(ttl=...) the "
+                "time after which rows are removed that no feature with a time of its own has had"
+            )
+    own = {name: table.life for name, table in tables.items()}
+    return (
+        own | {name: seconds_of(f"ttl of feature {name!r}", of) for name, of in ttl.items()}
+        if ttl
+        else {}
+    )
 
 
 def _shaped(values: Tensor, kept: Tensor | None, ids: Ids, bounds: Tensor) -> Tensor:

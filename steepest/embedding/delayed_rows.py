@@ -14,7 +14,7 @@ from steepest.core.tensors.squares import sum_of_squares
 from steepest.embedding.row_collector import RowCollector
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.tables.dealing import Dealing
-from steepest.tables.gradients import RowGradients, added
+from steepest.tables.gradients import WITH_LIVES, RowGradients, added
 from steepest.tables.spread import Spread
 
 #: The gradient of each group of tables, in units of some weight; None where there is none.
@@ -83,7 +83,8 @@ class DelayedRows:
                 before: weights may come from a server that dies before another one knows of them.
 
         Returns:
-            For each group of tables with gradients its number, with them as flat bytes; and "weights":
+            For each group of tables with gradients its number, with them as flat bytes, and "+lives" behind the
+            number where these have the lives of rows; and "weights":
             (2,) float64, that of one unit, and that of the samples. Empty if there is no gradient.
         """
         kept = self._next if self._sent and self._version < version else self._kept
@@ -143,8 +144,13 @@ def _packed(kept: _DelayedGradient) -> Tensors:
     if not kept.total:
         return Tensors()
     weights = torch.tensor([kept.unit, kept.total], dtype=torch.float64)
-    groups = ((str(n), part) for n, part in enumerate(kept.gradients) if part is not None)
-    return Tensors({"weights": weights} | {n: torch.from_numpy(p.pack()) for n, p in groups})
+    found = {"weights": weights}
+    for number, part in enumerate(kept.gradients):
+        if part is not None:
+            lives = part.lives is not None
+            name = f"{number}{WITH_LIVES if lives else ''}"
+            found[name] = torch.from_numpy(part.pack(lives=lives))
+    return Tensors(found)
 
 
 def _unpacked(dealing: Dealing, state: Mapping[str, torch.Tensor]) -> _DelayedGradient:
@@ -155,11 +161,13 @@ def _unpacked(dealing: Dealing, state: Mapping[str, torch.Tensor]) -> _DelayedGr
         if not (unit > 0 and total > 0 and math.isfinite(unit + total)):
             raise ConfigurationError(f"their weights are {unit} and {total}")
         for name in state.keys() - {"weights"}:
-            group = dealing.groups[int(name)]
+            number, lives = name.removesuffix(WITH_LIVES), name.endswith(WITH_LIVES)
+            group = dealing.groups[int(number)]
             packed = state[name].clone().numpy()  # at a multiple of its numbers' size
-            found = RowGradients.unpack(packed, group[0].dim, group[0].form.dtype)
+            form = group[0].dim, group[0].form.dtype
+            found = RowGradients.unpack(packed, *form, lives=lives)
             found.require([table.name for table in group], 0, Spread.evenly(len(group), 1))
-            gradients[int(name)] = found
+            gradients[int(number)] = found
     except (ConfigurationError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the gradients of rows that a worker had not pushed make no sense: {error}"

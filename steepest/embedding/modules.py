@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from steepest.errors import ConfigurationError
 from steepest.tables.checks import require_ids
+from steepest.tables.gradients import longest
 from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.local import LocalRows
@@ -40,9 +41,16 @@ class RowSource(Protocol):
         """Return the values of distinct rows, (m, dim); `training` where gradients will come."""
 
     def push(
-        self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
+        self,
+        group: int,
+        tables: Int32s,
+        ids: Int64s,
+        gradients: Floats,
+        sightings: Int32s,
+        lives: Int32s | None = None,
     ) -> None:
         """Take the summed gradients of distinct ids, (n, dim), and how often each was in the batch."""
+        # lives: (n,), see `steepest.tables.gradients.RowGradients`.
 
 
 P = ParamSpec("P")
@@ -56,9 +64,15 @@ class _PushedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, values: Tensor, source: RowSource, group: int, keys: Distinct
+        ctx: Any,
+        anchor: Tensor,
+        values: Tensor,
+        source: RowSource,
+        group: int,
+        keys: Distinct,
+        lives: Int32s | None,
     ) -> Tensor:
-        ctx.source, ctx.group, ctx.keys = source, group, keys
+        ctx.source, ctx.group, ctx.keys, ctx.lives = source, group, keys, lives
         return values.view_as(values)
 
     @staticmethod
@@ -66,8 +80,9 @@ class _PushedRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         keys = ctx.keys
         gradients = np.ascontiguousarray(gradient.detach().cpu().numpy())
-        ctx.source.push(ctx.group, keys.tables, keys.ids, gradients, keys.counts)
-        return None, None, None, None, None
+        lives = () if ctx.lives is None else (ctx.lives,)
+        ctx.source.push(ctx.group, keys.tables, keys.ids, gradients, keys.counts, *lives)
+        return None, None, None, None, None, None
 
 
 class _Pool(torch.autograd.Function):
@@ -142,8 +157,11 @@ class TableModule(nn.Module):
         """Return the tables' names and dimensions."""
         return ", ".join(f"{table.name}: {table.dim}" for table in self.tables)
 
-    def _look_up(self, wanted: Sequence[tuple[Table, Tensor]]) -> list[_Found]:
+    def _look_up(
+        self, wanted: Sequence[tuple[Table, Tensor]], lives: Sequence[int] | None = None
+    ) -> list[_Found]:
         """Return rows of ids (n,) of tables, by group: pulled together, as are their gradients pushed."""
+        # lives: of each of these (table, ids), the seconds for which they have rows stay; None for the tables' own.
         if self._source is None:
             raise ConfigurationError(
                 f"{type(self).__name__}({self.extra_repr()}) has no rows: a trainer gives it some "
@@ -161,9 +179,13 @@ class TableModule(nn.Module):
             values = values.to(wanted[of[0]][1].device)
             if trains:
                 anchor = torch.empty(0, requires_grad=True)
+                of_keys = None
+                if lives is not None:
+                    each = np.repeat(np.array([lives[at] for at in of], np.int32), sizes)
+                    of_keys = longest(each, keys.inverse, len(keys.ids))
                 values = cast(
                     Tensor,
-                    _PushedRows.apply(anchor, values, self._source, group, keys),  # type: ignore[no-untyped-call]
+                    _PushedRows.apply(anchor, values, self._source, group, keys, of_keys),  # type: ignore[no-untyped-call]
                 )
             found.append(_Found(of, values, torch.from_numpy(keys.inverse).to(values.device)))
         return found

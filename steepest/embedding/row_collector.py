@@ -54,10 +54,16 @@ class RowCollector(RowSource, ABC):
         # `training`: whether their gradients will be pushed.
 
     def push(
-        self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
+        self,
+        group: int,
+        tables: Int32s,
+        ids: Int64s,
+        gradients: Floats,
+        sightings: Int32s,
+        lives: Int32s | None = None,
     ) -> None:
         """Keep the summed gradients of distinct ids, (n, dim), in the present batch's; not of tables not trained."""
-        found = RowGradients(tables, ids, gradients, sightings)
+        found = RowGradients(tables, ids, gradients, sightings, lives)
         if frozen := self._frozen[group]:
             found = found.taken(~np.isin(tables, frozen))
         self._batch[group].append(found)
@@ -140,6 +146,6 @@ class RowCollector(RowSource, ABC):
                 if part.start < part.stop:
                     mine = total.taken(part if order is None else order[part])
                     packed[self.dealing.chunk(group, shard)] = torch.from_numpy(
-                        mine.pack(ROW_MEMORY.empty)
+                        mine.pack(ROW_MEMORY.empty, lives=self.dealing.ends[group])
                     )
         return packed

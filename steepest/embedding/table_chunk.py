@@ -21,7 +21,7 @@ from steepest.core.tensors.squares import sum_of_squares
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.tables.cut import RowCut
 from steepest.tables.dealing import Dealing
-from steepest.tables.gradients import RowGradients, added, require_rows
+from steepest.tables.gradients import RowGradients, added, require_rows, width_of
 from steepest.tables.shard import UPDATES_BETWEEN_EVICTIONS, TableShard
 from steepest.tables.state import TableState
 from steepest.tables.state_checks import require_number_in, require_sound
@@ -58,6 +58,7 @@ class TableChunk(ChunkStore):
         self._dealing = dealing
         self._name = dealing.name(chunk.index)
         self._tables = dealing.groups[dealing.group_of(chunk.index)]
+        self._ends = dealing.ends[dealing.group_of(chunk.index)]
         self._table_names = [table.name for table in self._tables]
         self._checked = checked
         self._optimizer, self._rates = self._tables[0].optimizer, rates
@@ -101,7 +102,8 @@ class TableChunk(ChunkStore):
     def fits(self, size: int, codec: Codec | None) -> bool:
         """Return whether a payload has the size of gradients of some rows."""
         try:
-            return require_rows(size, 16 + self.rows.dim * np.dtype(self.rows.dtype).itemsize) > 0
+            width = width_of(self.rows.dim, self.rows.dtype, lives=self._ends)
+            return require_rows(size, width) > 0
         except ConfigurationError:
             return False
 
@@ -119,7 +121,8 @@ class TableChunk(ChunkStore):
         return None
 
     def _unpacked(self, payload: torch.Tensor) -> RowGradients:
-        return RowGradients.unpack(payload.numpy(), self.rows.dim, self.rows.dtype)
+        form = self.rows.dim, self.rows.dtype
+        return RowGradients.unpack(payload.numpy(), *form, lives=self._ends)
 
     def release(self, payload: torch.Tensor | None) -> None:
         """Keep no memory: pushes are of many sizes, and hardly one fits the next."""
@@ -203,7 +206,7 @@ class TableChunk(ChunkStore):
             elif rate != 1.0:
                 lr = optimizer.lr * rate
             keys = mean.tables, mean.ids, mean.gradients
-            rows.push(*keys, version, lr, mean.sightings, strict=False)
+            rows.push(*keys, version, lr, mean.sightings, lives=mean.lives, strict=False)
             self._tell_of_full_tables(rows)
         if version % UPDATES_BETWEEN_EVICTIONS == 0:
             rows.evict(version)

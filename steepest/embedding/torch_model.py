@@ -149,9 +149,15 @@ class _ScaledRows:
             return self._source.pull(group, tables, ids, training)
 
     def push(
-        self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
+        self,
+        group: int,
+        tables: Int32s,
+        ids: Int64s,
+        gradients: Floats,
+        sightings: Int32s,
+        lives: Int32s | None = None,
     ) -> None:
         """Pass on gradients, divided by the scale."""
         if self._scale != 1.0:
             gradients = gradients / gradients.dtype.type(self._scale)
-        self._source.push(group, tables, ids, gradients, sightings)
+        self._source.push(group, tables, ids, gradients, sightings, lives)

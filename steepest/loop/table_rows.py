@@ -103,10 +103,16 @@ class LoopRows:
         return found
 
     def push(
-        self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
+        self,
+        group: int,
+        tables: Int32s,
+        ids: Int64s,
+        gradients: Floats,
+        sightings: Int32s,
+        lives: Int32s | None = None,
     ) -> None:
         """Keep gradients up to the step."""
-        self._kept.append((group, tables, ids, gradients, sightings))
+        self._kept.append((group, tables, ids, gradients, sightings, lives))
 
     def follow(self, *owners: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Have `zero_grad` of a module, or an optimizer, forget gradients of rows, too."""

@@ -88,6 +88,11 @@ class Dealing:
         return TableShard(self.groups[group], shard=shard, num_shards=self.num_shards, seed=seed)
 
     @cached_property
+    def ends(self) -> list[bool]:
+        """By group, whether rows of one of its tables have a time to live: then pushes say which."""
+        return [any(table.life for table in group) for group in self.groups]
+
+    @cached_property
     def spreads(self) -> list[Spread]:
         """By group, how its keys are spread over its shards."""
         return [spread_of(group, self.num_shards) for group in self.groups]

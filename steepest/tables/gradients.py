@@ -18,6 +18,8 @@ from steepest.tables.spread import Spread
 Bytes = npt.NDArray[np.uint8]
 #: Returns memory of so many bytes, with anything in it.
 Empty = Callable[[int], Bytes]
+#: Behind the name of gradients that were packed with lives.
+WITH_LIVES = "+lives"
 _KEY_BYTES = 12  # an id, and a table number
 
 
@@ -33,30 +35,46 @@ class RowGradients:
     ids: Int64s
     gradients: Floats  # (n, dim), of the tables' dtype
     sightings: Int32s  # (n,), how often each id was in the batch
+    # (n,), for how many seconds rows stay from now, by the features that had them; 0 for as long as their table
+    # says; None for that with all
+    lives: Int32s | None = None
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.ids)
 
-    def pack(self, empty: Empty = _new) -> Bytes:
+    def pack(self, empty: Empty = _new, *, lives: bool = False) -> Bytes:
         """Return ids, gradients, table numbers and sightings as bytes, in memory that `empty` makes."""
-        return _joined((self.ids, self.gradients, self.tables, self.sightings), empty)
+        # lives: whether they follow.
+        parts: list[npt.NDArray[Any]] = [self.ids, self.gradients, self.tables, self.sightings]
+        if lives:
+            parts.append(self._lives())
+        return _joined(parts, empty)
 
     @classmethod
-    def unpack(cls, packed: Bytes, dim: int, dtype: str) -> RowGradients:
+    def unpack(cls, packed: Bytes, dim: int, dtype: str, *, lives: bool = False) -> RowGradients:
         """Return what `pack` packed, as views; ConfigurationError: it is of another size."""
         width = np.dtype(dtype).itemsize * dim
-        count = require_rows(len(packed), 16 + width)
+        count = require_rows(len(packed), width_of(dim, dtype, lives=lives))
         begin, end = 8 * count, (8 + width) * count
+        numbers = (
+            packed[end:].view(np.int32).reshape(-1, count) if count else np.empty((3, 0), np.int32)
+        )
         return cls(
-            packed[end : end + 4 * count].view(np.int32),
+            numbers[0],
             packed[:begin].view(np.int64),
             packed[begin:end].view(dtype).reshape(count, dim),
-            packed[end + 4 * count :].view(np.int32),
+            numbers[1],
+            numbers[2] if lives else None,
         )
+
+    def _lives(self) -> Int32s:
+        return np.zeros(len(self), np.int32) if self.lives is None else self.lives
 
     def require(self, names: Sequence[str], shard: int, spread: Spread) -> None:
         """Check that rows are distinct, and such as one shard of some tables can have; ConfigurationError otherwise."""
+        if self.lives is not None and len(self) and self.lives.min() < 0:
+            raise ConfigurationError(f"lives hold {self.lives.min()}: give seconds, at least 0")
         fine = are_distinct(self.tables, self.ids, shard, spread)
         if fine and (not len(self) or self.sightings.min() > 0):
             return
@@ -74,8 +92,9 @@ class RowGradients:
 
     def taken(self, which: Any) -> RowGradients:
         """Return some of the rows, by an index of NumPy's."""
-        parts = (self.tables, self.ids, self.gradients, self.sightings)
-        return RowGradients(*(part[which] for part in parts))
+        lives = None if self.lives is None else self.lives[which]
+        of = self.tables[which], self.ids[which], self.gradients[which], self.sightings[which]
+        return RowGradients(*of, lives)
 
     def times(self, factor: float) -> RowGradients:
         """Return the gradients times a factor."""
@@ -98,7 +117,22 @@ def added(parts: Sequence[RowGradients]) -> RowGradients:
     gradients = add_up(np.concatenate([p.gradients for p in parts]), keys.inverse, count)
     sightings = np.concatenate([p.sightings for p in parts]).astype(np.float64)[:, None]
     seen = add_up(sightings, keys.inverse, count)[:, 0].clip(max=2**31 - 1).astype(np.int32)
-    return RowGradients(keys.tables, keys.ids, gradients, seen)
+    lives = None
+    if any(part.lives is not None for part in parts):
+        lives = longest(np.concatenate([part._lives() for part in parts]), keys.inverse, count)
+    return RowGradients(keys.tables, keys.ids, gradients, seen, lives)
+
+
+def longest(lives: Int32s, inverse: Int32s, count: int) -> Int32s:
+    """Return the greatest of the seconds (n,) that have the same number (n,), for `count` numbers."""
+    found = np.zeros(count, np.int32)
+    np.maximum.at(found, inverse, lives)
+    return found
+
+
+def width_of(dim: int, dtype: str, *, lives: bool) -> int:
+    """Return the bytes of a row's gradient as it travels, with all that is known of it."""
+    return 16 + 4 * lives + np.dtype(dtype).itemsize * dim
 
 
 def pack_keys(tables: Int32s, ids: Int64s, empty: Empty = _new) -> Bytes:

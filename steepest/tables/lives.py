@@ -84,12 +84,24 @@ class RowLives:
         before, self.clock = self.clock, max(self.clock, seconds)
         return self.any and before // self._period != self.clock // self._period
 
-    def renew(self, numbers: Int32s, tables: Int32s, blocks: Blocks) -> None:
-        """Begin the lives of rows anew, where a number is not negative."""
-        if blocks.until is not None and self.clock:
-            known = numbers >= 0
-            life = self._seconds[tables[known]]
-            blocks.until[numbers[known]] = np.where(life, self.clock + life, 0)
+    def renew(self, numbers: Int32s, tables: Int32s, lives: Int32s | None, blocks: Blocks) -> None:
+        """Begin the lives of rows anew, where a number is not negative.
+
+        Args:
+            numbers, tables: (n,), of rows.
+            lives: (n,), of seconds, after which rows end that would end earlier; 0 for as long as their table says;
+                None for that with all.
+            blocks: of the rows.
+        """
+        if blocks.until is None or not self.clock:
+            return
+        known = numbers >= 0
+        rows, own = numbers[known], self._seconds[tables[known]]
+        life = own if lives is None else np.where(lives[known] > 0, lives[known], own)
+        until = np.where(own, self.clock + life, 0)
+        if lives is not None:  # another feature may have had them for longer
+            until = np.maximum(until, np.where(own, blocks.until[rows], 0))
+        blocks.until[rows] = until
 
     def ended(self, blocks: Blocks) -> Int32s:
         """Return the rows whose life is over."""

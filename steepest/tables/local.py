@@ -91,11 +91,17 @@ class LocalRows:
         return values
 
     def push(
-        self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
+        self,
+        group: int,
+        tables: Int32s,
+        ids: Int64s,
+        gradients: Floats,
+        sightings: Int32s,
+        lives: Int32s | None = None,
     ) -> None:
         """Keep gradients (n, dim) of a group's distinct rows (n,) until `step`."""
-        # sightings: (n,), how often in the batch.
-        self._staged[group].append(RowGradients(tables, ids, gradients, sightings))
+        # sightings, lives: (n,), see `RowGradients`.
+        self._staged[group].append(RowGradients(tables, ids, gradients, sightings, lives))
 
     def step(self, learning_rate: float | None = None) -> int:
         """Update rows with the sums of the gradients that were pushed since the last step.
@@ -153,4 +159,4 @@ class LocalRows:
             part = slice(begins[at], begins[at + 1])
             mine = total.taken(part if order is None else order[part])
             keys = mine.tables, mine.ids, mine.gradients
-            shard.push(*keys, self.version, learning_rate, mine.sightings)
+            shard.push(*keys, self.version, learning_rate, mine.sightings, lives=mine.lives)

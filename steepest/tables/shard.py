@@ -162,6 +162,7 @@ class TableShard(ShardRows):
         learning_rate: float | None = None,
         sightings: npt.ArrayLike | None = None,
         *,
+        lives: Int32s | None = None,
         strict: bool = True,
     ) -> None:
         """Update rows with their gradients; make the rows of ids that are admitted now.
@@ -172,6 +173,7 @@ class TableShard(ShardRows):
             version: the number of this update, above that of the last push.
             learning_rate: instead of the optimizer's.
             sightings: (n,), how often each id was in the batch; once, if it is not given.
+            lives: (n,), int32 of at least 0, see `RowGradients`.
             strict: whether a push for which a table has no room is an error. If not, the first ids in
                 the order of the push that fit get rows; the gradients of the others are dropped and
                 counted as "refused_full". A table without eviction has room up to its capacity; one
@@ -216,7 +218,7 @@ class TableShard(ShardRows):
             rows[at] = self._make(*mine, back, version)
         keys = numbers_of, checked
         self._blocks.store.update(self._optimizer, rows, keys, changes, version, learning_rate)
-        self._lives.renew(rows, numbers_of, self._blocks)
+        self._lives.renew(rows, numbers_of, lives, self._blocks)
         if self._blocks.scores is not None:
             self._scores.grow(rows, numbers_of, seen, version, self._blocks.scores)
 

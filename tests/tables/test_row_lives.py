@@ -8,18 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from steepest import AllreduceStrategy, ParameterServerStrategy
+from steepest import AllreduceStrategy, ParameterServerStrategy, TorchModel, connect
 from steepest.checkpoint import files
 from steepest.core.system import system
+from steepest.embedding.collection import EmbeddingCollection
 from steepest.errors import ConfigurationError
 from steepest.tables.eviction import LFU, LRU
-from steepest.tables.initial import Zeros
+from steepest.tables.initial import Constant, Zeros
 from steepest.tables.lives import seconds_of
 from steepest.tables.local import LocalRows
 from steepest.tables.shard import TableShard
 from steepest.tables.state import TableState
 from steepest.testing.replay import replay_state
+from tests.reference import sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
 from tests.table_jobs import trainer, words
@@ -225,3 +228,94 @@ def without_times(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name, value in rows.items()
         if name.rpartition("/")[2] not in ("clock", "until")
     }
+
+
+# -- lives by feature --------------------------------------------------------------------------------
+
+
+class TwoFeatures(nn.Module):
+    """A table that two features share; rows of the second stay longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = table("shared", 3, ttl="1m", initial=Constant(0.5), dtype="float64")
+        self.found = EmbeddingCollection({"now": shared, "long": shared}, ttl={"long": "3m"})
+        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, now: torch.Tensor, long: torch.Tensor) -> torch.Tensor:
+        found = self.found({"now": now, "long": long})
+        out: torch.Tensor = found["now"].sum(1) + found["long"].sum(1) + self.bias
+        return out
+
+
+def test_a_row_stays_as_long_as_the_last_of_its_features_says() -> None:
+    """As a dict of ends says, which pushes move on and never back."""
+    now, random = [10_000], np.random.default_rng(0)
+    net = TwoFeatures()
+    (shared,) = net.found.tables
+    rows = LocalRows([shared], num_shards=3, clock=lambda: now[0])
+    connect(net, rows)
+    ends: dict[int, int] = {}
+    looked, removed = 0, 0
+    for _ in range(150):
+        now[0] += int(random.integers(0, 10))
+        short, long = (torch.tensor(random.integers(0, 60, 2)) for _ in range(2))
+        net(short, long).sum().backward()
+        rows.step()
+        for ids, life in ((short, 60), (long, 180)):
+            for id in ids.tolist():
+                ends[id] = max(ends.get(id, 0), now[0] + life)
+        if now[0] // 3 != looked // 3:
+            gone = [id for id, end in ends.items() if end < now[0]]
+            removed += len(gone)
+            for id in gone:
+                del ends[id]
+        looked = now[0]
+        held = np.concatenate([shard.export().ids for shard in rows.shards[0]])
+        assert sorted(held.tolist()) == sorted(ends)
+    assert removed > 20
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_lives_by_feature_travel_and_are_replayed(strategy: Any, tmp_path: Path) -> None:
+    data = torch.arange(24) % 8, torch.arange(24) % 8 + 100, torch.zeros(24)
+
+    def create(worker_index: int, device_index: int) -> TorchModel:
+        loss = lambda output, target: output.mean()  # noqa: E731
+        return TorchModel(TwoFeatures(), loss=loss, data=data, batch_size=2, optimizer=sgd())
+
+    with trainer(create, strategy, run_config=run_config(keep_log=True)) as found:
+        found.fit(steps=6, progress=False)
+        assert len(found.export_table("shared")) == 16
+        wait(1.5 * MINUTE)
+        found.fit(steps=1, progress=False)
+        held = found.export_table("shared").ids
+        assert (held >= 100).sum() == 8
+        assert 0 < (held < 100).sum() < 8
+        found.save(tmp_path / "saved")
+        wait(4 * MINUTE)
+        found.fit(steps=1, progress=False)
+        assert len(found.export_table("shared")) < 16
+        log = found.log()
+        found.save(tmp_path / "end")
+    state = replay_state(log, create)
+    expected = rows_in(files.read(tmp_path / "end"))
+    assert same_rows({n: v for n, v in state.items() if n.startswith("tables/")}, expected)
+    with trainer(
+        create, strategy, workers=1
+    ) as found:  # gradients that are not pushed yet among them
+        found.restore(tmp_path / "saved")
+        found.fit(steps=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("ttl", "said"),
+    [
+        ({"other": "1d"}, "ttl={'other': '1d'}: give a dict with some of the features 'a', 'b'"),
+        ({"a": "soon"}, "ttl of feature 'a'='soon': give a whole number"),
+        ({"b": "1d"}, r"ttl of feature 'b', whose table 'u' keeps its rows: give Table\(ttl"),
+    ],
+)
+def test_wrong_lives_of_features_are_refused(ttl: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        EmbeddingCollection({"a": table("t", ttl=5), "b": table("u")}, ttl=ttl)
