@@ -87,6 +87,7 @@ class LoopModel(TorchModel):
         self._of_round: dict[str, torch.Tensor] = {}  # buffers where a round of own updates begins
         self._of_step: dict[str, torch.Tensor] = {}  # where the loop has begun its last step
         self._arrived: dict[str, torch.Tensor] | None = None  # until the loop is where they are of
+        self._own_names = tuple(self.optimizer_spec.trainable())
         self._has_buffers = any(True for _ in module.buffers())
         self._share_of: Callable[[int], PastShare | None] | None = None
         self._rows = LoopRows(session.turns.ask)
@@ -198,8 +199,8 @@ class LoopModel(TorchModel):
     @property
     def frozen(self) -> list[str]:
         """The names of the optimizer's parameters that require no gradient for now."""
-        own = self.optimizer_spec.trainable()
-        return sorted(name for name in own if not self._parameters[name].requires_grad)
+        parameters = self._parameters
+        return sorted([name for name in self._own_names if not parameters[name].requires_grad])
 
     def freeze(self, names: Iterable[str]) -> None:
         """Have these of the optimizer's parameters require no gradient, and all others one."""

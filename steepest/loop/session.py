@@ -65,6 +65,13 @@ class Session:
         self.local = local
         self.unseen = Unseen()  # writes to gradients that torch does not count
         self.prepared: Prepared | None = None
+        # of that, as it is asked for often: where the loop is, if its steps are not one for each batch; whether losses
+        # add up samples
+        self.lockstep: Lockstep | None = None
+        self.sums = False
+        self._stepped_by: list[set[int]] = []  # ids of each optimizer's parameters
+        # batches of the epoch before the next one, where the loop enters in its middle
+        self.first = 0
         self._function = function
         self._arriving: dict[str, Any] | None = None  # a state, until the loop is entered
         self.calls = ReportCalls()
@@ -102,6 +109,7 @@ class Session:
         self._next_epoch = 0  # of the job's next step, as far as it is known
         self._stepped = False  # whether the last batch's step was taken
         self.stepping: set[int] = set()  # ids of the parameters of the optimizer that steps
+        self._changed: list[dict[str, Any]] | None = None  # as `hyper`, right behind a step
         self._own_weight: float | None = None  # of the present batch, as the user says it
         self.calls = ReportCalls(self.calls.count)
         self._kept: Kept | None = None
@@ -111,9 +119,6 @@ class Session:
         self.window = Window()  # of batches since the last step
         self._go_back_to: int | None = None  # the step with which that of the others begins
         self._enters = True  # whether no batch was taken yet
-        self.first = (
-            0  # batches of the epoch before the next one, where the loop enters in its middle
-        )
         self._errand: Errand | None = None  # that the loop awaits
         self._committed = 0  # steps of the job that are known to be
         self._passed = 0  # steps of the job of which the loop has seen the end
@@ -190,11 +195,6 @@ class Session:
     def in_lockstep(self) -> bool:
         """Whether the loop's steps are not one for each batch."""
         return self.lockstep is not None
-
-    @property
-    def lockstep(self) -> Lockstep | None:
-        """Where the loop is, if its steps are not one for each batch."""
-        return None if self.prepared is None else self.prepared.lockstep
 
     @property
     def leaves_early(self) -> bool:
@@ -425,11 +425,11 @@ class Session:
         """Return the states of schedulers, and what they have set."""
         if self.prepared is None:
             return {"schedulers": [], "groups": []}
-        groups = self.prepared.groups
-        return {
-            "schedulers": [each.state_dict() for each in self.prepared.schedulers],
-            "groups": self.prepared.model.optimizer_spec.changed(groups),
-        }
+        changed = self._changed
+        if changed is None:
+            changed = self.prepared.model.optimizer_spec.changed(self.prepared.groups)
+        schedulers = [each.state_dict() for each in self.prepared.schedulers]
+        return {"schedulers": schedulers, "groups": changed}
 
     def end(self) -> None:
         """End the function where it stands."""
@@ -487,7 +487,11 @@ class Session:
         if self.prepared is not None and self._arriving is not None:  # the function has begun anew
             self.prepared.model.adopt(prepared.model)
             prepared = replace(prepared, model=self.prepared.model)
-        self.prepared = prepared
+        self.prepared, self.lockstep, self.sums = prepared, prepared.lockstep, prepared.sums
+        self._stepped_by = [
+            {id(p) for group in each.param_groups for p in group["params"]}
+            for each in prepared.optimizers
+        ]
         for index, each in enumerate(prepared.optimizers):
             optimizer: Any = each
             name = type(optimizer).__name__
@@ -808,7 +812,7 @@ class Session:
         self.calls.weight += self._batch_weight - before
 
     def _step_function(self, index: int) -> Callable[..., Any]:
-        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        def step(closure: Callable[[], Any] | None = None) -> Any:
             if closure is None:
                 return self.step(index)
             with torch.enable_grad():
@@ -817,9 +821,7 @@ class Session:
             return loss
 
         assert self.prepared is not None
-        # which calls the optimizer's hooks before and after
-        hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
-        found = partial(hooked, self.prepared.optimizers[index])
+        found = partial(with_hooks, self.prepared.optimizers[index], step)
         vars(found)["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
         return found
 
@@ -877,8 +879,8 @@ class Session:
         if self.local and self._taken is not None:
             self._schedules.catch_up(self._own_updates(self._taken.where) - 1)
         changed = prepared.model.optimizer_spec.changed(prepared.groups)
-        self.hyper = changed if any(changed) else None
-        self.stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.hyper, self._changed = changed if any(changed) else None, changed
+        self.stepping = self._stepped_by[index]
         self._stepped = True
         self.turns.ask(Ask.COMMIT)
         self._after_step(lockstep)
@@ -895,6 +897,7 @@ class Session:
         else:
             self.gatherer.enter(Region.AFTER, self.at_step + 1)
         self._boundary.mark("" if lockstep is not None else "after")
+        self._changed = None
 
     def _seed_for(self, number: int, taken: int) -> None:
         """Seed all generators for a batch, or round, after so many steps: a worker that joins draws the same there."""
@@ -968,11 +971,6 @@ class Session:
         return self.size > 1 and self.together and not self.local
 
     @property
-    def sums(self) -> bool:
-        """Whether losses add up samples."""
-        return self.prepared is not None and self.prepared.sums
-
-    @property
     def factor(self) -> float:
         """By what the gradients of the step are multiplied, for their mean by samples over workers to be the sum."""
         return self.whole / self.samples if self.sums and self.samples else 1.0
@@ -1038,6 +1036,20 @@ def _number(value: Any) -> Any:
     """Return a value of a report as a number, if it is one."""
     number = as_number(value)
     return value if number is None else number
+
+
+def with_hooks(
+    optimizer: torch.optim.Optimizer, step: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
+    """Take a step of an optimizer between its hooks, as `torch.optim.Optimizer` does; return what the step returns."""
+    given: Any = (optimizer, *arguments)
+    for before in tuple(optimizer._optimizer_step_pre_hooks.values()):
+        if (others := before(optimizer, given, named)) is not None:
+            given, named = others
+    found = step(*given[1:], **named)
+    for after in tuple(optimizer._optimizer_step_post_hooks.values()):
+        after(optimizer, given, named)
+    return found
 
 
 def _refuse_state(name: str, *_: object, **__: object) -> None:
