@@ -147,16 +147,18 @@ class TorchGroup(ProcessGroup):
         self._ways.router.call(partial(self._ways.send_key, key, value))
 
     def _work(self) -> None:
-        """Make the group and run programs; the group's connections close when this returns."""
+        """Make the group and run programs; the group's connections close when they have ended."""
         try:
             self._run_programs()
         except _EndedError:
             return
         except Exception as error:  # noqa: BLE001 - whatever Gloo raises; it is told
-            if self._ended.wait(_GRACE):
-                log.debug("group of generation %d: %s", self._place.generation, error)
-                return
-            self._ways.router.call(partial(self._ways.failed, self._told(error)))
+            told = self._told(error)
+        # the error is gone here, and with its frames the group: who waits for this member fails, too
+        if self._ended.wait(_GRACE):
+            log.debug("group of generation %d: %s", self._place.generation, told)
+        else:
+            self._ways.router.call(partial(self._ways.failed, told))
 
     def _told(self, error: Exception) -> Exception:
         """Return an error that says what the group did."""
@@ -203,17 +205,22 @@ class TorchGroup(ProcessGroup):
             except StopIteration:
                 return
             answer = None
-            match operation:
-                case Await():
-                    self._until(operation.condition)
-                case Reduce():
-                    self._doing = f"{operation.what} is added up"
-                    group.allreduce([operation.total]).wait()
-                case Gather():
-                    self._doing = "each worker's part is gathered"
-                    answer = [torch.empty_like(operation.own) for _ in range(self._place.size)]
-                    group.allgather([answer], [operation.own]).wait()
+            if isinstance(operation, Await):
+                self._until(operation.condition)
+            else:
+                answer = self._exchange(group, operation)
             self._raise_if_ended()
+
+    def _exchange(self, group: Any, operation: Reduce | Gather) -> list[torch.Tensor] | None:
+        """Take part in an operation, and return its answer."""
+        if isinstance(operation, Reduce):
+            self._doing = f"{operation.what} is added up"
+            group.allreduce([operation.total]).wait()
+            return None
+        self._doing = "each worker's part is gathered"
+        answer = [torch.empty_like(operation.own) for _ in range(self._place.size)]
+        group.allgather([answer], [operation.own]).wait()
+        return answer
 
 
 class TorchGroups:

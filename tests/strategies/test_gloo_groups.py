@@ -37,18 +37,19 @@ from tests.core import models
 from tests.living import pids
 from tests.reference import Task, difference, same_bits, samples, sgd
 from tests.step_callbacks import Kill
+from tests.striking_groups import StrikingGroups
 
 SECONDS = 30.0
 
 
 def weights(
-    workers: int, creator: Any = models.classifier, **settings: Any
+    workers: int, creator: Any = models.classifier, groups: TorchGroups | None = None
 ) -> dict[str, torch.Tensor]:
     """Return what plain processes train in two epochs."""
     with Trainer(
-        creator, num_workers=workers, seed=3, runtime=ProcessRuntime(), extensions=(ProcessGroups(),),
+        creator, num_workers=workers, seed=3, runtime=ProcessRuntime(), extensions=(ProcessGroups(groups),),
         strategy=AllreduceStrategy(data_plane="gloo", chunk_bytes=64),
-        settings=Settings(step_timeout=SECONDS, snapshot_every=2, **settings),
+        settings=Settings(step_timeout=SECONDS, snapshot_every=2),
     ) as job:  # fmt: skip
         job.fit(epochs=2)
         return job.state_dict()
@@ -73,6 +74,16 @@ def test_a_killed_worker_changes_no_bit_and_servers_have_the_same_weights(
     assert len(list(tmp_path.iterdir())) == 2
     assert same_bits(struck, straight)
     assert difference(straight, served(workers)) < 1e-14
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("operation", [0, 1, 4, 7])
+def test_a_death_between_two_operations_of_a_step_changes_no_bit(
+    operation: int, tmp_path: Path
+) -> None:
+    struck = weights(3, groups=StrikingGroups(tmp_path, 1, operation))
+    assert list(tmp_path.iterdir())
+    assert same_bits(struck, weights(3))
 
 
 @pytest.mark.long

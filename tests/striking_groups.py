@@ -1,0 +1,46 @@
+"""Process groups over Gloo of which a member's process is killed between two operations, for plain processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steepest.process_groups.group import Gather, GroupPlace, ProcessGroup, Reduce, Ways
+from steepest.process_groups.torch_groups import TorchGroup, TorchGroups
+
+
+class StrikingGroups(TorchGroups):
+    """Groups in which one member dies once.
+
+    Args:
+        folder: an empty one, where the death is noted.
+        rank: of the member.
+        operation: before which of its operations in a group, from 0, it dies.
+    """
+
+    def __init__(self, folder: Path, rank: int, operation: int) -> None:
+        self.folder, self.rank, self.operation = folder, rank, operation
+
+    def join(self, place: GroupPlace, ways: Ways) -> ProcessGroup:
+        assert ways.router.transport is not None
+        host = ways.router.transport.listens_at or ""
+        if place.rank != self.rank or list(self.folder.iterdir()):
+            return TorchGroup(place, ways, host)
+        return _Doomed(self, place, ways, host)
+
+
+class _Doomed(TorchGroup):
+    def __init__(self, groups: StrikingGroups, place: GroupPlace, ways: Ways, host: str) -> None:
+        self._groups, self._left = groups, groups.operation
+        super().__init__(place, ways, host)
+
+    def _exchange(self, group: Any, operation: Reduce | Gather) -> list[torch.Tensor] | None:
+        if not self._left:
+            (self._groups.folder / "struck").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._left -= 1
+        return super()._exchange(group, operation)
