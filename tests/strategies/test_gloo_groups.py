@@ -205,7 +205,8 @@ def test_a_member_that_leaves_ends_what_others_wait_for(monkeypatch: pytest.Monk
         for member in members[:2]:
             text = str(member.failures.get(timeout=SECONDS))
             assert text.startswith("Gloo, while a test is added up: ")
-            assert "Connection closed by peer [127.0.0.1]" in text
+            assert "[127.0.0.1]" in text
+            assert "by peer" in text  # closed or reset
         assert members[2].failures.empty()
 
 
