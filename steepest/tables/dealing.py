@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from steepest.errors import ConfigurationError
 from steepest.tables.hashing import deal
@@ -25,6 +26,10 @@ class Dealing:
     num_shards: int  # of each group
     seed: int  # of first values and of admissions by chance
     first: int  # the chunk that is shard 0 of group 0; the others follow, group by group
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields alone: arrays that were pickled are writable, which kernels are not compiled for."""
+        return {known.name: getattr(self, known.name) for known in fields(self)}
 
     @cached_property
     def groups(self) -> list[tuple[Table, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from steepest import ParameterServerStrategy, connect
 from steepest.checkpoint import files
 from steepest.embedding.modules import Embedding
 from steepest.errors import ConfigurationError
+from steepest.tables.dealing import Dealing
 from steepest.tables.eviction import LFU, LRU
 from steepest.tables.hashing import deal, shard_of
 from steepest.tables.local import LocalRows
@@ -54,6 +56,15 @@ def test_tables_have_as_many_parts_as_their_capacity_asks_for() -> None:
     assert order is not None
     assert shards[order].tolist() == sorted(shards.tolist())
     assert np.diff(begins).tolist() == np.bincount(shards, minlength=8).tolist()
+
+
+def test_a_dealing_that_was_sent_has_arrays_for_which_kernels_are_compiled() -> None:
+    dealing = Dealing((table("a"), table("b", capacity=5)), 8, 0, 0)
+    assert dealing.spreads[0].parts.tolist() == [8, 1]
+    sent = pickle.loads(pickle.dumps(dealing))
+    assert sent == dealing
+    assert sent.spreads[0].parts.tolist() == [8, 1]
+    assert not sent.spreads[0].parts.flags.writeable
 
 
 def test_small_tables_of_a_group_are_in_shards_of_their_own() -> None:
