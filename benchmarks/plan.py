@@ -54,7 +54,11 @@ from steepest.strategies.simple import SimpleStrategy
 MLP2 = Workload(
     "mlp2", functools.partial(MLP, hidden=750), (1024,), batch_size=1, samples=4800, steps=3
 )
-FRAMES = {0.0: 1514 / 1448, 1.0: 9000 / 8948}  # of veth, which tbf counts; of the delay line's TUN
+FRAMES = {
+    False: 1514 / 1448,
+    True: 9000 / 8948,
+}  # of veth, which tbf counts; of the delay line's TUN
+SEGMENTS = {False: 1448, True: 8948}
 GOAL, LIMIT = 0.08, 0.15  # median and worst error
 
 
@@ -108,6 +112,7 @@ def measured_at_once(orders: Orders, workload: Slowly, place: str) -> None:
         numbers = {
             "seconds": found.seconds,
             "loading": found.loading,
+            "variation": found.variation,
             "needed": dict(found.needed),
             "ready": dict(found.ready),
             "costs": vars(found.costs),
@@ -134,7 +139,9 @@ def profile_of(spaces: Sequence[Namespace], workload: Slowly, own: Profile) -> P
             return {key: statistics.median(each[key] for each in values) for key in values[0]}
         return statistics.median(values)
 
-    numbers = {name: median(name) for name in ("seconds", "loading", "needed", "ready")}
+    numbers = {
+        name: median(name) for name in ("seconds", "loading", "variation", "needed", "ready")
+    }
     return replace(own, costs=Costs(**median("costs")), **numbers)
 
 
@@ -167,8 +174,8 @@ def compare(
         ):
             team.turn(2 * cycle)
             found = [max(team.turn(max(3, cycle))) for _ in range(rounds)]
-    framing = FRAMES[1.0 if round_trip else 0.0]
-    links = Links(mbit * 1e6 / 8, round_trip / 2e3, framing)
+    late = round_trip > 0
+    links = Links(mbit * 1e6 / 8, round_trip / 2e3, FRAMES[late], 10 * SEGMENTS[late])
     predicted = predict(profiles[hosts], strategy, hosts, links).seconds
     return Compared(name, (statistics.median(found), min(found), max(found)), predicted)
 

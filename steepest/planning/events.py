@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ Task = Iterator[float | Callable[[], bool]]
 FRAMING = 1538 / 1448
 #: Up to this size a message overtakes others' payloads on a link, as another connection's segments do.
 _SMALL = 16 << 10
+_IDLE = 0.2  # seconds, and a round trip, after which TCP takes a stream for idle
 _HEADER = 100  # bytes of a message beside its payload, about
 
 
@@ -28,11 +30,13 @@ class Links:
         bandwidth: bytes a second.
         latency: seconds from one host to another.
         framing: bytes on the wire for each byte of payload.
+        window: bytes that TCP sends at first before it hears of the receiver, also after some rest.
     """
 
     bandwidth: float
     latency: float
     framing: float = FRAMING
+    window: float = 10 * 1448
 
 
 class Events:
@@ -218,9 +222,19 @@ class LinkTraffic:
             self._busy.discard(host)
             return
         self._virtual[host], _, _, message = heapq.heappop(self._waiting[host])
-        now, latency = self._events.now, self._links.latency
+        now, late = self._events.now, self._links.latency + self._slow_start(message)
         self._events.at(now + message.takes, partial(self._leave, host))
-        self._events.at(now + latency, partial(self._enter, message, now + message.takes + latency))
+        self._events.at(now + late, partial(self._enter, message, now + message.takes + late))
+
+    def _slow_start(self, message: _Waiting) -> float:
+        """Return the seconds by which a stream that was idle is late, as TCP's window grows anew from packets."""
+        links, now = self._links, self._events.now
+        last = self._last.get((id(message.source), id(message.target)), 0.0)
+        window = 2 * links.latency * links.bandwidth
+        if now - last < _IDLE + 2 * links.latency or window <= links.window:
+            return 0.0
+        rounds = math.log2(window / links.window)
+        return 2 * links.latency * rounds * min(message.takes * links.bandwidth / window, 1.0)
 
     def _enter(self, message: _Waiting, ends: float) -> None:
         """Begin to receive a message, of which the last byte comes at `ends` at the earliest."""

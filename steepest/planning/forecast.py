@@ -39,6 +39,7 @@ _COLUMNS = (
         "latency_seconds",
     ),
 )
+_HALF = 0.5  # of the ideal, to be told
 _WINS = 1.02  # times as many samples as another, to be better
 
 
@@ -78,14 +79,13 @@ class Forecast:
         """Return a strategy's rows."""
         return [row for row in self.rows if row.strategy == strategy]
 
-    def pays_from(self, strategy: str) -> int | None:
-        """Return the least number of workers, over 1, that are faster than one process alone; None if none are."""
-        found = (
+    def pays_with(self, strategy: str) -> list[int]:
+        """Return the numbers of workers, over 1, that are faster than one process alone: from the break-even on."""
+        return [
             row.workers
             for row in self.of(strategy)
             if row.workers > 1 and row.samples_per_second > self.alone
-        )
-        return min(found, default=None)
+        ]
 
     def best(self, workers: int) -> Prediction | None:
         """Return the fastest strategy of so many workers; the first given of those within 2 %."""
@@ -120,23 +120,25 @@ class Forecast:
         """Return sentences: from how many workers on each strategy pays, and which is the fastest of how many."""
         words = []
         for name in self.strategies:
-            tried = [row.workers for row in self.of(name) if row.workers > 1]
-            pays = self.pays_from(name)
-            if pays is None and tried:
+            rows = [row for row in self.of(name) if row.workers > 1]
+            if not rows:
+                continue
+            pays, last = self.pays_with(name), rows[-1].workers
+            if not pays:
                 words.append(
-                    f"{name}: of {tried[0]:,} to {tried[-1]:,} workers no number is faster than one process alone."
+                    f"{name}: of {rows[0].workers:,} to {last:,} workers no number is faster than one process alone."
                 )
-            elif pays is not None:
-                rows = [row for row in self.of(name) if row.workers > 1]
-                far = max(
-                    (row.workers for row in rows if self.efficiency(row) >= 0.5), default=None
-                )
-                reach = (
-                    f", and at least half of the ideal up to {far:,}"
-                    if far
-                    else ", and never half of the ideal"
-                )
-                words.append(f"{name}: faster than one process from {pays:,} workers on{reach}.")
+                continue
+            far = max((row.workers for row in rows if self.efficiency(row) >= _HALF), default=None)
+            reach = (
+                f"and at least half of the ideal up to {far:,}"
+                if far
+                else "and never half of the ideal"
+            )
+            until = "on" if pays[-1] == last else f"to {pays[-1]:,}"
+            words.append(
+                f"{name}: faster than one process from {pays[0]:,} workers {until}, {reach}."
+            )
         words += [f"{name}: {why}" for name, why in self.refused]
         return words + self._changes()
 

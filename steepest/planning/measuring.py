@@ -48,6 +48,8 @@ _SECONDS = 600.0  # within which a step must end
 _REPEATS = 5
 _LARGE = 4 << 20  # bytes of a payload
 _MESSAGES = 200
+_FEW = 4  # passes, of which fewer tell nothing of their variation
+_QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution
 _OTHERS = 6  # messages of a step of one worker beside chunks: ASK, GRANT, REPORT, VERSION_STAGED, COMMIT, RESULT
 _ELEMENTS = 1 << 18  # of a chunk with which a codec is measured
 
@@ -92,6 +94,7 @@ def measure(
         layout=layout,
         spec=spec,
         loading=statistics.median(row.loading for row in rows),
+        variation=_variation([row.seconds for row in rows]),
         costs=job.costs(rows),
         codec_costs=cache(measure_codec),
         holds_back=job.replicas.may_take_back,
@@ -122,6 +125,14 @@ def _medians(
             shares = [of(row).get(index, missing) / max(row.seconds, 1e-9) for row in rows]
             found[entry.name] = min(statistics.median(shares) * total, total)
     return found
+
+
+def _variation(seconds: list[float]) -> float:
+    """Return the standard deviation over the median, from the quartiles, which a few late passes do not move."""
+    if len(seconds) < _FEW:
+        return 0.0
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    return (high - low) / _QUARTILES / middle
 
 
 class _MeasuredJob:

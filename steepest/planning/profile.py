@@ -52,6 +52,7 @@ class Profile:
         layout: returns how the parameters lie in chunks, cut in a given way.
         spec: the model's optimizer.
         costs: of everything else.
+        variation: of the seconds of a pass, as their standard deviation over their mean.
         codec_costs: returns what a codec's work takes.
         holds_back: whether the last chunk for each server leaves at the end of the step only, as in a loop of one's own
             whose gradients leave by a guess.
@@ -65,6 +66,7 @@ class Profile:
     layout: Callable[[ChunkSpec], ParameterLayout]
     spec: OptimizerSpec
     loading: float = 0.0
+    variation: float = 0.0
     costs: Costs = field(default_factory=Costs)
     codec_costs: Callable[[Codec], CodecCosts] = lambda codec: CodecCosts()
     holds_back: bool = False

@@ -6,6 +6,7 @@ server holds a chunk, who is sent it and in how many bytes from the job's own `T
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -30,6 +31,9 @@ from steepest.planning.profile import CodecCosts, Profile
 
 #: Passes over memory in which a worker with weights of its own forms what it pushes, and takes new weights in.
 _PASSES = 3
+#: Of the passes of workers that do not wait for each other.
+_LEAST_VARIATION = 0.05
+_LEAST_PACE = 0.25  # times what a pass usually takes
 
 
 class ModelledPush(NamedTuple):
@@ -198,6 +202,10 @@ class ModelledWorker:
         self._ready = _held_back(_by_time(layout, profile.ready, max), self._holders, profile)
         self._generation = self._limit = self._sequence = 0
         self._lease: Lease | None = None
+        # equal workers would stay in step for ever, and find links free that others use meanwhile
+        least = 0.0 if strategy.rule.together else _LEAST_VARIATION
+        self._variation = max(profile.variation, least) if job.num_workers > 1 else 0.0
+        self._random, self._pace = random.Random(index), 1.0
         self._here = dict.fromkeys(self._trained, 0)  # by chunk, the version of its weights
         self._newest = 0
         self.to_coordinator: Callable[[ModelledProcess, Peer, Message], None]
@@ -275,7 +283,7 @@ class ModelledWorker:
                 self._push(version, chunk)
             self._push_nothing(version, exchanged)
             return
-        done = 0.0
+        done, self._pace = 0.0, self._draw()
         for at, chunk in self._needs if self._early else ():
             yield from self._compute(at - done)
             done = max(done, at)
@@ -295,7 +303,7 @@ class ModelledWorker:
                 yield partial(self._has_all, version)
             if self._strategy.delay:
                 yield self.process.has_heard_all
-            more = profile.loading if batch else 0.0
+            more, self._pace = profile.loading if batch else 0.0, self._draw()
             yield from self._compute(
                 profile.seconds + more + profile.nbytes * profile.costs.applied
             )
@@ -305,8 +313,14 @@ class ModelledWorker:
 
     def _compute(self, seconds: float) -> Iterator[float]:
         if seconds > 0:
-            self.computed += seconds
-            yield seconds
+            self.computed += seconds * self._pace
+            yield seconds * self._pace
+
+    def _draw(self) -> float:
+        """Return how many times as long as usual the next pass takes."""
+        if not self._variation:
+            return 1.0
+        return max(1.0 + self._variation * self._random.gauss(0.0, 1.0), _LEAST_PACE)
 
     def _push(self, version: int, chunk: int) -> None:
         """Push a chunk to all its holders."""

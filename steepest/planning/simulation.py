@@ -20,7 +20,7 @@ from steepest.planning.roles import ModelledPush, ModelledServer, ModelledWorker
 _CLIENT = Peer("client", 0)
 _NEVER = 1e18  # seconds after which a step is given up
 _SAMPLES = 1 << 40  # of the data, which no plan uses up
-_MANY = 256  # workers, from which on fewer steps are computed
+_SEVERAL, _MANY = 24, 256  # workers, from which on fewer steps are taken
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,10 @@ def predict(
     """Predict the steps of a job; arguments and errors as of `make_job`."""
     job = make_job(profile, strategy, workers, servers, apart=apart, devices=devices)
     simulated = _Simulation(job, profile, links)
-    cycle = job.description.layout.fragments
-    few = 1 if workers >= _MANY or cycle > 1 else 3
-    begun, counted = cycle * min(few, 2), cycle * few
+    begun, counted = (
+        job.description.layout.fragments * each
+        for each in ((1, 1) if workers >= _MANY else (2, 4) if workers >= _SEVERAL else (4, 12))
+    )
     simulated.run(begun + counted + 1)  # the last step is not as the others: none follows
     ends = simulated.ends
     seconds = (ends[begun + counted][0] - ends[begun][0]) / counted
