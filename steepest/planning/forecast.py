@@ -154,7 +154,10 @@ class Forecast:
             for (_, before), (count, now) in pairwise(best)
             if now.strategy != before.strategy
         ]
-        return [f"Fastest (within 2 % the first of these): {', '.join(words)}."]
+        return [
+            f"Fastest (within 2 % the first of these): {', '.join(words)}.",
+            "How much a sample teaches is not counted, which under local, async and ssp is less: steepest compare.",
+        ]
 
     # -- files ---------------------------------------------------------------------------------
 
