@@ -132,6 +132,11 @@ class LoopModel(TorchModel):
         samples = batch.samples if isinstance(batch, Drawn) else len(indices)
         return Again(self.on_device(batch), samples, share.samples)
 
+    def full_step(self, step: int) -> int:
+        """Return the number of samples of a step of the job, if it is not the last of its epoch; 0 if not known."""
+        share = self._past_share(step)
+        return 0 if share is None else share.full
+
     def steps_before(self, step: int) -> int:
         """Return how many steps of its epoch there are before a step; 0 where that is not known."""
         share = self._past_share(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -117,7 +117,7 @@ class Session:
         self._round: torch.Tensor | None = None  # the state where a round of own updates begins
         self._schedules = Schedules(self)
         self.window = Window()  # of batches since the last step
-        self._go_back_to: int | None = None  # the step with which that of the others begins
+        self._go_back_to: Sequence[int] | None = None  # to where that of the others begins
         self._enters = True  # whether no batch was taken yet
         self._errand: Errand | None = None  # that the loop awaits
         self._committed = 0  # steps of the job that are known to be
@@ -370,13 +370,17 @@ class Session:
             "gathers": self.gatherer.among_batches,
             "local": self.local,
             "lockstep": None if self.lockstep is None else self.lockstep.state(),
-            "window": self.window.begins_before(self._steps)
-            if self.is_in_step and self._keeps_windows
-            else None,
+            "window": self._window_of_others(),
             "frozen": None if self.prepared is None else self.prepared.model.frozen,
             "closures": self._of_closures() if objects else [],
             **self._scheduled(),
         }
+
+    def _window_of_others(self) -> tuple[int, int] | None:
+        """Return with which step a loop that enters here begins, see `Window.begins_before`; None for the next."""
+        if self.prepared is None or not (self.is_in_step and self._keeps_windows):
+            return None
+        return self.window.begins_before(self._steps, self.prepared.model)
 
     def _of_closures(self) -> list[Any]:
         """Return the states of the optimizers that step in the workers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -28,6 +28,10 @@ class Batches(Protocol):
 
     def batch_at(self, step: int) -> Again | None:
         """Return the worker's batch of a step of the job; None if it had none, or is not known."""
+        ...
+
+    def full_step(self, step: int) -> int:
+        """Return the samples of a step that is not the last of its epoch; 0 where that is not known."""
         ...
 
     def steps_before(self, step: int) -> int:
@@ -60,17 +64,24 @@ class Window:
         self.start, self.epoch = where.step, where.epoch or 0
         return True
 
-    def begins_before(self, step: int) -> int | None:
-        """Return the step of the first batch, if that is before a step, and not by very much."""
-        return self.start if self.start is not None and 0 < step - self.start <= _MOST else None
+    def begins_before(self, step: int, model: Batches) -> tuple[int, int] | None:
+        """Return the step of the first batch, if that is before a step and not by very much, and samples of a step."""
+        if self.start is None or not 0 < step - self.start <= _MOST:
+            return None
+        return self.start, model.full_step(self.start)
 
-    def go_back(self, start: int | None, where: Where, model: Batches) -> int:
-        """Take the batches from a step on again, if any, before the one of a place, where the loop enters an epoch.
+    def go_back(self, begun: Sequence[int] | None, where: Where, model: Batches) -> int:
+        """Take batches of others again, if any, before the one of a place, where the loop enters an epoch.
 
         Return how many batches of the epoch there are before.
+
+        Args:
+            begun: as `begins_before` returned it in another loop: steps of another size are not taken again.
+            where: the place.
+            model: of the loop.
         """
-        before = model.steps_before(where.step)
-        if start is None or not 0 < where.step - start <= before:
+        before, (start, full) = model.steps_before(where.step), begun or (where.step, 0)
+        if not 0 < where.step - start <= before or model.full_step(start) != full:
             return before
         self.start, self.epoch, self.until = start, where.epoch or 0, where.step
         self._left = self._taken_again(start, model)

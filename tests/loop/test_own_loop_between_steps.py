@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
 
 import steepest
-from tests.own_loop_runs import STRATEGIES, run, without
+from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
 from tests.own_loops import Parts, Script, accumulating, alone, clamped
 from tests.reference import difference, samples, sgd
 from tests.simulated_programs import quiet
@@ -38,6 +40,22 @@ def test_a_worker_dies_between_batches_whose_gradients_are_added_up(
     script = Script(accumulating, optimizer=sgd(momentum=0.9), data=samples(24))
     found = without(script, 2, victim, step, STRATEGIES[strategy])
     assert difference(found.weights, script.alone(2)) < 1e-12
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("step", range(2, 8))
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_program_is_started_again_between_batches_whose_gradients_are_added_up(
+    step: int, workers: int, tmp_path: Path
+) -> None:
+    script = Script(accumulating, optimizer=sgd(momentum=0.9), data=samples(24))
+    settings: dict[str, Any] = {
+        "checkpoints": steepest.Checkpoints(tmp_path / "run", every=1),
+        "global_batch_size": 4,
+    }
+    with pytest.raises(InterruptedRunError):
+        run(script, 2, callbacks=[Interrupts(step)], **settings)
+    assert difference(run(script, workers, **settings).weights, script.alone(2)) < 1e-12
 
 
 def alternating(parts: Parts, epochs: int) -> None:

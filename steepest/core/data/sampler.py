@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -123,6 +123,21 @@ class SamplePlan:
         return tuple(
             (e, tuple(ranges), self._steps(_length(ranges))) for e, ranges in parts.items()
         )
+
+    def reaching(self, step: int) -> SamplePlan | None:
+        """Return a plan that has a step before its own first one too, in the same epoch; None where none is known.
+
+        Example:
+            >>> plan = SamplePlan(samples=10, global_batch=4, seed=0, start_step=7, start_epoch=2, start_offset=4)
+            >>> plan.reaching(6).position(6).ranges, plan.reaching(5)
+            (((0, 4),), None)
+        """
+        if step >= self.start_step:
+            return self
+        offset = self.start_offset - (self.start_step - step) * self.global_batch
+        if offset < 0 or self.left:
+            return None
+        return replace(self, start_step=step, start_offset=offset)
 
     def position(self, step: int) -> DataPosition:
         """Return the epoch and samples of a step (`step` >= `start_step`)."""

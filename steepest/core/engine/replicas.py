@@ -225,12 +225,13 @@ class Replicas:
     def _past_share(self, replica: int, step: int) -> PastShare | None:
         """Return a replica's share of a step; None where it is not known."""
         places, plan = self.batches.places, self.batches.places.plan
-        if plan is None or step < plan.start_step:
+        if plan is None or (plan := plan.reaching(step)) is None:
             return None
         number, position = step * places.shares + self.worker, plan.position(step)
-        found = islice(places.indices((number, replica, 0)), places.micros)
+        found = islice(places.indices((number, replica, 0), plan), places.micros)
         before = -(-position.ranges[0][0] // plan.global_batch)
-        return PastShare([each for each in found if len(each)], position.size, before)
+        shares = [each for each in found if len(each)]
+        return PastShare(shares, position.size, before, plan.global_batch)
 
     def take_over(self, other: Replicas) -> None:
         """Continue where earlier replicas of the same models were in the data."""

@@ -48,12 +48,13 @@ class SamplePlaces:
         more = place[2] + 1 < self.counts(place[0])[place[1]]
         return Where(step, position.epoch, part, position.ranges, last, more)
 
-    def indices(self, place: Place) -> Iterator[Indices]:
+    def indices(self, place: Place, plan: SamplePlan | None = None) -> Iterator[Indices]:
         """Yield the samples of a replica's batches from that of a place on; nothing without a plan."""
-        if self.plan is None:
+        plan = plan or self.plan
+        if plan is None:
             return iter(())
         step, first = self.step_of(place[0]), self.part_of((*place[:2], 0))
-        return self.plan.shares(step, first, self._parts, self.micros)
+        return plan.shares(step, first, self._parts, self.micros)
 
     def counts(self, number: int) -> list[int]:
         """Return the number of each replica's micro-batches in a share that are not empty; empty ones come last."""
