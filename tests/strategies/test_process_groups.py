@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,8 @@ from steepest.runtime import process
 from steepest.testing import InProcessCluster, linear_model_creator, replay
 from steepest.testing.groups import SimulatedGroups, simulated
 from tests.modes import Moody, check, make, settle, trained
+from tests.own_loop_runs import run, without
+from tests.own_loops import Script, accumulating, clipping, plain, with_closures
 from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
 from tests.simulation.run import Simulation, run_config
 from tests.strikes import later
@@ -274,3 +277,24 @@ def test_a_process_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     cluster = make("sync", TASK)
     with pytest.raises(ConfigurationError, match="this torch has no Gloo"):
         TorchGroups().check(cluster.client_router)
+
+
+@pytest.mark.parametrize("loop", [plain, accumulating, clipping, with_closures])
+def test_loops_of_ones_own_add_up_in_groups_as_on_servers(
+    loop: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "EXTENSIONS", tuple(map(simulated, EXTENSIONS)))
+    script = Script(loop, optimizer=sgd(momentum=0.9))
+    found = run(script, 2, GROUPS)
+    assert difference(found.weights, run(script, 2, "ps").weights) < 1e-12
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_loop_of_ones_own_ends_as_if_no_worker_had_died(
+    victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "EXTENSIONS", tuple(map(simulated, EXTENSIONS)))
+    script = Script(plain, optimizer=sgd(momentum=0.9))
+    found = without(script, 2, victim, 5, GROUPS)
+    assert difference(found.weights, script.alone(2)) < 1e-12
