@@ -86,6 +86,20 @@ def test_its_weights_are_those_of_its_ids() -> None:
         means(KeyedJaggedTensor(LISTS, weights))
 
 
+@pytest.mark.filterwarnings("ignore")  # torchrec's and its libraries' own
+def test_torchrecs_own_is_taken_as_it_is() -> None:
+    torchrec = pytest.importorskip("torchrec.sparse.jagged_tensor", reason="needs TorchRec")
+    flat = [id for lists in LISTS.values() for ids in lists for id in ids]
+    lengths = [len(ids) for lists in LISTS.values() for ids in lists]
+    weights = torch.arange(1.0, 11.0)
+    theirs = torchrec.KeyedJaggedTensor.from_lengths_sync(
+        keys=list(LISTS), values=torch.tensor(flat), lengths=torch.tensor(lengths), weights=weights
+    )
+    found = collection()
+    expected, ours = found(KeyedJaggedTensor(LISTS, weights)), found(theirs)
+    assert all(torch.equal(expected[name], ours[name]) for name in expected)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     wrong = KeyedJaggedTensor(LISTS)
     wrong._lengths = wrong._lengths[:-1]
