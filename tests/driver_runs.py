@@ -285,6 +285,7 @@ class _AtPoint:
     def armed(self) -> Iterator[None]:
         """Count the places that the calling thread passes in a block, and raise at the chosen one."""
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for it once, in settrace
         sys.settrace(self._called)
         try:
             yield

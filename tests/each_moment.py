@@ -36,6 +36,7 @@ def each_moment(prepare: Callable[[], Callable[[], object]]) -> Iterator[int]:
         before = sys.gettrace()
         with contextlib.suppress(Struck):
             gc.disable()  # a library's callbacks of the collector are no part of the call
+            sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for it once, in settrace
             sys.settrace(trace)
             try:
                 call()

@@ -63,7 +63,7 @@ def test_training_goes_on_from_what_an_earlier_release_wrote(
         (
             {},
             "",
-        ),  # torch 2.6 has none of the switches that are off by default, or say how AdamW decays
+        ),  # older torch has none of the switches that are off by default, or says how AdamW decays
         ({"0.amsgrad": False, "0.new": False, "0.decoupled_weight_decay": False}, ""),
         ({"0.amsgrad": True}, r"it has flags \{'0.amsgrad': True\}, this job has \{\}"),
         ({"0.new": True}, r"it has flags \{'0.new': True\}"),

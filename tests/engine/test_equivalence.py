@@ -203,7 +203,6 @@ def test_several_dtypes_in_one_model(workers: int, servers: int, devices: int) -
     assert same_bits(cluster.weights(), task.train(workers * devices, 4))
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has had Muon since 2.9")
 @pytest.mark.parametrize(("workers", "servers", "devices"), [(1, 1, 1), (2, 2, 1), (2, 3, 2)])
 def test_an_optimizer_of_whole_matrices_gets_whole_matrices(
     workers: int, servers: int, devices: int
