@@ -80,9 +80,8 @@ class GroupExchange(ExchangeAround):
         super().begin_generation()
         if self._group is not None:
             self._group.end()
-            self._sums = Sums(
-                self._layout
-            )  # a thread of the old group may still write to the old ones
+            # a thread of the old group may still write to the old ones
+            self._sums = Sums(self._layout)
         self._group, self._own, self._reduction = None, None, None
 
     def begin(self, generation: int, version: int, incarnation: int, *, is_last: bool) -> None:
