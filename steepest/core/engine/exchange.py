@@ -35,10 +35,10 @@ class Exchange(Protocol):
 
     **What it promises.** A gradient leaves chunk by chunk, as it is computed; the weights that come of it arrive in
     the replicas' flat vector. A push is named by the worker's life and `sequence`, and may be sent again after
-    `begin` with the same version: it has the same bytes then. It never blocks, and computes nothing in other threads, unless it was put there by `Extension.around`.
-    What it keeps from one gradient for the next one, it keeps only once it has heard of `committed`: a step that is
-    repeated, or left out, leaves no trace. Messages may come late, twice, or of a generation that is over; it drops
-    these, and raises ProtocolError for what no correct process sends.
+    `begin` with the same version: it has the same bytes then. It never blocks, and computes nothing in other threads,
+    unless `Extension.around` has put it there. What it keeps from one gradient for the next one, it keeps only once
+    it has heard of `committed`: a step that is repeated, or left out, leaves no trace. Messages may come late, twice,
+    or of a generation that is over; it drops these, and raises ProtocolError for what no correct process sends.
 
     **When it is called.** All calls are made on the thread of the process' router, but `missing` and `doing`, which
     any thread may call. First `begin_life`. Then, in any order:
