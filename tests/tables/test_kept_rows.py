@@ -22,7 +22,7 @@ from steepest.testing.replay import replay_state
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
 from tests.table_jobs import trainer, words
-from tests.table_tasks import rows_in, same_rows
+from tests.table_tasks import mostly_long, rows_in, same_rows
 from tests.table_tools import ids_of, push, same, table
 
 HOW: dict[str, Any] = {"optimizer": Adagrad(lr=0.1)}
@@ -35,7 +35,7 @@ FORGETS = {
 
 
 @pytest.mark.parametrize("kind", FORGETS)
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", mostly_long(["float32", "int8"], "int8"))
 def test_with_all_rows_kept_values_are_those_of_a_table_that_evicts_none(
     kind: str, dtype: str
 ) -> None:
@@ -165,7 +165,7 @@ def test_a_table_that_evicts_none_keeps_none() -> None:
 IDS = torch.arange(90) * 7 % 30
 
 
-@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("disk", mostly_long([False, True], True))
 def test_kept_rows_live_through_deaths_moves_checkpoints_and_replays(
     tmp_path: Path, disk: bool
 ) -> None:

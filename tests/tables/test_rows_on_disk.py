@@ -31,7 +31,7 @@ from steepest.testing.replay import replay_state
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
 from tests.table_jobs import trainer, words
-from tests.table_tasks import rows_in, same_rows
+from tests.table_tasks import mostly_long, rows_in, same_rows
 from tests.table_tools import push, same, table
 
 WIDTH = 12
@@ -255,18 +255,15 @@ def test_rows_of_ones_own_process_may_lie_on_disk(tmp_path: Path) -> None:
 
 IDS = torch.arange(240) % 67
 COPIES = ParameterServerStrategy(num_servers=2, replication=2)
+STRATEGIES = [
+    ParameterServerStrategy(num_servers=2),
+    ParameterServerStrategy(num_servers=1, mode="async"),
+    AllreduceStrategy(table_staleness=2),
+]
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        ParameterServerStrategy(num_servers=2),
-        ParameterServerStrategy(num_servers=1, mode="async"),
-        AllreduceStrategy(table_staleness=2),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, STRATEGIES[0]), ids=str)
 def test_a_job_with_rows_on_disk_is_that_in_memory_and_its_replay(
     tmp_path: Path, strategy: Any
 ) -> None:
