@@ -72,7 +72,10 @@ def measure(
         ConfigurationError: the model cannot be built. ModelRaisedError: it raised.
     """
     job = _MeasuredJob(model_creator, seed)
-    passes = job.take(_WARM + batches, seconds)
+    try:
+        passes = job.take(_WARM + batches, seconds)
+    finally:
+        job.end()
     rows = passes[_WARM:] or passes[-1:]
     model = job.model
     spec = model.optimizer_spec
@@ -196,6 +199,12 @@ class _MeasuredJob:
         if not self._rows:
             raise ModelRaisedError("the function that trains ended before it took a batch")
         return self._rows
+
+    def end(self) -> None:
+        """End a loop of the user's own where it is."""
+        if isinstance(self.model, LoopModel):
+            with _own_main():
+                self.model.session.end()
 
     def _begin(self, step: int) -> bool:
         """Let a loop of the user's own go on up to where it needs a batch; return whether it does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ from steepest.strategies.local import LocalStrategy
 from steepest.strategies.named import STRATEGY_NAMES, as_strategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import linear_model_creator
+from tests.page_examples import ROOT
 from tests.planning_profiles import MEGABYTE, made_up
 from tests.reference import perceptron, samples
 
@@ -307,6 +309,18 @@ def test_the_command_prints_a_table(tmp_path: Any, capsys: pytest.CaptureFixture
     assert "of ideal" in said
     assert "one process: 2 samples in" in said
     assert len(out.read_text().splitlines()) == 5
+
+
+def test_an_example_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="digits: pip install 'steepest[demo]'")
+    threads = threading.active_count()
+    script = str(ROOT / "examples" / "own_loop_digits.py")
+    chosen = ["--workers", "1,2,4", "--bandwidth", "100Mbit", "--batches", "4"]
+    assert main.main(["plan", script, *chosen]) == 0
+    said = capsys.readouterr().out
+    assert "one process: 32 samples in" in said
+    assert "local 100 int4" in said
+    assert threading.active_count() == threads  # the script's loop has ended
 
 
 @pytest.mark.parametrize(
