@@ -107,7 +107,9 @@ def predict(
         job.description.layout.fragments * each
         for each in ((1, 1) if workers >= _MANY else (2, 4) if workers >= _SEVERAL else (4, 12))
     )
-    simulated.run(begun + counted + 1)  # the last step is not as the others: none follows
+    # where workers go on before a step has ended the last one is not as the others: none follows
+    flows = strategy.delay > 0 or not strategy.rule.together
+    simulated.run(begun + counted + flows)
     ends = simulated.ends
     seconds = (ends[begun + counted][0] - ends[begun][0]) / counted
     computed = (ends[begun + counted][1] - ends[begun][1]) / counted
