@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from steepest import AllreduceStrategy, DistributedSGD, RunConfig
+from steepest import AllreduceStrategy, Codec, DistributedSGD, RunConfig
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.step_errors import raise_step_error
 from steepest.core.messages.driver import Failure
 from steepest.core.messages.membership import GroupKey
 from steepest.core.messages.message import Kind, Message, worker_peer
+from steepest.core.protocol.commit_rules import CommitFirst, CommitRule
 from steepest.errors import ConfigurationError, DataPlaneError
 from steepest.extensions import EXTENSIONS
 from steepest.process_groups import reduction
@@ -34,6 +35,7 @@ from tests.reference import Task, difference, perceptron, same_bits, samples, sg
 from tests.simulation.run import Simulation, run_config
 from tests.strikes import later
 from tests.struck_jobs import DIED
+from tests.table_tasks import table_task
 
 TASK = Task(optimizer=sgd(momentum=0.9))
 GROUPS = AllreduceStrategy(data_plane="gloo")
@@ -212,6 +214,42 @@ def test_jobs_without_groups_refuse_their_keys(name: str) -> None:
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         AllreduceStrategy(**{"data_plane": "gloo", **settings})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(AllreduceStrategy):
+    """Pushes gradients in half precision by a codec of its own."""
+
+    @property
+    def codec(self) -> Codec | None:
+        return AllreduceStrategy(wire_dtype="bf16").codec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backed(AllreduceStrategy):
+    """Commits without the last worker."""
+
+    @property
+    def rule(self) -> CommitRule:
+        return CommitFirst(1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [(Halved(data_plane="gloo"), "its codec"), (Backed(data_plane="gloo"), "its rule CommitFirst")],
+)
+def test_strategies_of_ones_own_that_groups_cannot_serve_are_refused(
+    strategy: AllreduceStrategy, words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        InProcessCluster(TASK.creator(), num_workers=2, strategy=strategy)
+
+
+def test_models_with_tables_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match="embedding tables, whose rows only servers add up"
+    ):
+        make("groups", table_task())
 
 
 def test_each_worker_keeps_the_whole_state() -> None:

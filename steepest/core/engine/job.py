@@ -19,6 +19,7 @@ from steepest.core.messages.message import Peer
 from steepest.core.messages.permissions import TRAINING, Line
 from steepest.core.models.protocol import Model
 from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.protocol.commit_rules import CommitAll
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
@@ -111,10 +112,24 @@ class Job:
                 "stand for: give build_models() an extension that does"
             )
         self._require_form(strategy.codec)
-        if strategy.reduces and self.description.layout.opaque_chunks:
+        if strategy.reduces:
+            self._require_plain_sums()
+
+    def _require_plain_sums(self) -> None:
+        """Check that gradients are such as workers add up among themselves; ConfigurationError otherwise."""
+        strategy, reason = self.strategy, ""
+        if self.description.layout.opaque_chunks:
+            reason = "the model has embedding tables, whose rows only servers add up"
+        elif strategy.codec is not None:
+            reason = f"its codec {type(strategy.codec).__name__} is for what servers add up"
+        elif not isinstance(strategy.rule, CommitAll):
+            reason = (
+                f"its rule {type(strategy.rule).__name__} takes gradients that not all workers have"
+            )
+        if reason:
             raise ConfigurationError(
-                f"strategy {self.config.name!r} has workers add up gradients among themselves, and the model has "
-                "embedding tables, whose rows only servers add up: leave data_plane= out"
+                f"strategy {self.config.name!r} has workers add up gradients among themselves, and {reason}: leave "
+                "data_plane= out"
             )
 
     def _require_form(self, codec: Codec | None) -> None:
