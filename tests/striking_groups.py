@@ -1,4 +1,4 @@
-"""Process groups over Gloo of which a member's process is killed between two operations, for plain processes."""
+"""Process groups over Gloo of which a member dies, or fails, between two operations, for plain processes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from steepest.process_groups.torch_groups import TorchGroup, TorchGroups
 
 
 class StrikingGroups(TorchGroups):
-    """Groups in which one member dies once.
+    """Groups in which one member dies, or fails, once.
 
     Args:
-        folder: an empty one, where the death is noted.
+        folder: an empty one, where that is noted.
         rank: of the member.
-        operation: before which of its operations in a group, from 0, it dies.
+        operation: before which of its operations in a group, from 0, that happens.
+        dies: whether its process is killed; otherwise the operation raises.
     """
 
-    def __init__(self, folder: Path, rank: int, operation: int) -> None:
-        self.folder, self.rank, self.operation = folder, rank, operation
+    def __init__(self, folder: Path, rank: int, operation: int, *, dies: bool = True) -> None:
+        self.folder, self.rank, self.operation, self.dies = folder, rank, operation, dies
 
     def join(self, place: GroupPlace, ways: Ways) -> ProcessGroup:
         assert ways.router.transport is not None
@@ -41,6 +42,8 @@ class _Doomed(TorchGroup):
     def _exchange(self, group: Any, operation: Reduce | Gather) -> list[torch.Tensor] | None:
         if not self._left:
             (self._groups.folder / "struck").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if self._groups.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("a cable was cut")
         self._left -= 1
         return super()._exchange(group, operation)

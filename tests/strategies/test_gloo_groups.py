@@ -19,7 +19,7 @@ from steepest.core import ProcessRuntime, Settings, Trainer
 from steepest.core.messages.driver import Result
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
-from steepest.errors import DeadlineError
+from steepest.errors import DataPlaneError, DeadlineError
 from steepest.process_groups import torch_groups
 from steepest.process_groups.extension import ProcessGroups
 from steepest.process_groups.group import (
@@ -84,6 +84,23 @@ def test_a_death_between_two_operations_of_a_step_changes_no_bit(
     struck = weights(3, groups=StrikingGroups(tmp_path, 1, operation))
     assert list(tmp_path.iterdir())
     assert same_bits(struck, weights(3))
+
+
+@pytest.mark.long
+def test_a_group_that_fails_while_all_live_is_an_error_and_the_trainer_goes_on(
+    tmp_path: Path,
+) -> None:
+    broken = StrikingGroups(tmp_path, 1, 3, dies=False)
+    with Trainer(
+        models.classifier, num_workers=3, seed=3, runtime=ProcessRuntime(), extensions=(ProcessGroups(broken),),
+        strategy=AllreduceStrategy(data_plane="gloo", chunk_bytes=64),
+        settings=Settings(step_timeout=SECONDS, snapshot_every=2),
+    ) as job:  # fmt: skip
+        words = r"worker [012], step 1: adding up gradients with the other 2 workers failed at chunk \d+: Gloo, while"
+        with pytest.raises(DataPlaneError, match=words):
+            job.fit(epochs=2)
+        job.fit(epochs=2)
+        assert same_bits(job.state_dict(), weights(3))
 
 
 @pytest.mark.long
