@@ -507,6 +507,8 @@ class Session:
                 )
                 continue
             optimizer.step = self._step_function(index)
+            if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
+                optimizer.zero_grad = partial(drop_gradients, each)
             optimizer.state_dict = partial(self._optimizer_state, each)
             optimizer.load_state_dict = partial(_refuse_state, name)
         # all workers take part in each evaluation
@@ -1040,6 +1042,16 @@ def _number(value: Any) -> Any:
     """Return a value of a report as a number, if it is one."""
     number = as_number(value)
     return value if number is None else number
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    """Do what torch's `zero_grad` does, which takes 0.1 ms for a profiler that mostly does not run."""
+    if not set_to_none or torch._C._autograd._profiler_enabled():
+        torch.optim.Optimizer.zero_grad(optimizer, set_to_none)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def with_hooks(

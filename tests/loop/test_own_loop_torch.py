@@ -221,3 +221,18 @@ def test_hooks_of_an_optimizer_are_called_around_its_steps(early: bool) -> None:
     counts.clear()
     assert difference(run(script, 2).weights, expected) < 1e-12
     assert sorted(counts) == [0] * steps + [1] * steps
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_dropped_as_by_torch(set_to_none: bool) -> None:
+    def loop(parts: Parts, epochs: int) -> None:
+        for _ in steepest.epochs(epochs):
+            for x, y in parts.loader:
+                parts.optimizer.zero_grad(set_to_none)
+                for parameter in parts.model.parameters():
+                    assert (parameter.grad is None) or not (set_to_none or parameter.grad.any())
+                nn.functional.mse_loss(parts.model(x), y).backward()
+                parts.optimizer.step()
+
+    script = Script(loop, optimizer=sgd(momentum=0.9))
+    assert difference(run(script, 2).weights, script.alone(2)) < 1e-12
