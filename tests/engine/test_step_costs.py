@@ -56,6 +56,13 @@ def test_a_step_calls_no_more_functions_than_it_did(name: str) -> None:
         linear_model_creator(), num_workers=WORKERS, strategy=STRATEGIES[name]
     )
     cluster.step(STEPS)
+    # of a slow machine the coordinator's clock asks now and then whether somebody is late
+    least = min((calls_of(cluster) for _ in range(3)), key=lambda calls: calls.total())
+    assert least.total() / STEPS <= MOST_CALLS[name], least.most_common(20)
+
+
+def calls_of(cluster: InProcessCluster) -> Counter[str]:
+    """The calls of the library's functions in some steps."""
     calls: Counter[str] = Counter()
 
     def see(frame: FrameType, event: str, argument: object) -> None:
@@ -68,9 +75,7 @@ def test_a_step_calls_no_more_functions_than_it_did(name: str) -> None:
         cluster.step(STEPS)
     finally:
         sys.setprofile(None)
-    inside = {who: count for who, count in calls.items() if not who.startswith("testing/")}
-    most = sorted(inside.items(), key=lambda item: -item[1])[:20]
-    assert sum(inside.values()) / STEPS <= MOST_CALLS[name], most
+    return Counter({who: count for who, count in calls.items() if not who.startswith("testing/")})
 
 
 @pytest.mark.parametrize("workers", [1, 3])
