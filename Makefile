@@ -7,7 +7,7 @@
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die and
 # the driver gets signals; make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, test-core-alone, bench-check,
-# test-cluster, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage. make test-core: training
+# test-cluster, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage, site. make test-core: training
 # with plain processes, which make test leaves out; make test-gpu: training on a GPU, where one is; make test-core-alone: the same without the rest of the package. make package: the files of
 # a release, in dist/, checked and used.
 PYTHON ?= python3
