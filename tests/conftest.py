@@ -105,7 +105,6 @@ def _memory() -> Iterator[None]:
     yield
     if _resident_bytes() > _resident + MOST_GARBAGE:
         gc.collect()
-        gc.freeze()  # nothing of a test is left by now: what lives on is modules and compiled code
         _resident = _resident_bytes()
 
 
