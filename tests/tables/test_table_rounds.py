@@ -17,7 +17,7 @@ from steepest.strategies.local import LocalStrategy
 from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import SGD
 from steepest.testing import Fault, InProcessCluster, Moment
-from tests.modes import trained
+from tests.modes import settle, trained
 from tests.reference import Task, samples, sgd
 from tests.table_jobs import FIRST, IDS, Words
 from tests.table_tasks import OPTIMIZERS, clicks, explained, table_task
@@ -83,6 +83,7 @@ def test_equals_the_same_by_hand(settings: dict[str, Any], shuffle: int | None) 
         task.creator(), num_workers=3, strategy=strategy, keep_log=True, shuffle=shuffle
     )
     trained(cluster, 7)
+    settle(cluster)
     log, other = cluster.log(), 0
     batches = Batches(log, strategy, task.batch_size, len(ids))
     rows = torch.full((2, 1002, 3), FIRST, dtype=torch.float64)
@@ -147,6 +148,7 @@ def test_with_each_fragment_rows_get_their_gradients_since_the_one_before(
         task.creator(), num_workers=3, strategy=strategy, keep_log=True, shuffle=2
     )
     trained(cluster, 9)
+    settle(cluster)
     log = cluster.log()
     batches = Batches(log, strategy, task.batch_size, len(ids))
     expected = torch.zeros(int(ids.max()) + 1, dtype=torch.float64)
@@ -198,6 +200,7 @@ def test_a_job_is_replayed(settings: dict[str, Any], workers: int, shuffle: int 
         shuffle=shuffle,
     )
     trained(cluster, 6)
+    settle(cluster)
     explained(cluster, task)
 
 
@@ -217,4 +220,5 @@ def test_a_job_is_replayed_after_a_death(settings: dict[str, Any], moment: Momen
     )
     cluster.step(7)
     assert not cluster.unmet
+    settle(cluster)
     explained(cluster, task)
