@@ -240,6 +240,12 @@ def gathering(parts: Parts, epochs: int) -> None:
     ("script", "strategy", "message"),
     [
         (ADAM, LocalStrategy(sync_every=4, delay=1), "delay=1 with a loop of your own"),
+        (
+            ADAM,
+            LocalStrategy(sync_every=3, pace="speed", num_servers=1),
+            "a quorum, or pace='speed', with a loop of your own",
+        ),
+        (ADAM, LocalStrategy(quorum=1, num_servers=1), "a quorum, or pace='speed', with a loop"),
         (replace(ADAM, any_steps=True), "local", "any_steps=True with strategy=.local"),
         (without_loader, "local", "a loop without a loader with strategy=.local"),
         (Script(gathering), "local", "between the batches of an epoch"),
