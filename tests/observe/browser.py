@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -122,13 +123,14 @@ def browser() -> Iterator[Browser]:
     assert path is not None
     to_read, from_write = os.pipe()
     from_read, to_write = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="chromium-") as folder:
+    # its helpers may still write while the folder is removed
+    with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as folder:
         wired = [sys.executable, "-S", "-c", _WIRED, str(to_read), str(to_write), path]
         process = subprocess.Popen(
             [*wired, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars",
              f"--user-data-dir={folder}", "--disable-background-networking", "--no-first-run"],
             pass_fds=(to_read, to_write), stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         for each in (to_read, to_write):
             os.close(each)
@@ -136,5 +138,6 @@ def browser() -> Iterator[Browser]:
             try:
                 yield Browser(answers, commands)
             finally:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # the browser's helpers, too
                 process.wait()
