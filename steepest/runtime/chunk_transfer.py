@@ -13,6 +13,7 @@ import torch
 from steepest.core.engine.optimizer_records import state_fields, state_tensor
 from steepest.core.engine.server import Server
 from steepest.core.tensors.shared_memory import allocate
+from steepest.runtime.free_memory import free_bytes, warn_if_short
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -36,6 +37,12 @@ class RetainedChunks:
     def vector(self, nbytes: int) -> torch.Tensor:
         """Return a flat vector for the next servers: that in which the kept chunks lie, if it has `nbytes`."""
         if self._vector is None or self._vector.numel() != nbytes:
+            warn_if_short(
+                nbytes,
+                "memory for the weights of the servers in this process",
+                "give fewer servers or workers on this host",
+                free_bytes(),
+            )
             self._vector = allocate(nbytes)
         return self._vector
 

@@ -223,12 +223,6 @@ class ProcessActor:
     @on_router
     def reserve(self, nbytes: int) -> None:
         """Take memory of `nbytes`, a model's size, for the servers that the process will host."""
-        warn_if_short(
-            nbytes,
-            "memory for the weights of the servers in this process",
-            "give fewer servers or workers on this host",
-            free_bytes(),
-        )
         self._retained.vector(nbytes).zero_()
 
     def prepare(self, model_creator: ModelCreator) -> None:
