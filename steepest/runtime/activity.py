@@ -44,6 +44,7 @@ class Activity:
     busy: float  # seconds since the router's thread last took a message or looked at the time
     stack: str  # of the router's thread, outermost frame first
     calls: Sequence[str] = ()  # stacks of Ray's threads in a call of this process
+    others: Sequence[str] = ()  # the innermost frames of threads of other code
 
 
 def activity_of(name: str, place: Place, router: Router, step: int | None) -> Activity:
@@ -52,18 +53,21 @@ def activity_of(name: str, place: Place, router: Router, step: int | None) -> Ac
     roles += [] if step is None else [("its share", f"is of step {step}")]
     # threads of this library's own have names, and this one asks
     own = {each.ident for each in threading.enumerate() if each.name.startswith("steepest")}
-    calls = list(_stacks_of_threads(own | {threading.get_ident()})[0])
+    calls, others = _stacks_of_threads(own | {threading.get_ident()})
     stack = router.where(whole=True)
-    return Activity(name, place.host, place.pid, roles, router.busy, stack, calls)
+    return Activity(
+        name, place.host, place.pid, roles, router.busy, stack, list(calls), sorted({*others})
+    )
 
 
 def _stacks_of_threads(
     without: Set[int | None],
     main: int | None = None,  # comes first, whatever code it is in
-) -> tuple[dict[str, list[int]], int]:
-    """Return which threads are in each stack that is in code of steepest, and how many others there are."""
+) -> tuple[dict[str, list[int]], list[str]]:
+    """Return which threads are in each stack that is in code of steepest, and where each other thread is."""
     frames = {each: at for each, at in sys._current_frames().items() if each not in without}
     stacks: dict[str, list[int]] = {}
+    others: list[str] = []
     for ident in sorted(frames, key=lambda ident: ident != main):
         at: FrameType | None = frames[ident]
         for each, _ in traceback.walk_stack(
@@ -74,7 +78,10 @@ def _stacks_of_threads(
         packages = (_package_of(each) for each, _ in traceback.walk_stack(at)) if at else ()
         if at is not None and (ident == main or "steepest" in packages):
             stacks.setdefault(describe_stack(at, whole=True), []).append(ident)
-    return stacks, len(frames) - sum(map(len, stacks.values()))
+        else:
+            code = frames[ident].f_code
+            others.append(f"{code.co_name} of {_package_of(frames[ident])}")
+    return stacks, others
 
 
 def _package_of(frame: FrameType) -> str:
@@ -237,7 +244,7 @@ class _JobReport:
             threads = [names.get(ident, "a thread") for ident in idents]
             plural = "threads" if len(threads) > 1 else "thread"
             lines += _indented(f"{plural} {listed(threads)}:", stack)
-        return [*lines, *([f"    and {others} threads of other code"] if others else [])]
+        return [*lines, *([f"    and {len(others)} threads of other code"] if others else [])]
 
 
 def _lines_of(process: Activity) -> list[str]:
@@ -247,6 +254,8 @@ def _lines_of(process: Activity) -> list[str]:
     lines += [f"    {role} {words}" for role, words in process.roles]
     for stack in process.calls[:_MOST_CALLS]:
         lines += _indented("a call is in:", stack)
+    if process.others:
+        lines.append(f"    other threads are in {listed(process.others[:_MOST_NAMES])}")
     return lines
 
 

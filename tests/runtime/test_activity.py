@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,6 +151,23 @@ def test_a_call_that_does_not_return_is_shown_where_it_is() -> None:
         thread.join()
     # beside threads that are kept for later simulations
     assert len([stack for stack in found.calls if "in persistently" in stack]) == 1
+
+
+def test_a_thread_in_other_code_is_shown_by_where_it_is() -> None:
+    begun = threading.Event()
+    other = types.ModuleType("loads_of_others")
+    exec("def loads(begun, going_on): begun.set(); going_on.acquire()", vars(other))
+    lock = threading.Lock()
+    lock.acquire()
+    thread = threading.Thread(target=other.loads, args=(begun, lock))
+    thread.start()
+    try:
+        begun.wait()
+        found = activity_of("a worker", Place("node", "host", 1, ()), Router(), None)
+    finally:
+        lock.release()
+        thread.join()
+    assert "loads of loads_of_others" in found.others
 
 
 def test_chunks_in_words() -> None:
