@@ -39,7 +39,8 @@ class TorchModel(dense.TorchModel):
         tables: of the module's embedding modules, each once, see `steepest.embedding.modules`.
 
     Raises:
-        ConfigurationError: `table_shards` is no positive integer, or two tables of one name differ.
+        ConfigurationError: `table_shards` is no positive integer, two tables of one name differ, or a table's
+            `memory_bytes` are too few for so many parts.
 
     Example:
         >>> import torch, torch.nn.functional as F
@@ -116,13 +117,16 @@ def _anchor(module: torch.nn.Module, tables: tuple[Table, ...]) -> None:
 
 def _count_shards(tables: tuple[Table, ...], each: Any) -> int:
     """Return the shards of all groups of a model's tables."""
-    # ConfigurationError: `each` group's are no positive integer.
+    # ConfigurationError: `each` group's are no positive integer, or the memory of one is too small for them.
     require_count("table_shards", each)
     if not tables:
         return 0
-    from steepest.tables.table import groups
+    from steepest.tables.table import disk_of, groups, spread_of
 
-    return int(each) * len(groups(tables))
+    found = groups(tables)
+    for group in found:
+        disk_of(group, spread_of(group, each), 0)
+    return int(each) * len(found)
 
 
 class _ScaledRows:

@@ -34,6 +34,7 @@ def _compile(tables: tuple[Table, ...]) -> None:
                 keep_evicted=None,
                 directory=None,
                 memory_rows=None,
+                memory_bytes=None,
             )
             for table in group
         )
@@ -60,8 +61,8 @@ def _compile(tables: tuple[Table, ...]) -> None:
 def _compile_eviction(table: Table) -> None:
     """Let a full table evict a row."""
     if table.eviction is not None:
-        plain = replace(table, admission=None, keep_evicted=None, directory=None, memory_rows=None)
-        shard = TableShard([replace(plain, capacity=1)])
+        plain = replace(table, admission=None, keep_evicted=None, capacity=1)
+        shard = TableShard([replace(plain, directory=None, memory_rows=None, memory_bytes=None)])
         for version in (1, 2):
             gradient = np.ones((1, table.dim), shard.dtype)
             shard.push([0], [version], gradient, version)

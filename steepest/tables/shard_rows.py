@@ -20,7 +20,7 @@ from steepest.tables.removals import Removals
 from steepest.tables.row_store import Keys
 from steepest.tables.scores import Scores
 from steepest.tables.spread import Spread
-from steepest.tables.table import Table
+from steepest.tables.table import Table, disk_of
 from steepest.tables.tiered_rows import TieredRows
 
 _EVICTED = ("evicted_full", "evicted_age", "evicted_norm", "evicted_ttl")
@@ -62,7 +62,8 @@ class ShardRows:
         most, keeps = self._capacities.most, self._keeps()
         known = {"ends": self._lives.any, "scored": self._scores.any, "keeps": any(keeps)}
         room = None if most is None else most + sum(keeps) + (most if any(keeps) else 0)
-        self._blocks = Blocks(self._form, self._salts, room, **known, disk=self._disk())
+        disk = disk_of(self._tables, self._spread, self._shard)
+        self._blocks = Blocks(self._form, self._salts, room, **known, disk=disk)
         self._kept = KeptRows(keeps, self._blocks)
         self._index = Index(len(self._tables), most)
         self._uses = {
@@ -82,14 +83,6 @@ class ShardRows:
         given = np.array([table.keep_evicted or 0 for table in self._tables], np.int64)
         shares: list[int] = self._spread.shares(self._shard, given).tolist()
         return shares
-
-    def _disk(self) -> tuple[str, int] | None:
-        """Return the directory of rows that are not in memory, and how many are; None where all are."""
-        one = self._tables[0]
-        if one.directory is None:
-            return None
-        rows = self._spread.shares(self._shard, np.array([one.memory_rows], np.int64))
-        return one.directory, int(rows[0])
 
     def disk_counts(self) -> dict[str, int]:
         """Return the rows "looked_up", those "read_from_disk", and "bytes_on_disk"; nothing where all are in memory."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 
+import numpy as np
+
 from steepest.errors import ConfigurationError
 from steepest.tables.admission import CBFFilter, CounterFilter, Filter, ProbabilityFilter
 from steepest.tables.eviction import LFU, LRU, Evict, GlobalStepEvict, L2WeightEvict, Policy
@@ -14,6 +16,7 @@ from steepest.tables.lives import seconds_of
 from steepest.tables.row_formats import DTYPES, RowFormat
 from steepest.tables.row_optimizers import Adagrad, RowOptimizer, require_optimizer
 from steepest.tables.spread import Spread
+from steepest.tables.tiered_rows import bytes_of, rows_in
 from steepest.validation import require_count
 
 _MOST_TABLES = 2**15
@@ -44,6 +47,9 @@ class Table:
         directory: of each server's node, in which rows lie that were not used lately; without it, all are in
             memory. The table is a group by itself then.
         memory_rows: rows that are in memory at most, over all shards, where there is a directory.
+        memory_bytes: the same in bytes of servers' memory, over all shards: for values and slots of the rows that
+            are in memory, and which these are. What is known of every row, on disk too (id, index, version, count
+            and place: 58 bytes), is beside it.
         trainable: False for a table whose rows stay as they are: a checkpoint's, say, or first values.
         default: the values of an id that has no row and gets none with the present batch: in evaluations,
             in exports, and in training until `admission` lets the id in, or where the table is not
@@ -71,6 +77,7 @@ class Table:
     keep_evicted: int | None = None
     directory: str | None = None
     memory_rows: int | None = None
+    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -101,13 +108,7 @@ class Table:
                     "evict= or ttl=, or leave it out"
                 )
         self._require("directory", (str, type(None)), "the name of a directory, or None")
-        if self.memory_rows is not None:
-            require_count(f"memory_rows of table {self.name!r}", self.memory_rows)
-        if (self.memory_rows is None) == bool(self.directory):
-            raise ConfigurationError(
-                f"directory={self.directory!r} and memory_rows={self.memory_rows} of table {self.name!r}: give both, "
-                "the directory for rows that are not in memory and how many are, or neither"
-            )
+        self._require_memory()
         kinds: list[type] = [object]
         if isinstance(self.evict, tuple):
             kinds = [type(way) for way in self.evict]
@@ -141,6 +142,32 @@ class Table:
                 f"slots_dtype={self.slots_dtype!r} of table {self.name!r} of {self.dtype}: give 'bfloat16', "
                 "or None for float32; a float64 table's are float64"
             )
+
+    def _require_memory(self) -> None:
+        given = {"memory_rows": self.memory_rows, "memory_bytes": self.memory_bytes}
+        bounds = {name: bound for name, bound in given.items() if bound is not None}
+        for name, bound in bounds.items():
+            require_count(f"{name} of table {self.name!r}", bound)
+        if len(bounds) != bool(self.directory):
+            said = " and ".join(f"{name}={bound}" for name, bound in bounds.items())
+            raise ConfigurationError(
+                f"directory={self.directory!r} and {said or 'no bound of memory'} of table {self.name!r}: give both, "
+                "the directory for rows that are not in memory, and one of memory_rows and memory_bytes, or neither"
+            )
+        if self.memory_bytes is not None:
+            self.rows_in(self.memory_bytes)
+
+    def rows_in(self, memory_bytes: int) -> int:
+        """Return how many rows are in memory where a shard has so many bytes for them; ConfigurationError: too few."""
+        rows, least = rows_in(memory_bytes, self.form)
+        if rows < least:
+            raise ConfigurationError(
+                f"memory_bytes={self.memory_bytes} of table {self.name!r}, of which a shard has {memory_bytes:,}: "
+                f"give {bytes_of(least, self.form):,} or more for each of its shards, see "
+                "TorchModel(table_shards=), for rows of which each takes "
+                f"{self.form.row_bytes} bytes and some pass through memory"
+            )
+        return rows
 
     def _require(self, name: str, kinds: type | tuple[type, ...], wanted: str) -> None:
         if not isinstance(getattr(self, name), kinds):
@@ -196,6 +223,21 @@ def groups(tables: Iterable[Table]) -> list[tuple[Table, ...]]:
     for table in merged(tables):
         found.setdefault(_kind(table), []).append(table)
     return [tuple(group) for group in found.values()]
+
+
+def disk_of(group: Sequence[Table], spread: Spread, shard: int) -> tuple[str, int] | None:
+    """Return the directory of a shard's rows that are not in memory, and how many are; None where all are.
+
+    Raises:
+        ConfigurationError: its share of the table's `memory_bytes` is too small.
+    """
+    one = group[0]
+    if one.directory is None:
+        return None
+    if one.memory_bytes is not None:
+        return one.directory, one.rows_in(one.memory_bytes // int(spread.parts[0]))
+    rows = spread.shares(shard, np.array([one.memory_rows], np.int64))
+    return one.directory, int(rows[0])
 
 
 def spread_of(group: Sequence[Table], num_shards: int) -> Spread:

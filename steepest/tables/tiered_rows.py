@@ -22,6 +22,7 @@ from steepest.tables.row_store import Keys, PackedRows, WideRows
 _NONE = -1
 _TURN = 2048  # rows that are copied at once, past the places of rows in memory
 _LEAST = 256  # places for rows in memory
+_PLACE_BYTES = 5  # of what is known of a place
 _LISTED = -1  # in place of a place: that a row is among those that are missing
 _FREE, _SEEN, _NEEDED = (
     0,
@@ -79,6 +80,17 @@ def _settle(
         if numbers[at] >= 0:
             places[at] = place_of[numbers[at]] - 1
             marks[places[at]] = _SEEN
+
+
+def bytes_of(rows: int, form: RowFormat) -> int:
+    """Return the memory of places for so many rows, and of those for rows that pass."""
+    return rows * (form.row_bytes + _PLACE_BYTES) + _TURN * form.row_bytes
+
+
+def rows_in(memory_bytes: int, form: RowFormat) -> tuple[int, int]:
+    """Return for how many rows there are places in so much memory, perhaps none, and how many there must be."""
+    passing = bytes_of(0, form)
+    return max(memory_bytes - passing, 0) // (form.row_bytes + _PLACE_BYTES), _LEAST
 
 
 class RowRoom:

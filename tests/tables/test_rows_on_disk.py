@@ -228,13 +228,43 @@ def test_a_table_on_disk_is_a_group_by_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{"directory": "/tmp"}, {"memory_rows": 5}, {"directory": "", "memory_rows": 5}]
+    "how",
+    [
+        {"directory": "/tmp"},
+        {"memory_rows": 5},
+        {"memory_bytes": 10**9},
+        {"directory": "", "memory_rows": 5},
+        {"directory": "/tmp", "memory_rows": 5, "memory_bytes": 10**9},
+    ],
 )
 def test_a_directory_and_the_rows_in_memory_are_given_together(how: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="of table 't': give both"):
         table(**how)
     with pytest.raises(ConfigurationError, match="memory_rows of table 't'=0"):
         table(directory="/tmp", memory_rows=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_memory_in_bytes_is_a_bound_of_what_a_shard_takes(tmp_path: Path, dtype: str) -> None:
+    """Arrays of the rows in memory, measured: within the bound, and not a row less than it allows."""
+    given = 2_000_000
+    one = table(directory=str(tmp_path), memory_bytes=given, dtype=dtype)
+    stores = [TableShard([one], shard=n, num_shards=2)._blocks.store for n in range(2)]
+    assert all(isinstance(store, TieredRows) for store in stores)
+    taken = [
+        store._rows.memory._row * (len(store._marks) + len(store._passing))
+        + store._numbers.nbytes
+        + store._marks.nbytes
+        for store in stores
+        if isinstance(store, TieredRows)
+    ]
+    assert given - 2 * (one.form.row_bytes + 5) < sum(taken) <= given
+    with pytest.raises(ConfigurationError, match=r"memory_bytes=9000 of table 't'.*give [\d,]+ or"):
+        table(directory=str(tmp_path), memory_bytes=9000)
+    with pytest.raises(
+        ConfigurationError, match=r"of which a shard has 53,333: give .* each of its"
+    ):
+        words(IDS, directory=str(tmp_path), memory_bytes=160_000)(0, 0)
 
 
 @pytest.mark.usefixtures("few")
