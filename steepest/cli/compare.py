@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from steepest import __version__
-from steepest.cli.files import write_whole
+from steepest.cli.files import check_outputs, write_whole
+from steepest.cli.scripts import add_job_options, script_parser, strategy_names
 from steepest.errors import ConfigurationError
 from steepest.observe.comparison import Outcome, csv_of, picture_of, recommend, table_of, told
 from steepest.observe.page.document import chart_script, document
-from steepest.strategies.named import STRATEGY_NAMES, as_strategy
+from steepest.strategies.names import STRATEGY_NAMES
 
 _DEFAULT = "ps,allreduce,local,async,ssp"
-_KINDS = (".html", ".csv", ".png")
-_NO_PICTURES = "is drawn with matplotlib, which is not installed: pip install 'steepest[bench]'"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,13 +26,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "with the same seed; write what each has come to on one page, and say which one to take. "
         "The page needs pip install 'steepest[page]'"
     )
-    parser = commands.add_parser(
-        "compare",
-        help="run a script under several strategies, and say which one to take",
-        description=about,
-        usage="steepest compare SCRIPT [options] [-- arguments of the script]",
-    )
-    parser.add_argument("script", help="a program that calls steepest.prepare()")
+    in_short = "run a script under several strategies, and say which one to take"
+    parser = script_parser(commands, "compare", in_short, about)
     parser.add_argument(
         "--strategies",
         default=_DEFAULT,
@@ -46,14 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--minutes", type=float, default=2.0, metavar="N", help="of training for each; default: 2"
     )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="default: 2")
-    parser.add_argument("--gpu", action="store_true", help="a GPU for each worker")
-    parser.add_argument(
-        "--global-batch-size",
-        type=int,
-        metavar="N",
-        help="samples of a step of all workers together; async and ssp have none",
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    add_job_options(parser, "; async and ssp have none")
     parser.add_argument(
         "-o",
         "--output",
@@ -62,9 +47,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="compare.html for a page, .csv for all steps, .png for a picture; may be given several times; "
         "default: compare.html",
     )
+    parser.set_defaults(call=run)
 
 
-def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the script under each strategy; return the exit status: 0 if one has trained."""
     names = strategy_names(options.strategies)
     if not 0 < options.minutes < math.inf:
@@ -72,10 +58,12 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.workers < 1:
         raise ConfigurationError(f"--workers {options.workers}: give a number from 1 on")
     outputs = [Path(each) for each in options.output or ["compare.html"]]
-    charts = check_outputs(outputs)
+    check_outputs(outputs)
+    has_page = any(output.suffix.lower() == ".html" for output in outputs)
+    charts = chart_script() if has_page else ""
     from steepest.loop.script import UserScript
 
-    script = UserScript.read(options.script, arguments)
+    script = UserScript.read(options.script, options.arguments)
     from steepest.runtime.connection import ray_session
 
     trials = []
@@ -114,33 +102,6 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         write_whole(output, makers[output.suffix.lower()]())
         sys.stdout.write(f"{output}\n")
     return 0 if best is not None else 1
-
-
-def strategy_names(text: str) -> list[str]:
-    """Return the names of the strategies, each once."""
-    names = [each.strip() for each in text.split(",") if each.strip()]
-    for name in names:
-        as_strategy(name)
-    if not names:
-        raise ConfigurationError("--strategies: give at least one, such as ps,local")
-    return list(dict.fromkeys(names))
-
-
-def check_outputs(outputs: Sequence[Path]) -> str:
-    """Check that each file can be made; return the script of a page's charts, "" if there is no page."""
-    for output in outputs:
-        if output.suffix.lower() not in _KINDS:
-            raise ConfigurationError(
-                f"--output {output}: give a name that ends with one of {', '.join(_KINDS)}"
-            )
-        if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
-            raise ConfigurationError(
-                f"{output}: {output.parent} is no directory that can be written to"
-            )
-        if output.suffix.lower() == ".png" and find_spec("matplotlib") is None:
-            raise ConfigurationError(f"{output} {_NO_PICTURES}")
-    has_page = any(output.suffix.lower() == ".html" for output in outputs)
-    return chart_script() if has_page else ""
 
 
 def _as_text(rows: Sequence[Sequence[str]]) -> str:

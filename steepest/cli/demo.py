@@ -20,7 +20,8 @@ from steepest.core.strategies.strategy import Strategy
 from steepest.driver.trainer import DistributedSGD
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError
-from steepest.strategies.named import STRATEGY_NAMES, as_strategy
+from steepest.strategies.named import as_strategy
+from steepest.strategies.names import STRATEGY_NAMES
 
 Arrays = tuple[torch.Tensor, torch.Tensor]
 SEED = 0

@@ -20,6 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="TRACE",
         help="a file that `steepest run --timeline`, or sgd.timeline(), has written",
     )
+    parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     for name, place in PLACES.items():
         about = (place.__doc__ or "").strip().splitlines()[0]
         place.add_arguments(places.add_parser(name, help=about, description=about))
+    launch.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from steepest.cli.compare import check_outputs, strategy_names
-from steepest.cli.files import write_whole
+from steepest.cli.files import check_outputs, write_whole
+from steepest.cli.scripts import script_parser, strategy_names
 from steepest.errors import ConfigurationError
 from steepest.planning.quantities import bandwidth_of, numbers_of, seconds_of
-from steepest.strategies.named import STRATEGY_NAMES
+from steepest.strategies.names import STRATEGY_NAMES
 
 _WORKERS = "1,2,4,8,16,32,64"
 
@@ -22,13 +21,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "measure a script's model in this process, and predict how long a step would take with other numbers of "
         "workers, under each strategy, on links of a given speed; nothing is started"
     )
-    parser = commands.add_parser(
-        "plan",
-        help="predict what more workers would bring a script",
-        description=about,
-        usage="steepest plan SCRIPT [options] [-- arguments of the script]",
-    )
-    parser.add_argument("script", help="a program that calls steepest.prepare()")
+    in_short = "predict what more workers would bring a script"
+    parser = script_parser(commands, "plan", in_short, about)
     parser.add_argument(
         "--workers",
         default=_WORKERS,
@@ -71,9 +65,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--csv", metavar="FILE", help="write all rows, in SI units")
     parser.add_argument("--png", metavar="FILE", help="write a picture")
+    parser.set_defaults(call=run)
 
 
-def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Measure, and print what is predicted; return the exit status."""
     workers = numbers_of("--workers", options.workers)
     bandwidth_of(options.bandwidth)
@@ -89,7 +84,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     check_outputs(list(outputs.values()))
     from steepest.loop.script import UserScript
 
-    script = UserScript.read(options.script, arguments)
+    script = UserScript.read(options.script, options.arguments)
     from steepest.planning.forecast import as_text, in_words
     from steepest.planning.plan import plan
 

@@ -26,6 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "-o", "--output", default="page.html", metavar="FILE", help="default: page.html"
     )
+    parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:

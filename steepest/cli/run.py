@@ -6,12 +6,11 @@ import argparse
 import importlib
 import sys
 import threading
-from collections.abc import Sequence
 
+from steepest.cli.scripts import add_job_options, script_parser
 from steepest.errors import ConfigurationError
 from steepest.observe.timeline.trace_file import check_target
-
-_STRATEGIES = ("ps", "allreduce", "async", "ssp", "simple")
+from steepest.strategies.names import STRATEGY_NAMES
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,28 +19,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "run a script with a training loop of its own on many workers, on this machine or on the Ray cluster that "
         "RAY_ADDRESS names"
     )
-    parser = commands.add_parser(
-        "run",
-        help="run a script on many workers",
-        description=about,
-        usage="steepest run SCRIPT [options] [-- arguments of the script]",
-    )
-    parser.add_argument("script", help="a program that calls steepest.prepare()")
+    parser = script_parser(commands, "run", "run a script on many workers", about)
     parser.add_argument(
         "--workers",
         default="1",
         metavar="N",
         help="workers, or MIN:MAX for as many as there is room for",
     )
-    parser.add_argument("--strategy", default="ps", choices=_STRATEGIES)
-    parser.add_argument("--gpu", action="store_true", help="a GPU for each worker")
-    parser.add_argument(
-        "--global-batch-size",
-        type=int,
-        metavar="N",
-        help="samples of a step of all workers together",
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--strategy", default="ps", choices=STRATEGY_NAMES)
+    add_job_options(parser)
     parser.add_argument(
         "--checkpoints",
         metavar="PATH",
@@ -56,9 +42,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="record what each process does, for https://ui.perfetto.dev",
     )
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    parser.set_defaults(call=run)
 
 
-def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run a script with its own arguments, and print what it has reported last; return the exit status."""
     if options.checkpoints is None and options.every is not None:
         raise ConfigurationError("--every without --checkpoints: give both")
@@ -66,7 +53,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         check_target(options.timeline)
     from steepest.loop.script import UserScript
 
-    script, workers = UserScript.read(options.script, arguments), _workers(options.workers)
+    script, workers = UserScript.read(options.script, options.arguments), _workers(options.workers)
     from steepest.runtime.connection import ray_session
 
     # what takes longest of all imports, while Ray's processes start: that is mostly waiting

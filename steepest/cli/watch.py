@@ -51,6 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--port", type=int, default=0, metavar="N", help="likewise; default: a free one"
     )
+    parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,9 +10,11 @@ from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
+from steepest.strategies.names import STRATEGY_NAMES
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.strategies.simple import SimpleStrategy
 
+#: In the order of `STRATEGY_NAMES`.
 _BY_NAME: dict[str, Strategy] = {
     "simple": SimpleStrategy(),
     "ps": ParameterServerStrategy(),
@@ -21,7 +23,6 @@ _BY_NAME: dict[str, Strategy] = {
     "async": ParameterServerStrategy(mode="async"),
     "ssp": ParameterServerStrategy(mode="ssp"),
 }
-STRATEGY_NAMES = tuple(_BY_NAME)
 
 
 def as_strategy(strategy: str | Strategy) -> Strategy:

@@ -132,7 +132,7 @@ def test_bad_input_is_told_before_anything_starts(
 def test_what_a_page_and_a_picture_need_is_told_before_anything_starts(
     ending: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in ("cli.compare", "observe.page.document"):
+    for module in ("cli.files", "observe.page.document"):
         monkeypatch.setattr(f"steepest.{module}.find_spec", lambda name: None)
     assert main.main(["compare", __file__, "-o", f"a.{ending}"]) == 1
     assert f"pip install '{extra}'" in capsys.readouterr().err

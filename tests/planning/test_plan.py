@@ -22,7 +22,8 @@ from steepest.planning.quantities import bandwidth_of, seconds_of
 from steepest.planning.simulation import Prediction, predict
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
-from steepest.strategies.named import STRATEGY_NAMES, as_strategy
+from steepest.strategies.named import as_strategy
+from steepest.strategies.names import STRATEGY_NAMES
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import linear_model_creator
 from tests.page_examples import ROOT

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 
 import pytest
 
 from steepest.cli import main
 from steepest.cli.completion import script
+from steepest.strategies.names import STRATEGY_NAMES
 
 BASH = shutil.which("bash")
 
@@ -58,3 +60,17 @@ def test_help_says_what_a_newcomer_does_next(capsys: pytest.CaptureFixture[str])
     text = capsys.readouterr().out
     order = [text.index(f"\n  steepest {name}") for name in ("doctor", "demo", "run", "completion")]
     assert order == sorted(order)
+
+
+def test_the_command_answers_without_torch_or_ray() -> None:
+    """`--help`, and what a shell completes, come at once; `steepest run` imports torch while Ray starts."""
+    program = "import sys; import steepest.cli.main; print({'torch', 'ray'} & {*sys.modules})"
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert answer.stdout == "set()\n", answer.stderr
+
+
+def test_a_script_runs_under_each_strategy_that_has_a_name() -> None:
+    for name in STRATEGY_NAMES:
+        assert main.make_parser().parse_args(["run", "a.py", "--strategy", name]).strategy == name

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from steepest import __version__
-from steepest.cli import main
+from steepest.cli import doctor
 
 NO_TIME = "no time for {}: 15 s are all it takes"
 WELL = "what was tried works: all is well"
@@ -26,7 +26,7 @@ NOTHING = "nothing was tried, so nothing is known: run it again when this machin
     [
         ([], False, 0, [WELL, NEXT]),
         (["async", "ssp"], False, 0, [NO_TIME.format("async, ssp"), WELL, NEXT]),
-        (list(main._TRIED), False, 1, [NO_TIME.format(", ".join(main._TRIED)), NOTHING]),
+        (list(doctor._TRIED), False, 1, [NO_TIME.format(", ".join(doctor._TRIED)), NOTHING]),
         (["ssp"], True, 1, [NO_TIME.format("ssp"), "something is wrong, see above"]),
     ],
 )
@@ -40,9 +40,9 @@ def test_what_it_says_when_its_time_is_over(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     statuses: list[int] = []
-    monkeypatch.setattr(main, "find_spec", lambda name: name)  # the extra `demo` is installed
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name)  # the extra `demo` is installed
     monkeypatch.setattr(os, "_exit", statuses.append)
-    checkup = main._Checkup()
+    checkup = doctor._Checkup()
     checkup._untried, checkup._failed = untried, failed
     checkup.give_up()
     assert statuses == [status]
@@ -51,8 +51,8 @@ def test_what_it_says_when_its_time_is_over(
 
 
 def test_what_to_do_next_names_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "find_spec", lambda name: None)
-    assert main._next_step().startswith("next: pip install 'steepest[demo]' and steepest demo;")
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert doctor._next_step().startswith("next: pip install 'steepest[demo]' and steepest demo;")
 
 
 def test_the_command_is_a_module_and_has_a_version(

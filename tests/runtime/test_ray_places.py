@@ -201,8 +201,10 @@ def test_sigterm_ends_a_program_that_waits_for_a_ray_that_is_gone(place: Place) 
 
 def doctor(place: Place, seconds: float) -> str:
     """What the doctor prints if it takes so many seconds; it ends with 0 if it found all well."""
-    limits = f"main._SECONDS = {seconds}; main._LAST_SECONDS = {seconds * 0.9}"
-    program = f"{FORK}import sys; from steepest.cli import main; {limits}; sys.exit(main.main())"
+    limits = f"doctor._SECONDS = {seconds}; doctor._LAST_SECONDS = {seconds * 0.9}"
+    program = (
+        f"{FORK}import sys; from steepest.cli import doctor, main; {limits}; sys.exit(main.main())"
+    )
     return place.run(
         sys.executable, "-c", program, "doctor", status=(0,) if seconds > 50 else (0, 1)
     )

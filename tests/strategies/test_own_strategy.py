@@ -21,7 +21,8 @@ from steepest.core.protocol.commit_rules import CommitRule, Staged, Verdict
 from steepest.core.strategies import allreduce as dense_allreduce
 from steepest.core.strategies import parameter_server as dense_ps
 from steepest.errors import ConfigurationError, ModelRaisedError
-from steepest.strategies.named import STRATEGY_NAMES, as_strategy, renewed
+from steepest.strategies.named import as_strategy, renewed
+from steepest.strategies.names import STRATEGY_NAMES
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd, snapshot
 from tests.simulation.run import Simulation, run_config

@@ -1,0 +1,48 @@
+"""What the commands have in common that are given a script of a user's."""
+
+from __future__ import annotations
+
+import argparse
+
+from steepest.errors import ConfigurationError
+
+
+def script_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    in_short: str,
+    about: str,
+) -> argparse.ArgumentParser:
+    """Add a command that takes a script, and arguments of the script's own behind ``--``; return its parser."""
+    parser = commands.add_parser(
+        name,
+        help=in_short,
+        description=about,
+        usage=f"steepest {name} SCRIPT [options] [-- arguments of the script]",
+    )
+    parser.add_argument("script", help="a program that calls steepest.prepare()")
+    return parser
+
+
+def add_job_options(parser: argparse.ArgumentParser, besides: str = "") -> None:
+    """Add options of the job in which a script runs."""
+    parser.add_argument("--gpu", action="store_true", help="a GPU for each worker")
+    parser.add_argument(
+        "--global-batch-size",
+        type=int,
+        metavar="N",
+        help=f"samples of a step of all workers together{besides}",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def strategy_names(text: str) -> list[str]:
+    """Return the names of strategies that a list with commas has, each once."""
+    from steepest.strategies.named import as_strategy  # it imports torch
+
+    names = [each.strip() for each in text.split(",") if each.strip()]
+    for name in names:
+        as_strategy(name)
+    if not names:
+        raise ConfigurationError("--strategies: give at least one, such as ps,local")
+    return list(dict.fromkeys(names))
