@@ -482,7 +482,7 @@ class Training:
             if system().now() - self._silent_since > self._timeout + _LATER_SECONDS:
                 raise DeadlineError(
                     f"step {self.step + 1} was not committed within {self._timeout:g} s and "
-                    "the coordinator is mute"
+                    f"the coordinator is mute{self._held_up()}"
                 )
             return None
         outcome = client.outcomes.get()
@@ -525,7 +525,16 @@ class Training:
             assert failure.peer is not None
             self.cluster.deaths.lost(failure.peer, failure.why)
         hosts = {peer: place.host for peer, place in self.cluster.places.items()}
-        raise_step_error(failure, hosts, self._where(failure.awaited))
+        late = self._where(failure.awaited)
+        raise_step_error(failure, hosts, late, self._held_up() if failure.awaited else "")
+
+    def _held_up(self) -> str:
+        """Return which servers wait for something of their machines, and for what, if they answer soon."""
+        calls = [runtime().call(a, "held_up") for a in dict.fromkeys(self.cluster.actors.values())]
+        if calls:
+            self.owner.await_calls(calls, _WHERE_SECONDS)
+        found = (words for call in calls if has_answered(call) for words in call.get())
+        return "".join(f"; {words}" for words in found)
 
     def _where(self, awaited: Collection[str]) -> list[tuple[str, str, str]]:
         """Return the name, samples and frames of workers that are waited for, if they answer soon."""

@@ -82,8 +82,10 @@ class RowPulls:
         refused, values = "", None
         try:
             values = self._values(wanted)
-        except (ConfigurationError, ResourcesError) as error:
+        except ConfigurationError as error:
             refused = str(error)
+        except ResourcesError as error:
+            refused = f"server {self._server}, {error}"
         answer = Rows(generation, wanted.pull.sequence, version, refused, values)
         self._send(source, answer.pack())
 

@@ -246,6 +246,11 @@ class TableChunk(ChunkStore):
     def move(self, buffer: torch.Tensor) -> None:
         """Do nothing: rows lie in memory of their own."""
 
+    @property
+    def directory(self) -> str | None:
+        """Where rows lie that are not in memory; None where all are."""
+        return self._tables[0].directory
+
     def counts(self) -> dict[str, dict[str, int]]:
         """Return by table the number of rows, as "rows", and what `TableShard.counts` has."""
         alive = self.rows.rows_of()

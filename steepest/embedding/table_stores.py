@@ -18,6 +18,7 @@ from steepest.core.tensors.layout import Chunk
 from steepest.embedding.row_messages import PullRows, RowKind
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.row_snapshots import RowSnapshots
+from steepest.embedding.slow_disks import SlowDisks
 from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import ProtocolError
 from steepest.tables.compilation import compile_kernels
@@ -62,7 +63,11 @@ class TableService:
     def __init__(
         self, server: int, dealing: Dealing, stores: Mapping[int, ChunkStore], send: Send
     ) -> None:
-        self._pulls = RowPulls(server, dealing, _shards(stores.values()), send)
+        shards = _shards(stores.values())
+        self._pulls, self._disks = (
+            RowPulls(server, dealing, shards, send),
+            SlowDisks(server, shards),
+        )
         self._snapshots = RowSnapshots(send)
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
@@ -80,6 +85,7 @@ class TableService:
 
     def reached(self, at: Position) -> None:
         """Answer the pulls that have waited for this position."""
+        self._disks.look()
         self._pulls.answer(at)
 
     def read(self, order: Snapshot, stores: Sequence[ChunkStore], end: SnapshotEnd) -> None:
@@ -91,6 +97,10 @@ class TableService:
         """Forget the pulls and the snapshots of a lost peer."""
         self._pulls.lost(peer)
         self._snapshots.lost(peer)
+
+    def doing(self) -> str:
+        """Return which disk is being waited for, in words."""
+        return self._disks.doing()
 
     def tick(self, now: float) -> None:
         """Drop the snapshots whose readers do not read on."""

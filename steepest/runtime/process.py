@@ -216,6 +216,10 @@ class ProcessActor:
         step = None if share is None else share // self._shares + 1
         return activity_of(self._name, self._place, self.router, step)
 
+    def held_up(self) -> list[str]:
+        """Return which servers wait for something of this machine, and for what; also amid a long step."""
+        return [words for server in list(self._servers) if (words := server.held_up())]
+
     def lost_peers(self) -> list[Peer]:
         """Return the peers whose channels to this process have closed."""
         return list(self.router.lost_peers)

@@ -12,11 +12,14 @@ rows are asked for, so that a disk has several requests at once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
+import platform
 import tempfile
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from steepest.core.system import system
 from steepest.errors import ResourcesError
 from steepest.tables.kernels import Int32s, Int64s, kernel, read_only
 
@@ -80,6 +84,11 @@ class RowLog:
         where: the record of each row plus one, int32 (most,), 0 for those that are not here; it is kept up to date.
         segment: records in a segment; by default those of a MB.
 
+    Attributes:
+        directory: of the file.
+        seconds: that reads and writes have taken.
+        since: when the one under way began, on the system's clock; None between two.
+
     Raises:
         ResourcesError: the directory cannot be written.
     """
@@ -88,8 +97,11 @@ class RowLog:
         self, directory: str, row_bytes: int, most: int, where: Int32s, segment: int | None = None
     ) -> None:
         self.directory, self._where = directory, where
+        self.seconds = 0.0
+        self.since: float | None = None
         record = row_bytes + _NUMBER_BYTES
-        self._row_bytes = row_bytes
+        self._row_bytes, self._record = row_bytes, record
+        self._allocated = 0  # segments of the file that the disk has room for
         self._segment = segment or max(_SEGMENT_BYTES // record, 1)
         segments = self._needed(most)
         self._file = _nameless(directory)
@@ -102,13 +114,22 @@ class RowLog:
         if hasattr(mmap, "MADV_RANDOM"):
             mapped.madvise(mmap.MADV_RANDOM)
         self._records: Octets = np.frombuffer(mapped, np.uint8).reshape(-1, record)
-        self._allocated = 0  # segments of the file that the disk has room for
         self._used = np.zeros(segments, np.int64)  # by segment, its records in use
         self._free: list[int] = []  # segments without records in use
         self._open, self._fill = (
             _NONE,
             self._segment,
         )  # the segment that is written to, and its records so far
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the time of a block as spent on the disk."""
+        began = self.since = system().now()
+        try:
+            yield
+        finally:
+            self.since = None
+            self.seconds += system().now() - began
 
     def __len__(self) -> int:
         """Return how many rows are here."""
@@ -117,7 +138,7 @@ class RowLog:
     @property
     def nbytes(self) -> int:
         """The bytes on disk that are taken."""
-        return int(self._allocated * self._segment * self._records.shape[1])
+        return int(self._allocated * self._segment * self._record)
 
     def _needed(self, rows: int) -> int:
         """Return the segments with which so many rows always find room, a third of them without use."""
@@ -130,29 +151,38 @@ class RowLog:
             ResourcesError: the disk has not; nothing has changed.
         """
         needed = self._needed(rows)
-        size = self._segment * self._records.shape[1]
+        size = self._segment * self._record
         while self._allocated < needed:
             try:
-                os.posix_fallocate(self._file, self._allocated * size, size)
+                with self._timed():
+                    os.posix_fallocate(self._file, self._allocated * size, size)
             except OSError as error:
-                raise self._failed(error) from error
+                raise self._failed(error, needed * size) from error
             self._free.append(self._allocated)
             self._allocated += 1
 
-    def _failed(self, error: Exception) -> ResourcesError:
+    def _failed(self, error: Exception, wanted: int = 0) -> ResourcesError:
+        """Return the error of a file that cannot have so many bytes."""
         full = isinstance(error, OSError) and error.errno in (
             errno.ENOSPC,
             errno.EDQUOT,
             errno.EFBIG,
         )
         what = "has no room for more rows of an embedding table" if full else "cannot hold rows"
+        disk = os.fstatvfs(self._file)
         return ResourcesError(
-            f"directory {self.directory!r} {what}: {error}. Give a table's directory= a larger disk, "
-            "set its capacity, or use more servers"
+            f"directory {self.directory!r} of {platform.node()} {what}: {error}. Its file has "
+            f"{self.nbytes:,} bytes and wants {wanted:,}; {disk.f_bavail * disk.f_frsize:,} are free there. Rows are "
+            "as they were: they can be saved, and training goes on when there is room. Make room, give a table's "
+            "directory= a larger disk, set its capacity, or use more servers"
         )
 
     def read(self, numbers: Int32s, rows: Octets) -> None:
         """Copy rows that are here to `rows`, (n, row_bytes), contiguous."""
+        with self._timed():
+            self._read(numbers, rows)
+
+    def _read(self, numbers: Int32s, rows: Octets) -> None:
         slots = self._where[numbers].astype(np.int64) - 1
         if len(slots) <= _AT_ONCE:
             _read(self._records, slots, rows)
@@ -168,6 +198,10 @@ class RowLog:
     def write(self, numbers: Int32s, rows: Octets) -> None:
         """Write distinct rows, (n, row_bytes), contiguous; for which `require` has taken room."""
         self.forget(numbers)
+        with self._timed():
+            self._write(numbers, rows)
+
+    def _write(self, numbers: Int32s, rows: Octets) -> None:
         begin = 0
         while begin < len(numbers):
             if self._fill == self._segment:

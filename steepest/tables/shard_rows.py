@@ -92,6 +92,18 @@ class ShardRows:
         names = ("looked_up", "read_from_disk", "bytes_on_disk")
         return dict(zip(names, (store.looked_up, store.read, store.nbytes_on_disk), strict=True))
 
+    @property
+    def disk_seconds(self) -> float:
+        """How long reads and writes of rows on disk have taken."""
+        store = self._blocks.store
+        return store.disk.seconds if isinstance(store, TieredRows) else 0.0
+
+    @property
+    def disk_since(self) -> float | None:
+        """When the read or write under way began, on the system's clock; None between two."""
+        store = self._blocks.store
+        return store.disk.since if isinstance(store, TieredRows) else None
+
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self._blocks) - len(self._kept)

@@ -153,6 +153,11 @@ class TieredRows:
         self.looked_up = self.read = 0
 
     @property
+    def disk(self) -> RowLog:
+        """The file of rows that are not in memory."""
+        return self._log
+
+    @property
     def nbytes_on_disk(self) -> int:
         """The bytes on disk that are taken."""
         return self._log.nbytes

@@ -14,8 +14,10 @@ import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
 from steepest.checkpoint import files
+from steepest.config.run import DeadlineConfig
 from steepest.core.system import system
-from steepest.errors import ConfigurationError, ModelRaisedError, ResourcesError
+from steepest.embedding.row_pulls import RowPulls
+from steepest.errors import ConfigurationError, DeadlineError, ModelRaisedError, ResourcesError
 from steepest.tables import row_log, tiered_rows
 from steepest.tables.eviction import LFU, L2WeightEvict
 from steepest.tables.kernels import Int32s
@@ -204,7 +206,10 @@ def test_a_full_disk_is_an_error_before_anything_changes(
 ) -> None:
     shard = TableShard([table(directory=str(tmp_path), memory_rows=8)])
     full_disk(monkeypatch, 20_000)
-    said = rf"table 't': directory '{tmp_path}' has no room for more rows .*No space left.*capacity"
+    said = (
+        rf"table 't': directory '{tmp_path}' of .* has no room for more rows .*No space left.* "
+        r"Its file has [\d,]+ bytes and wants [\d,]+; [\d,]+ are free there.*go.*on.*capacity"
+    )
     before, version = shard.export(), 0
     while shard._blocks.has_room(100):
         push(shard, np.arange(100 * version, 100 * version + 100), version + 1)
@@ -357,12 +362,72 @@ def test_a_full_disk_is_an_error_of_the_step_and_the_job_goes_on(
     with trainer(words(ids, **how)) as sgd:
         full_disk(monkeypatch, 4000)
         with pytest.raises(
-            ModelRaisedError, match=r"table '.*': directory .* has no room for more"
+            ModelRaisedError, match=r"server \d, table '.*': directory .* has no room for more"
         ):
             sgd.fit(epochs=1, progress=False)
         before = sgd.export_table("words")
+        sgd.save(tmp_path / "saved")
+        saved = rows_in(files.read(tmp_path / "saved"))
+        assert sum(len(value) for name, value in saved.items() if name.endswith("/ids")) >= len(
+            before
+        )
         assert 0 < len(before) < 240
         assert sgd.evaluate((ids[-6:], torch.zeros(6))).samples == 6
         monkeypatch.undo()
         sgd.fit(epochs=1, progress=False)
         assert len(sgd.export_table("words")) == 240
+
+
+def slow_disk(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Have reads of rows on disk take so long."""
+    real = RowLog._read
+
+    def read(log: RowLog, numbers: Int32s, rows: Any) -> None:
+        system().event().wait(seconds)
+        real(log, numbers, rows)
+
+    monkeypatch.setattr(RowLog, "_read", read)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_slow_disk_is_told_once_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    create = words(IDS, directory=str(tmp_path), memory_rows=10)
+    with trainer(create, ParameterServerStrategy(num_servers=1)) as sgd:
+        sgd.fit(steps=15, progress=False)
+        slow_disk(monkeypatch, 0.6)
+        sgd.fit(steps=6, progress=False)
+    said = [text for text in caplog.messages if "waited" in text]
+    assert len(said) == 2  # tables
+    for name, text in zip(("others", "words"), sorted(said), strict=True):
+        assert f"table '{name}' waited" in text
+        assert f"s for the disk of server 0, directory '{tmp_path}': if that goes on" in text
+    assert 1.0 < float(said[0].split("waited ")[1].split(" s")[0]) < 30.0
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("server", [0, 1])
+def test_a_deadline_names_the_disk_that_a_server_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: int
+) -> None:
+    """Server 0 has the coordinator beside it, which is mute then."""
+    create = words(IDS, directory=str(tmp_path), memory_rows=10)
+    config = run_config(deadlines=DeadlineConfig(step=20.0))
+    with trainer(create, ParameterServerStrategy(num_servers=2), run_config=config) as sgd:
+        sgd.fit(steps=15, progress=False)
+        real_values, real_read, serving = RowPulls._values, RowLog._read, [-1]
+
+        def values(pulls: RowPulls, wanted: Any) -> Any:
+            serving[0] = pulls._server
+            return real_values(pulls, wanted)
+
+        def read(log: RowLog, numbers: Int32s, rows: Any) -> None:
+            if serving[0] == server:
+                system().event().wait(60.0)
+            real_read(log, numbers, rows)
+
+        monkeypatch.setattr(RowPulls, "_values", values)
+        monkeypatch.setattr(RowLog, "_read", read)
+        with pytest.raises(DeadlineError, match=rf"server {server} waits for the disk of dir.*tab"):
+            sgd.fit(steps=20, progress=False)

@@ -37,6 +37,7 @@ from steepest.core.messages.message import (
     MessageKind,
     Peer,
     Send,
+    server_peer,
     worker_peer,
 )
 from steepest.core.messages.snapshots import InstallPut, Snapshot
@@ -321,9 +322,16 @@ class Server:
         if self._service is not None:
             self._service.tick(now)
 
+    def held_up(self) -> str:
+        """Return what its stores keep it waiting for, in words, or nothing; any thread may ask."""
+        words = "" if self._service is None else self._service.doing()
+        return f"{server_peer(self._index)} {words}" if words else ""
+
     def doing(self) -> str:
         """Return which pushes are not here yet, in words, see `Role.doing`."""
         version, lasting = self._intake.version + 1, f", for {self._now() - self._since:.1f} s"
+        if self._service is not None and (held_up := self._service.doing()):
+            return held_up
         if self.torn is not None:
             return f"is of no version: its optimizer raised {self.torn.error}"
         if not self._trainable:

@@ -22,6 +22,7 @@ def raise_step_error(
     failure: Failure,
     hosts: Mapping[Peer, str],  # where processes run, as far as that is known
     late: Sequence[tuple[str, str, str]] = (),  # name, samples in words, frames of users' code
+    held_up: str = "",  # by what servers are, in words
 ) -> NoReturn:
     """Raise the error that a failed step stands for.
 
@@ -67,4 +68,5 @@ def raise_step_error(
         f"step {step} was not committed within {failure.seconds:g} s: still waiting for "
         f"{', '.join(failure.awaited)}; nothing of it was applied"
         + "".join(f"; {name} computes {samples}" for name, samples, _ in late if samples)
+        + held_up
     ) from (RemoteTraceback(frames) if frames else None)

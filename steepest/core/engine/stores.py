@@ -40,6 +40,9 @@ class StoreService(Protocol):
     def lost(self, peer: Peer) -> None:
         """Forget what a lost peer has asked for."""
 
+    def doing(self) -> str:
+        """Return what keeps the server from its messages, in words, or nothing; any thread may ask."""
+
     def tick(self, now: float) -> None:
         """Look at the time, in seconds that do not go back; called now and then."""
 

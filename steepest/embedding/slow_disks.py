@@ -1,0 +1,57 @@
+"""How long the disks of a server's tables keep its steps waiting, for those who wonder why a step takes long."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from steepest.core.system import system
+from steepest.embedding.table_chunk import TableChunk
+
+log = logging.getLogger(__name__)
+
+_LONG_SECONDS = 1.0  # of one update, of which the user is told
+
+
+class SlowDisks:
+    """The disks of one server's tables: tells, once a table, that an update waited long.
+
+    Args:
+        server: its index.
+        shards: that it holds, by index of the chunk.
+    """
+
+    def __init__(self, server: int, shards: Mapping[int, TableChunk]) -> None:
+        self._server = server
+        self._on_disk = [held for held in shards.values() if held.directory is not None]
+        self._before = dict.fromkeys((held.chunk.index for held in self._on_disk), 0.0)
+        self._told: set[str] = set()
+
+    def look(self) -> None:
+        """Note that an update ends; log a warning for each table whose disk kept it waiting long."""
+        waited: dict[str, float] = {}
+        for held in self._on_disk:
+            at, now = held.chunk.index, held.rows.disk_seconds
+            since, self._before[at] = self._before[at], now
+            name = held.rows.tables[0].name
+            waited[name] = waited.get(name, 0.0) + max(now - since, 0.0)
+        for held in self._on_disk:
+            name = held.rows.tables[0].name
+            if waited[name] >= _LONG_SECONDS and name not in self._told:
+                self._told.add(name)
+                log.warning(
+                    "an update of table %r waited %.1f s for the disk of server %d, directory %r: if that goes on, "
+                    "give more memory_rows= or memory_bytes=, directory= a faster disk, table_staleness=1 to have "
+                    "rows read ahead, or use more servers",
+                    name, waited[name], self._server, held.directory,
+                )  # fmt: skip
+
+    def doing(self) -> str:
+        """Return which disk is being waited for, in words; any thread may ask."""
+        for held in self._on_disk:
+            if (since := held.rows.disk_since) is not None:
+                return (
+                    f"waits for the disk of directory {held.directory!r}, table {held.rows.tables[0].name!r}, for "
+                    f"{system().now() - since:.1f} s"
+                )
+        return ""
