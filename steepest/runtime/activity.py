@@ -19,7 +19,7 @@ from steepest.core.transport.router import Router
 from steepest.errors import describe_stack, listed
 from steepest.runtime.calls import drop_calls, last_line
 from steepest.runtime.job_runtime import CallError, ProcessDied, runtime
-from steepest.runtime.places import Place
+from steepest.runtime.places import Place, seconds_up
 
 log = logging.getLogger("steepest.deadlines")
 _ANSWER_SECONDS = 2.0  # that a process has to answer
@@ -45,6 +45,7 @@ class Activity:
     stack: str  # of the router's thread, outermost frame first
     calls: Sequence[str] = ()  # stacks of Ray's threads in a call of this process
     others: Sequence[str] = ()  # the innermost frames of threads of other code
+    up: float | None = None  # seconds since the process began
 
 
 def activity_of(name: str, place: Place, router: Router, step: int | None) -> Activity:
@@ -56,7 +57,15 @@ def activity_of(name: str, place: Place, router: Router, step: int | None) -> Ac
     calls, others = _stacks_of_threads(own | {threading.get_ident()})
     stack = router.where(whole=True)
     return Activity(
-        name, place.host, place.pid, roles, router.busy, stack, list(calls), sorted({*others})
+        name,
+        place.host,
+        place.pid,
+        roles,
+        router.busy,
+        stack,
+        list(calls),
+        sorted({*others}),
+        seconds_up(place),
     )
 
 
@@ -250,7 +259,8 @@ class _JobReport:
 def _lines_of(process: Activity) -> list[str]:
     """Return the line of a process, and those of its roles and calls."""
     busy = f", busy for {process.busy:.1f} s" if process.busy > _BUSY_SECONDS else ""
-    lines = [f"{process.name} on {process.host} (pid {process.pid}){busy}:"]
+    up = "" if process.up is None else f", which began {process.up:.1f} s ago"
+    lines = [f"{process.name} on {process.host} (pid {process.pid}){up}{busy}:"]
     lines += [f"    {role} {words}" for role, words in process.roles]
     for stack in process.calls[:_MOST_CALLS]:
         lines += _indented("a call is in:", stack)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +34,30 @@ class Place:
     host: str  # IP address
     pid: int
     logs: tuple[str, ...]  # paths, on its node, of the files that hold what it printed
+    # when it began, as `began` says it: a later process may have the same pid. None where the kernel does not tell
+    began: int | None = None
 
 
 def kill(place: Place, actor: Any) -> None:
     """Kill a process, also one that is stopped or out of reach."""
-    if place.node == runtime().node:
+    if place.node == runtime().node and place.began in (None, began(place.pid)):
         runtime().kill(place.pid)  # Ray's word reaches no stopped process
     runtime().end(actor)
+
+
+def began(pid: int) -> int | None:
+    """Return when a process of this node began, in ticks since the node did; None: it is gone, or there is no /proc."""
+    try:
+        return int(_fields(Path(f"/proc/{pid}/stat"))[19])
+    except OSError:
+        return None
+
+
+def seconds_up(place: Place) -> float | None:
+    """Return for how long a process of this node has run; None where the kernel does not tell."""
+    if place.began is None:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - place.began / _TICKS
 
 
 def last_lines(paths: tuple[str, ...], count: int = _LINES) -> list[str]:

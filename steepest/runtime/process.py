@@ -65,7 +65,7 @@ from steepest.runtime.free_memory import free_bytes, warn_if_short
 from steepest.runtime.job_runtime import runtime
 from steepest.runtime.lease import ProcessLease
 from steepest.runtime.lent_models import lent_to
-from steepest.runtime.places import Place
+from steepest.runtime.places import Place, began
 from steepest.runtime.remote_functions import name_of, sent
 from steepest.runtime.scheduling import give_way
 from steepest.runtime.state_reader import read_state
@@ -152,6 +152,7 @@ class ProcessActor:
             runtime().host,
             runtime().pid,
             tuple(log for log in logs if log),
+            began(os.getpid()) if runtime().owns_process else None,
         )
         self._models: list[Model] = []
         self._replicas: Replicas | None = None

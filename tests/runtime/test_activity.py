@@ -328,5 +328,7 @@ def test_a_server_of_arrays_that_is_stopped_is_shown_as_mute(
         assert signal.getsignal(signal.SIGUSR1) is signals._begin_report
     (found,) = reports(caplog)
     assert found.splitlines()[1].startswith("server 1 does not answer within 2 s; ")
-    assert re.search(r"(?m)^steepest server 0 on [\d.]+ \(pid \d+\):$", found)
+    assert re.search(
+        r"(?m)^steepest server 0 on [\d.]+ \(pid \d+\), which began [\d.]+ s ago:$", found
+    )
     assert re.search(r"waits for server 1 to answer pull \d+\n", found)

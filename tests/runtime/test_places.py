@@ -1,4 +1,4 @@
-"""A process' processor time, as the kernel tells it: what computes is seen to, what is stopped or gone is not."""
+"""What a node's kernel tells of a process: its processor time, when it began; only that process is killed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from steepest.runtime.places import processor_use
+from steepest.runtime.job_runtime import using
+from steepest.runtime.places import Place, began, kill, processor_use, seconds_up
+from steepest.runtime.ray_runtime import RayRuntime
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 
@@ -48,3 +51,30 @@ def test_a_process_that_is_stopped_defunct_or_gone_computes_nothing() -> None:
     assert child.stdin is not None
     child.stdin.close()
     assert processor_use(child.pid) is None
+
+
+class _ThisNode(RayRuntime):
+    """A runtime of one node, which ends no actors."""
+
+    node = "here"
+
+    def end(self, process: Any) -> None:
+        """Do nothing."""
+
+
+def test_a_process_that_has_the_pid_of_an_earlier_one_is_not_killed() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    born = began(child.pid)
+    assert born is not None
+    with using(_ThisNode()):
+        kill(Place("here", "host", child.pid, (), born - 1), None)
+        kill(Place("elsewhere", "host", child.pid, (), born), None)
+        child.communicate(b"\n")
+        assert child.returncode == 0
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        place = Place("here", "host", child.pid, (), began(child.pid))
+        assert (seconds_up(place) or -1.0) >= 0.0
+        kill(place, None)
+        assert child.wait() == -signal.SIGKILL
+        child.communicate()
+        assert began(child.pid) is None
