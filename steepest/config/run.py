@@ -39,7 +39,8 @@ class FailureConfig:
             hundred MB. None for one, started when the job has trained for 20 seconds; with GPUs
             there are none.
         snapshot_every: updates after which the driver copies everything that a checkpoint holds
-            into its memory, while training goes on; the first copy is of the state with which
+            into its memory, while training goes on, but for rows of tables with a directory, which go to
+            disks of two processes; the first copy is of the state with which
             training begins, and another is taken when other weights are set or restored. When a
             process dies that held the only copy of something, all continue from the last snapshot,
             and a message says how many updates are made again. Where every worker contributes to

@@ -98,6 +98,8 @@ class RowsToRead(NamedTuple):
     table: int | None = None  # number of a table in its group, of which the values alone are wanted
     # the rows that the reader has: of these shards it is sent what has changed, if known, or all rows
     since: Bases = ()
+    # the number of a snapshot that servers keep on disk, of tables that have one; 0 for none
+    keep: int = 0
 
     @classmethod
     def of(cls, options: Options | None) -> "RowsToRead":
@@ -106,12 +108,13 @@ class RowsToRead(NamedTuple):
 
     def options(self) -> Options | None:
         """Return it as options; None where all rows are wanted."""
-        found = {} if self.table is None else {"table": self.table}
-        return {**found, **({"since": self.since} if self.since else {})} or None
+        found: Options = {} if self.table is None else {"table": self.table}
+        found |= {"since": self.since} if self.since else {}
+        return found | ({"keep": self.keep} if self.keep else {}) or None
 
 
 _MORE = nothing_or(each_of(many(each_of(COUNT, COUNT)), FLAG))
-_WANTED = {"table": COUNT, "since": many(each_of(CHUNK, COUNT, COUNT))}
+_WANTED = {"table": COUNT, "since": many(each_of(CHUNK, COUNT, COUNT)), "keep": COUNT}
 _OPTIONS = Field(
     f"null, or {whole(Schema(_WANTED)).allowed}, and nothing else",
     lambda value, limits: (

@@ -13,8 +13,10 @@ import torch
 from steepest.core.engine.optimizer_records import state_fields
 from steepest.core.messages.message import Peer, Send
 from steepest.core.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
+from steepest.embedding.row_files import Records, RowFiles
 from steepest.embedding.row_messages import RowsToRead
 from steepest.embedding.table_chunk import TableChunk
+from steepest.errors import ResourcesError
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +50,23 @@ class RowSnapshots:
         self._send = send
         self._begun: dict[tuple[Peer, int], _Begun] = {}
 
-    def begin(self, order: Snapshot, shards: Sequence[TableChunk], end: SnapshotEnd) -> None:
+    def begin(
+        self,
+        order: Snapshot,
+        shards: Sequence[TableChunk],
+        end: SnapshotEnd,
+        files: RowFiles | None = None,  # of a snapshot that is to be kept on disk
+    ) -> None:
         """Send the rows of some shards as they are now, or the first of them; `end` follows all of them."""
         wanted = RowsToRead.of(order.options)
         bases = {chunk: (life, version) for chunk, life, version in wanted.since}
-        pieces = [
-            (held.chunk.index, held.pieces(wanted.table, bases.get(held.chunk.index)))
-            for held in shards
-        ]
+        pieces = []
+        for held in shards:
+            chunk, directory = held.chunk.index, held.directory
+            found: Iterator[Records] = held.pieces(wanted.table, bases.get(chunk))
+            if wanted.keep and directory is not None and files is not None:
+                found = files.written(wanted.keep, chunk, directory, found)
+            pieces.append((chunk, found))
         messages = chain.from_iterable(
             (_messages(order.sequence, chunk, piece) for piece in each) for chunk, each in pieces
         )
@@ -68,7 +79,13 @@ class RowSnapshots:
         if (begun := self._begun.get((reader, sequence))) is None:
             return
         begun.since = None
-        if piece := next(begun.messages, None):
+        try:
+            piece = next(begun.messages, None)
+        except ResourcesError as error:  # of the disk for snapshots
+            del self._begun[reader, sequence]
+            self._send(reader, replace(begun.end, given_up=str(error)).pack())
+            return
+        if piece:
             for message in piece:
                 self._send(reader, message.pack())
         else:

@@ -18,6 +18,7 @@ from steepest.core.optim.spec import Hyperparameters
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import Chunk
 from steepest.core.tensors.squares import sum_of_squares
+from steepest.embedding.row_files import ON_DISK, RowFiles
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.tables.cut import RowCut
 from steepest.tables.dealing import Dealing
@@ -34,6 +35,10 @@ _PIECE_BYTES = 4 << 20
 _KNOWN_BYTES = 28  # of a row, beside values and slots
 #: The records of an export of one table.
 _EXPORTED = ("ids", "values", "removed_ids", "updates", "life", "seed", "since")
+
+
+#: What a state has beside `TableState`; the last begins anew.
+_NO_ARRAYS = ("updates", "seed", "clock", "life")
 
 
 class TableChunk(ChunkStore):
@@ -68,7 +73,38 @@ class TableChunk(ChunkStore):
         self._look_is_due = (
             False  # whether rows whose life has ended are to be removed with the next commit
         )
+        self.files: RowFiles | None = None  # in which this process has snapshots of rows
         self._told: set[str] = set()  # the tables of which it is logged that they are full
+
+    def _made_of_files(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> TableShard:
+        """Return a shard with the rows of a snapshot, for which a state stands, as files of this process have them."""
+        number, files = self._snapshot_of(parts), self.files
+        assert files is not None
+        version, seed, clock = 0, None, 0
+        states: list[TableState] = []
+        nothing = self.rows.export(self.rows.version).arrays()
+        for piece in files.records(number, self.chunk.index):
+            found: dict[str, dict[int, npt.NDArray[Any]]] = {}
+            for about, value in piece:
+                self._keep({**about, "start": 0}, value, found)
+            arrays = {key: part[0] for key, part in found.items()}
+            if "updates" in arrays:
+                version, seed = (require_number_in(name, arrays) for name in ("updates", "seed"))
+                clock = require_number_in("clock", arrays) if "clock" in arrays else 0
+            rest = {key: array for key, array in arrays.items() if key not in _NO_ARRAYS}
+            states.append(TableState.of_arrays({**nothing, **rest}))
+        shard = self._dealing.make(self.chunk.index, seed)
+        shard.load(states, version, clock)
+        return shard
+
+    def _snapshot_of(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> int:
+        """Return the number of a snapshot for which a state stands; ProtocolError: this process does not have it."""
+        number = int(_whole(parts[ON_DISK])[0, 0])
+        if self.files is None or self.chunk.index not in self.files.whole(number):
+            raise ProtocolError(
+                f"snapshot {number} of {self._name} is not on a disk of this process"
+            )
+        return number
 
     def _made_of(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> TableShard:
         """Return a shard with the rows of a state: of each array, its pieces by where they begin."""
@@ -89,8 +125,7 @@ class TableChunk(ChunkStore):
             arrays = {key: _whole(parts) for key, parts in pieces.items()}
             version, seed = (require_number_in(name, arrays) for name in ("updates", "seed"))
             clock = require_number_in("clock", arrays) if "clock" in arrays else 0
-            beside = ("updates", "seed", "clock", "life")  # of which the last begins anew
-            rest = {name: part for name, part in arrays.items() if name not in beside}
+            rest = {name: part for name, part in arrays.items() if name not in _NO_ARRAYS}
             state = TableState.of_arrays(rest)
             require_sound(state, self._tables, version)
         except ConfigurationError as error:
@@ -351,7 +386,7 @@ class TableChunk(ChunkStore):
         """Make rows of the records that were loaded; ProtocolError: they are not a state of this shard."""
         if self._loaded:
             parts, self._loaded = self._loaded, {}
-            self.rows = self._made_of(parts)
+            self.rows = self._made_of_files(parts) if ON_DISK in parts else self._made_of(parts)
 
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
         """Check that a record is of this shard; ProtocolError otherwise."""
@@ -363,7 +398,9 @@ class TableChunk(ChunkStore):
         parts: dict[str, dict[int, npt.NDArray[Any]]] = {}
         for about, value in records:
             self._keep(about, value, parts)
-        if parts:
+        if ON_DISK in parts:
+            self._snapshot_of(parts)
+        elif parts:
             self._checked_state(parts)
 
     def clear_state(self) -> None:

@@ -15,6 +15,7 @@ from steepest.core.messages.message import Kind, Message, MessageKind, Peer, Sen
 from steepest.core.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.tensors.layout import Chunk
+from steepest.embedding.row_files import RowFiles
 from steepest.embedding.row_messages import PullRows, RowKind
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.row_snapshots import RowSnapshots
@@ -69,6 +70,8 @@ class TableService:
             SlowDisks(server, shards),
         )
         self._snapshots = RowSnapshots(send)
+        self._shards = shards
+        self._files: RowFiles | None = None
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Return memory for the keys of a pull: where they are lent, or new."""
@@ -91,7 +94,13 @@ class TableService:
     def read(self, order: Snapshot, stores: Sequence[ChunkStore], end: SnapshotEnd) -> None:
         """Send the first rows of some shards; the others as their reader reads on."""
         shards = _shards(stores)
-        self._snapshots.begin(order, [*shards.values()], end)
+        self._snapshots.begin(order, [*shards.values()], end, self._files)
+
+    def use_files(self, files: RowFiles) -> None:
+        """Keep snapshots of rows, and find them, in files of this process."""
+        self._files = files
+        for held in self._shards.values():
+            held.files = files
 
     def lost(self, peer: Peer) -> None:
         """Forget the pulls and the snapshots of a lost peer."""

@@ -55,6 +55,7 @@ from steepest.core.transport.channel import Address
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
 from steepest.data.fingerprint import fingerprint
+from steepest.embedding.row_files import PackedPiece, RowFiles, use_row_files
 from steepest.embedding.table_counts import table_counts
 from steepest.errors import PeerLostError, ShutdownError, describe_error
 from steepest.extensions import EXTENSIONS
@@ -160,6 +161,7 @@ class ProcessActor:
         self._worker: Worker | None = None
         self._servers: list[Server] = []
         self._retained = RetainedChunks()
+        self._row_files = RowFiles()  # they stay whatever its roles are
         self._change = 0  # for which they are retained
         self._member: MemberCollective | None = None
         self._index = -1
@@ -216,6 +218,26 @@ class ProcessActor:
         share = self.where()[0]
         step = None if share is None else share // self._shares + 1
         return activity_of(self._name, self._place, self.router, step)
+
+    def snapshot_rows(self, number: int) -> dict[int, int]:
+        """Return the chunks of whose rows this process has a snapshot, and the number of pieces of each."""
+        return self._row_files.whole(number)
+
+    def snapshot_piece(self, number: int, chunk: int, at: int) -> PackedPiece:
+        """Return a piece of a snapshot of rows, for another process; also amid a long step."""
+        with _as_text():
+            return self._row_files.piece(number, chunk, at)
+
+    def keep_snapshot(
+        self, number: int, chunk: int, at: int, count: int, directory: str, piece: PackedPiece
+    ) -> None:
+        """Keep a piece of a snapshot of rows that another process has; also amid a long step."""
+        with _as_text():
+            self._row_files.take(number, chunk, at, count, directory, piece)
+
+    def keep_snapshots(self, numbers: Sequence[int]) -> None:
+        """Drop all snapshots of rows but some."""
+        self._row_files.keep_only(numbers)
 
     def held_up(self) -> list[str]:
         """Return which servers wait for something of this machine, and for what; also amid a long step."""
@@ -398,6 +420,7 @@ class ProcessActor:
                     arriving=arriving,
                 )
             )
+            use_row_files(self._servers[-1], self._row_files)
         for index in aggregators:
             shown = segment_of(weights) is not None  # else descriptors or memory had run out
             host_aggregator(self.router, job, index, weights, shown=shown)

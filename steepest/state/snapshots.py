@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from steepest.checkpoint.rows import TABLES
@@ -15,15 +16,18 @@ from steepest.core.engine.client import Client, read_log
 from steepest.core.engine.commit_log import Commit
 from steepest.core.engine.job import Job
 from steepest.core.engine.shared_state import SharedState
+from steepest.core.optim.portable import Record
 from steepest.core.system import system
-from steepest.errors import PeerLostError, ShutdownError, SteepestError
-from steepest.runtime.calls import raise_remote
+from steepest.embedding.row_messages import RowsToRead
+from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
+from steepest.runtime.calls import drop_calls, raise_remote
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.free_memory import free_bytes, warn_if_short
 from steepest.runtime.job_runtime import CallRaised, ProcessDied, ResultLost, runtime
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.runtime.worker_state import WorkerState
 from steepest.state.job_state import JobState
+from steepest.state.row_copies import RowCopies, keeps_on_disk, second_copies
 from steepest.state.transfer import StateTransfer
 
 log = logging.getLogger(__name__)
@@ -50,7 +54,10 @@ class _CopyRequest:
     workers: Sequence[Any]  # calls that return each one's own state; None if past `version`
     version: int | None  # of all of it; None where workers have no version in common
     read_log: Callable[[], Future[list[Commit]]] | None = None  # since the copy before
+    rows: int = 0  # the number under which servers keep rows on disk; 0 where they are sent
+    second: Callable[[int, Sequence[Record]], RowCopies] | None = None  # has these copied
     log: Future[list[Commit]] | None = None  # asked for when servers have answered
+    copies: RowCopies | None = None  # likewise
     asked: float = field(default_factory=lambda: system().now())
     answered: float = 0.0  # when the servers' part had come
 
@@ -69,6 +76,10 @@ class _CopyRequest:
             self.log = self.read_log()
         if self.log is not None and not self.log.done():
             return False
+        if self.second is not None and self.copies is None and self.servers.exception() is None:
+            self.copies = self.second(self.rows, self.servers.result().records)
+        if self.copies is not None and not self.copies.advance():
+            return False
         return len(runtime().wait(calls, 0)) == len(calls)
 
     def await_all(self, owner: Owner, seconds: float) -> None:
@@ -80,6 +91,8 @@ class _CopyRequest:
         if self.log is not None:
             self.log.add_done_callback(lambda _: owner.wake())
             owner.attend(max(until - system().now(), 0.0), self.log.done)
+        while self.copies is not None and not self.copies.advance() and system().now() < until:
+            owner.await_calls(list(self.copies.calls), max(until - system().now(), 0.0), 1)
         if calls := list(self.workers):
             owner.await_calls(calls, max(until - system().now(), 0.0))
 
@@ -110,6 +123,9 @@ class Snapshots:
         self._costs: deque[float] = deque(maxlen=3)  # of the last snapshots, in seconds
         self._seen = (system().now(), 0)  # when one was asked for last, and the version then
         self._told_of_size = False
+        self._number = 0  # of the last snapshot whose rows servers keep on disk
+        self._on_disk: list[int] = []  # the number of that which `taken` is a part of, if any
+        self._told_of_disk = False
         self._told = False  # whether the user was told that there are none
 
     @property
@@ -191,11 +207,14 @@ class Snapshots:
     def forget(self) -> None:
         """Forget the last copy: another state was set."""
         self._request = self._taken = self._reader = None
+        self._keep_rows(0)
         self._due = 0.0
 
     def interrupted(self) -> None:
         """Give up the copy under way: the client that asked for it is gone."""
         self._request = None
+        if self._on_disk:
+            self.renew_soon()  # a process that had a copy may be gone
 
     def _ask(self, version: int, *, stands: bool = False) -> None:
         """Ask servers for their state at a version, and workers that have state of their own."""
@@ -212,9 +231,16 @@ class Snapshots:
             ]
             step = job.step_of(version)
             workers = [runtime().call(actor, "own_state", *position, step) for actor in actors]
-        servers = cluster.on_router(lambda: cluster.client.read("state", exactly or 0))
+        kept = keeps_on_disk(cluster)
+        self._number += kept
+        number = self._number if kept else 0
+        options = RowsToRead(keep=number).options() if kept else None
+        servers = cluster.on_router(
+            lambda: cluster.client.read("state", exactly or 0, options=options)
+        )
         read_log = self._read_log if cluster.run_config.keep_log else None
-        self._request = _CopyRequest(job, servers, workers, exactly, read_log)
+        second = partial(second_copies, cluster) if kept else None
+        self._request = _CopyRequest(job, servers, workers, exactly, read_log, number, second)
         self._seen = (self._request.asked, cluster.client.position.version)
 
     def _read_log(self) -> Future[list[Commit]]:
@@ -243,18 +269,23 @@ class Snapshots:
             lost = lost or request.log.exception() is not None
             if not lost:
                 self._commits += request.log.result()
+        lost = lost or self._is_disk_at_fault(request)
         if lost or request.job is not self._cluster.job:
+            self._keep_rows(*self._on_disk)
             return
         workers, snapshot = self._answers(request), request.servers.result()
         if workers is None:
+            self._keep_rows(*self._on_disk)
             return
         own = [each for each in workers if each is not None]
         if len(own) < len(workers) or request.version not in (None, snapshot.version):
             self._due = now + _AGAIN_SECONDS
             self._notice = min(2 * self._notice, _MOST_NOTICE_SECONDS)
+            self._keep_rows(*self._on_disk)
             return
         snapshot.log = list(self._commits) if request.log is not None else None
         self._taken, self._stale = self._state.capture(snapshot, own), False
+        self._keep_rows(request.rows)
         self._tell_of_size(snapshot)
         if self._cluster.run_config.failure.snapshot_every is not None:
             self._due = now
@@ -267,6 +298,29 @@ class Snapshots:
         self._costs.append(cost)
         self._due = now + max(min(self._costs) / _SHARE, _PAUSE_SECONDS)
 
+    def _keep_rows(self, *numbers: int) -> None:
+        """Have processes keep the rows of these snapshots alone on their disks; 0 is none."""
+        known, self._on_disk = self._on_disk, [number for number in numbers if number]
+        if known or self._on_disk or self._number:
+            actors = dict.fromkeys(self._cluster.actors.values())
+            drop_calls([runtime().call(actor, "keep_snapshots", self._on_disk) for actor in actors])
+
+    def _is_disk_at_fault(self, request: _CopyRequest) -> bool:
+        """Return whether rows of a snapshot are not on the disks of two processes; log why, once."""
+        error = request.servers.exception() if not request.servers.cancelled() else None
+        copies = request.copies
+        failed = None if copies is None else copies.failed
+        if request.rows and isinstance(error, DeadlineError):
+            self._tell_of_disk(str(error))
+        if isinstance(failed, CallRaised):
+            self._tell_of_disk(str(failed.cause))
+        return failed is not None
+
+    def _tell_of_disk(self, why: str) -> None:
+        if not self._told_of_disk:
+            log.warning("there is no new snapshot of this job, the last one stays: %s", why)
+        self._told_of_disk = True
+
     def _tell_of_size(self, snapshot: SharedState) -> None:
         """Log, once, that copies take much of the driver's memory, or more than there is."""
         if self._told_of_size:
@@ -276,7 +330,8 @@ class Snapshots:
         size = sum(value.nbytes for _, value in values)
         size += 0 if snapshot.weights is None else snapshot.weights.nbytes
         advice = (
-            "with replication=2 and FailureConfig(snapshot_every=0) servers keep copies instead"
+            "with replication=2 and FailureConfig(snapshot_every=0) servers keep copies instead; rows of tables with "
+            "directory= are copied to servers' disks, if the job has a second process"
         )
         what = "the next copy of the job's state, of which there are two while it comes,"
         self._told_of_size = warn_if_short(size, what, advice, free_bytes())

@@ -34,6 +34,7 @@ from steepest.runtime.owner import Moment, owned
 from steepest.runtime.worker_state import WorkerState
 from steepest.state.job_state import JobState
 from steepest.state.optimizer_state import OptimizerState
+from steepest.state.row_copies import carry_rows, snapshot_in
 from steepest.state.row_read import RowRead, RowsAsTheyCome, read_apart
 from steepest.state.table_export import table_of
 
@@ -417,6 +418,8 @@ class StateTransfer:
                 state = before.renumbered({was: now for now, was in keep.items()})
                 state = state.for_job(cluster.job)
             same = as_before or job.num_workers == wanted.num_workers
+            if number := snapshot_in(state.optimizer.state):
+                carry_rows(cluster, number)
             records = state.optimizer.place(cluster, same=same)
             self.install(state, before.shared.records if as_before else records)
             self._close_log(before, state.shared.version)

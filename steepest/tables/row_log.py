@@ -17,18 +17,17 @@ import errno
 import mmap
 import os
 import platform
-import tempfile
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from steepest.core.system import system
 from steepest.errors import ResourcesError
+from steepest.storage.nameless import nameless_file
 from steepest.tables.kernels import Int32s, Int64s, kernel, read_only
 
 Octets = npt.NDArray[np.uint8]
@@ -104,7 +103,13 @@ class RowLog:
         self._allocated = 0  # segments of the file that the disk has room for
         self._segment = segment or max(_SEGMENT_BYTES // record, 1)
         segments = self._needed(most)
-        self._file = _nameless(directory)
+        try:
+            self._file = nameless_file(directory)
+        except OSError as error:
+            raise ResourcesError(
+                f"directory {directory!r} cannot hold rows of an embedding table: {error}. Give a "
+                "table's directory= one that each server's node has and may write to"
+            ) from error
         weakref.finalize(self, os.close, self._file)
         try:
             os.ftruncate(self._file, segments * self._segment * record)
@@ -249,17 +254,3 @@ class RowLog:
     def forget(self, numbers: Int32s) -> None:
         """Forget rows, some of which may not be here."""
         _forget(read_only(numbers, np.int32), self._where, self._segment, self._used)
-
-
-def _nameless(directory: str) -> int:
-    """Return the descriptor of a new file that no name leads to; ResourcesError: there can be none."""
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix="steepest-rows-", dir=directory)
-        os.unlink(name)
-    except OSError as error:
-        raise ResourcesError(
-            f"directory {directory!r} cannot hold rows of an embedding table: {error}. Give a "
-            "table's directory= one that each server's node has and may write to"
-        ) from error
-    return descriptor

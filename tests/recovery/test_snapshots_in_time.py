@@ -64,8 +64,8 @@ class Driver:
         monkeypatch.setattr(snapshots, "runtime", lambda: fake)
         self.snapshots = Snapshots(self, self)  # type: ignore[arg-type]
 
-    def _read(self, what: str, at: int) -> Future[SharedState]:
-        assert what == "state"
+    def _read(self, what: str, at: int, options: Any) -> Future[SharedState]:
+        assert (what, options) == ("state", None)
         self.asked.append((at, Future()))
         if self.fails:
             self.asked[-1][1].set_exception(PeerLostError("a server is gone"))

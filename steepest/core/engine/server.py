@@ -19,6 +19,7 @@ from steepest.core.engine.put_states import PutStates
 from steepest.core.engine.raised_update import RaisedUpdate
 from steepest.core.engine.server_chunk import ServerChunk
 from steepest.core.engine.spans import RoleSpans, SpanKind
+from steepest.core.engine.stores import StoreService
 from steepest.core.engine.topology import Topology
 from steepest.core.messages.gradients import (
     CommitOrder,
@@ -321,6 +322,11 @@ class Server:
         """Tell the stores' service the time."""
         if self._service is not None:
             self._service.tick(now)
+
+    @property
+    def service(self) -> StoreService | None:
+        """What serves the opaque chunks."""
+        return self._service
 
     def held_up(self) -> str:
         """Return what its stores keep it waiting for, in words, or nothing; any thread may ask."""

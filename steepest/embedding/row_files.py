@@ -1,0 +1,194 @@
+"""Snapshots of rows in files of a process: those of its own shards, and copies of others' that it keeps for them.
+
+A snapshot has a number. Of a shard it is a sequence of pieces, as `TableChunk.pieces` yields them: records, each a
+description and bytes. In place of a piece the driver is sent a record with the key `ON_DISK`, which stands for it in
+the driver's copy of the job's state.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from steepest.core.engine.optimizer_records import state_fields, state_tensor
+from steepest.core.engine.server import Server
+from steepest.core.system import system
+from steepest.core.tensors.memory import Bytes
+from steepest.errors import ResourcesError
+from steepest.storage.nameless import nameless_file
+
+#: The key of the record that stands for rows in files: of each piece the snapshot's number and the piece's bytes.
+ON_DISK = "on_disk"
+#: A part of the state of an opaque chunk: descriptions and tensors.
+Records = list[tuple[dict[str, Any], torch.Tensor]]
+#: The same as it lies in a file, and travels: descriptions with dtype and shape, and bytes.
+PackedPiece = list[tuple[dict[str, Any], Bytes]]
+_ALIGNED = 64  # bytes, at a multiple of which an array begins
+
+
+class _RowFile:
+    """The pieces of one shard in one snapshot, in a file without a name."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory, self._end, self._lock = directory, 0, system().lock()
+        try:
+            self._file = nameless_file(directory)
+        except OSError as error:
+            raise self._failed(error, 0) from error
+        weakref.finalize(self, os.close, self._file)
+        # by number of the piece, its arrays: description, place in the file, bytes
+        self._pieces: dict[int, list[tuple[dict[str, Any], int, int]]] = {}
+        self.count: int | None = None  # of all pieces, once it is known
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all pieces are there."""
+        return self.count == len(self._pieces)
+
+    def write(self, number: int, piece: PackedPiece) -> int:
+        """Write a piece, after all others; return its bytes. ResourcesError: there is no room for it."""
+        size = sum(len(array) + _ALIGNED for _, array in piece)
+        with self._lock:
+            begin, self._end = self._end, self._end + size
+        found = []
+        try:
+            for about, array in piece:
+                begin += -begin % _ALIGNED
+                view, at = memoryview(array.data), begin
+                while view:
+                    written = os.pwrite(self._file, view, at)
+                    view, at = view[written:], at + written
+                found.append((about, begin, len(array)))
+                begin = at
+        except OSError as error:
+            raise self._failed(error, size) from error
+        self._pieces[number] = found
+        return size
+
+    def read(self, number: int) -> PackedPiece:
+        """Return a piece."""
+        return [
+            (about, np.frombuffer(os.pread(self._file, size, begin), np.uint8))
+            for about, begin, size in self._pieces[number]
+        ]
+
+    def records(self) -> Iterator[Records]:
+        """Yield the pieces in order; what is not changed lies in the file, and is read when it is used."""
+        if not self._end:
+            return
+        os.ftruncate(self._file, self._end)
+        mapped = mmap.mmap(self._file, self._end, flags=mmap.MAP_PRIVATE)
+        for number in sorted(self._pieces):
+            yield [
+                (about, state_tensor(about, _tensor(mapped, begin, size)))
+                for about, begin, size in self._pieces[number]
+            ]
+
+    def _failed(self, error: OSError, wanted: int) -> ResourcesError:
+        free = ""
+        if hasattr(self, "_file"):
+            disk = os.fstatvfs(self._file)
+            free = f" It wants {wanted:,} more bytes; {disk.f_bavail * disk.f_frsize:,} are free."
+        return ResourcesError(
+            f"directory {self._directory!r} of {os.uname().nodename} cannot hold the snapshot of an embedding table's "
+            f"rows: {error}.{free} Make room there, or give the table's directory= another disk"
+        )
+
+
+def _tensor(mapped: mmap.mmap, begin: int, size: int) -> torch.Tensor | None:
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=begin) if size else None
+
+
+def packed(records: Iterable[tuple[dict[str, Any], torch.Tensor]]) -> PackedPiece:
+    """Return records as they lie in a file."""
+    found: PackedPiece = []
+    for about, value in records:
+        fields = state_fields(about, value)
+        payload = fields.pop("payload")
+        found.append((fields, np.empty(0, np.uint8) if payload is None else payload.numpy()))
+    return found
+
+
+class RowFiles:
+    """The snapshots of rows that one process keeps; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[int, int], _RowFile] = {}  # by snapshot and chunk
+        self._lock = system().lock()
+
+    def _file(self, number: int, chunk: int, directory: str) -> _RowFile:
+        with self._lock:
+            if (found := self._files.get((number, chunk))) is None:
+                found = self._files[number, chunk] = _RowFile(directory)
+            return found
+
+    def written(
+        self, number: int, chunk: int, directory: str, pieces: Iterable[Records]
+    ) -> Iterator[Records]:
+        """Write the pieces of a shard as they are drawn; yield in place of each a record that stands for it.
+
+        Raises:
+            ResourcesError: the directory has no room, or takes no files.
+        """
+        file, count = self._file(number, chunk, directory), 0
+        for piece in pieces:
+            size = file.write(count, packed(piece))
+            about = {"name": piece[0][0]["name"], "key": ON_DISK, "plain": False}
+            yield [(about | {"start": count, "stop": count + 1}, torch.tensor([[number, size]]))]
+            count += 1
+        file.count = count
+
+    def whole(self, number: int) -> dict[int, int]:
+        """Return the chunks whose rows are here in a snapshot, and the number of pieces of each."""
+        with self._lock:
+            files = list(self._files.items())
+        return {
+            chunk: file.count or 0 for (of, chunk), file in files if of == number and file.is_whole
+        }
+
+    def piece(self, number: int, chunk: int, at: int) -> PackedPiece:
+        """Return a piece, for another process."""
+        return self._files[number, chunk].read(at)
+
+    def take(
+        self, number: int, chunk: int, at: int, count: int, directory: str, piece: PackedPiece
+    ) -> None:
+        """Keep one of `count` pieces of another process' shard; ResourcesError as for `written`."""
+        file = self._file(number, chunk, directory)
+        file.write(at, piece)
+        file.count = count
+
+    def records(self, number: int, chunk: int) -> Iterator[Records]:
+        """Yield the pieces of a shard in order."""
+        return self._files[number, chunk].records()
+
+    def keep_only(self, numbers: Collection[int]) -> None:
+        """Drop all other snapshots."""
+        with self._lock:
+            self._files = {key: file for key, file in self._files.items() if key[0] in numbers}
+
+
+def snapshot_of(records: Sequence[torch.Tensor]) -> int:
+    """Return the number of the snapshot for whose pieces some records stand."""
+    return int(records[0].reshape(-1, 2)[0, 0])
+
+
+@runtime_checkable
+class KeepsSnapshots(Protocol):
+    """A server's service that may keep snapshots in files."""
+
+    def use_files(self, files: RowFiles) -> None:
+        """Keep them in these, and find them there."""
+
+
+def use_row_files(server: Server, files: RowFiles) -> None:
+    """Have a server keep snapshots of its rows, if it has any, in files of this process."""
+    service = server.service
+    if isinstance(service, KeepsSnapshots):
+        service.use_files(files)

@@ -1,0 +1,145 @@
+"""Snapshots of tables with a directory lie on disks of two processes, and no rows of them in the driver."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from steepest import AllreduceStrategy, FailureConfig, ParameterServerStrategy
+from steepest.config.run import DeadlineConfig
+from steepest.core.engine.job import ModelCreator
+from steepest.core.system import system
+from steepest.embedding import row_files
+from steepest.embedding.row_files import ON_DISK, RowFiles
+from steepest.errors import PeerLostError
+from steepest.tables import tiered_rows
+from steepest.tables.row_optimizers import Adagrad
+from tests.simulated_programs import quiet
+from tests.simulation.run import Simulation, run_config
+from tests.table_jobs import trainer, words
+from tests.table_tasks import mostly_long
+
+IDS = torch.arange(240) % 67
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards have few rows in memory."""
+    monkeypatch.setattr(tiered_rows, "_LEAST", 4)
+
+
+def rows_on_disk(sgd: Any) -> list[Any]:
+    """The records of the driver's copy that stand for rows on disks, and those of rows."""
+    copy = sgd._supervisor.snapshots.taken
+    of_tables = [r for r in copy.shared.records if r[1]["name"].startswith("tables/")]
+    return [r for r in of_tables if r[1]["key"] == ON_DISK], [
+        r for r in of_tables if r[1]["key"] != ON_DISK
+    ]
+
+
+CASES = [
+    ("float64", ParameterServerStrategy(num_servers=2), "server 1"),
+    ("float64", ParameterServerStrategy(num_servers=2), "server 0"),
+    ("bfloat16", ParameterServerStrategy(num_servers=1), "server 0"),
+    ("float64", AllreduceStrategy(), "worker 1"),
+]
+EVERY = run_config(failure=FailureConfig(snapshot_every=2), deadlines=DeadlineConfig(start=60.0))
+
+
+def on_disk(folder: Path, **how: Any) -> ModelCreator:
+    return words(IDS, directory=str(folder), memory_rows=10, **how)
+
+
+@pytest.mark.parametrize("case", mostly_long(CASES, CASES[0]), ids=str)
+def test_a_death_sets_the_job_back_to_rows_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[str, Any, str]
+) -> None:
+    dtype, strategy, who = case
+    how: dict[str, Any] = {"dtype": dtype, "optimizer": Adagrad(lr=0.1)}
+    with trainer(words(IDS, **how), strategy) as sgd:
+        sgd.fit(steps=14, progress=False)
+        expected = sgd.export_table("words")
+    read, real = [], RowFiles.records
+
+    def records(files: RowFiles, number: int, chunk: int) -> Any:
+        read.append(chunk)
+        return real(files, number, chunk)
+
+    monkeypatch.setattr(RowFiles, "records", records)
+    create, simulation = on_disk(tmp_path, **how), Simulation(3)
+    with quiet(), trainer(create, strategy, simulation=simulation, run_config=EVERY) as sgd:
+        sgd.fit(steps=7, progress=False)
+        standing, in_driver = rows_on_disk(sgd)
+        assert len({chunk for chunk, *_ in standing}) == 6  # shards of two tables
+        assert in_driver == []
+        dead = next(each for each in simulation.living() if who in str(each))
+        simulation.world.kill(dead, "it was killed. connection error code 2.")
+        system().event().wait(5.0)
+        sgd.fit(steps=7, progress=False)
+        found = sgd.export_table("words")
+        assert torch.equal(found.ids, expected.ids)
+        assert torch.equal(found.values, expected.values)
+    assert sorted(set(read)) == sorted({chunk for chunk, *_ in standing})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_are_on_another_node_when_one_is_lost(tmp_path: Path) -> None:
+    strategy, create = ParameterServerStrategy(num_servers=2), on_disk(tmp_path)
+    with trainer(words(IDS), strategy) as sgd:
+        sgd.fit(steps=14, progress=False)
+        expected = sgd.export_table("words")
+    simulation = Simulation(1, cpus=(0, 1, 1, 1))
+    with quiet(), trainer(create, strategy, simulation=simulation, run_config=EVERY) as sgd:
+        sgd.fit(steps=7, progress=False)
+        servers = [each for each in simulation.living() if "server" in str(each)]
+        assert len({each.node for each in servers}) == 2
+        simulation.world.lose(simulation.world.nodes[2], silently=False)
+        sgd.fit(steps=7, progress=False)
+        found = sgd.export_table("words")
+    assert torch.equal(found.ids, expected.ids)
+    assert torch.equal(found.values, expected.values)
+
+
+def test_two_deaths_at_once_leave_no_snapshot_and_say_so(tmp_path: Path) -> None:
+    simulation, strategy = Simulation(3), ParameterServerStrategy(num_servers=2)
+    create = on_disk(tmp_path)
+    with quiet(), trainer(create, strategy, simulation=simulation, run_config=EVERY) as sgd:
+        sgd.fit(steps=7, progress=False)
+        for each in simulation.living():
+            if "server" in str(each):
+                simulation.world.kill(each, "it was killed. connection error code 2.")
+        with pytest.raises(PeerLostError, match=r"of the rows of tables/\d no snapshot is left"):
+            sgd.fit(steps=7, progress=False)
+
+
+def test_a_full_disk_keeps_the_last_snapshot_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = ParameterServerStrategy(num_servers=2)
+    with trainer(on_disk(tmp_path), strategy, run_config=EVERY) as sgd:
+        sgd.fit(steps=4, progress=False)
+        before = sgd._supervisor.snapshots.taken
+
+        def pwrite(descriptor: int, data: Any, at: int) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(row_files.os, "pwrite", pwrite)
+            for _ in range(3):
+                sgd.fit(steps=4, progress=False)
+                system().event().wait(2.0)  # the next try is not at once
+            assert sgd._supervisor.snapshots.taken is before
+        said = [text for text in caplog.messages if "no new snapshot" in text]
+        assert len(said) == 1
+        assert f"directory '{tmp_path}' of " in said[0]
+        assert "No space left on device. It wants" in said[0]
+        for _ in range(3):
+            sgd.fit(steps=4, progress=False)
+            system().event().wait(2.0)
+        assert sgd._supervisor.snapshots.taken is not before
+        assert len(caplog.messages) == 1
