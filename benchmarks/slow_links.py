@@ -64,7 +64,12 @@ def strategies(every: int) -> dict[str, Strategy]:
         "local 4 delay int4": LocalStrategy(sync_every=every, compression="int4", **late),
         "local 4 delay int2": LocalStrategy(sync_every=every, compression="int2", **late),
         "local 4 delay int4 quorum": LocalStrategy(
-            sync_every=every, compression="int4", num_servers=1, quorum=1, **late
+            sync_every=every,
+            compression="int4",
+            weights_compression="int4",
+            num_servers=1,
+            quorum=1,
+            **late,
         ),
         "torchft 4": LocalStrategy(sync_every=every, **part),  # settings of torchft's DiLoCo
         "torchft 4 delay": LocalStrategy(sync_every=every, **late),

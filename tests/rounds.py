@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 from torch import nn
 
 from steepest import DistributedSGD, FailureConfig
+from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.messages.driver import Result
+from steepest.core.tensors.layout import ParameterLayout
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster
 from tests.reference import OptimizerFactory, Task, Weights, samples, sgd
@@ -43,16 +47,22 @@ FRAGMENTS = {
 }
 
 
-def deep() -> nn.Module:
+def deep(width: int = 3) -> nn.Module:
     """Four layers of equally many parameters."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(3, 3), nn.Tanh())]
-    return nn.Sequential(*layers[:-1]).double()
+    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
 
 
 def deep_task(optimizer: str, count: int = 50) -> Task:
     data = samples(count, outputs=3)
-    return Task(deep, OPTIMIZERS[optimizer], data, batch_size=2)
+    return Task(lambda: deep().double(), OPTIMIZERS[optimizer], data, batch_size=2)
+
+
+def wide_task(optimizer: str, count: int = 50) -> Task:
+    """The same in float32 and with as many weights in a layer as are worth compressing."""
+    data = samples(count, inputs=24, outputs=24, dtype=torch.float32)
+    return Task(lambda: deep(24), OPTIMIZERS[optimizer], data, batch_size=2)
 
 
 class Outer:
@@ -87,6 +97,124 @@ class Outer:
                 update = update + self.strategy.outer_momentum * self.moved[at]
                 self.buffered[at].zero_()
             p -= rate * update
+
+
+class Life:
+    """One life of a worker: its weights, what it began from, and the samples since it pushed each fragment."""
+
+    def __init__(self, task: Task, weights: list[torch.Tensor], fragments: int) -> None:
+        self.module = task.module()
+        self.optimizer = task.optimizer(self.module)
+        self.since, self.sent = [0] * fragments, -1
+        self.base = weights
+        with torch.no_grad():
+            for p, value in zip(self.module.parameters(), weights, strict=True):
+                p.copy_(value)
+
+    @torch.no_grad()
+    def take_in(self, now: list[torch.Tensor], parts_of: list[int], blend: float) -> None:
+        """Go on with what became of what was pushed, and with what others have changed of the rest."""
+        for p, old, new, of in zip(self.module.parameters(), self.base, now, parts_of, strict=True):
+            p.copy_(new + (p - new) * blend if of == self.sent else p + (new - old))
+        self.base = now
+
+
+class Sent:
+    """What all workers have been sent of the weights: the changes, in the form of a codec."""
+
+    def __init__(self, layout: ParameterLayout, strategy: LocalStrategy, weights: Weights) -> None:
+        codec = strategy.pull_codec
+        assert codec is not None
+        self.layout, self.codec, self.flat = layout, codec, layout.allocate()
+        layout.write(self.flat, weights)
+
+    def after(self, weights: Weights, fragments: set[int]) -> Weights:
+        new = self.layout.allocate()
+        self.layout.write(new, weights)
+        for chunk in self.layout.chunks:
+            if chunk.fragment in fragments:
+                old, now = (
+                    self.layout.chunk_view(vector, chunk.index).view(torch.float32)
+                    for vector in (self.flat, new)
+                )
+                packed = torch.empty(self.codec.size(self.layout, chunk), dtype=torch.uint8)
+                self.codec.pack(self.layout, chunk, now - old, packed, {})
+                self.codec.add(self.layout, chunk, [(packed, 1.0)], old)
+        return self.layout.named(self.flat)
+
+
+def by_hand(
+    task: Task, log: CommitLog, strategy: LocalStrategy, layout: ParameterLayout | None = None
+) -> Weights:
+    """The rounds of a log in plain torch, one change after the other; a worker's later lives begin anew.
+
+    Where weights are compressed, workers are sent the changes in the chunks of `layout`.
+    """
+    workers, devices = log.num_workers, log.devices_per_worker
+    every, count = strategy.sync_every // strategy.fragments, strategy.fragments
+    shared = task.module()
+    outer = Outer(shared, strategy)
+    names = [name for name, _ in shared.named_parameters()]
+    part_of = {name: part for part, found in enumerate(FRAGMENTS[count]) for name in found}
+    parts_of = [part_of[name] for name in names]
+    weights = [p.detach().clone() for p in shared.parameters()]
+    history = {log.start: weights}
+    sent = (
+        None if layout is None else Sent(layout, strategy, dict(zip(names, weights, strict=True)))
+    )
+    lives: dict[tuple[int, int], Life] = {}
+    parts = workers * devices * every
+    of_step = workers * every if strategy.pace == "speed" else workers  # shares
+    of_share = 1 if strategy.pace == "speed" else every  # updates
+    plan = SamplePlan(len(task.data[0]), parts * task.batch_size, 0)
+    for commit in log.commits:
+        changes, totals = [torch.zeros_like(p) for p in shared.parameters()], [0.0] * count
+        for push in commit.pushes:
+            now = history[push.pulled]
+            life = lives.setdefault(push[:2], Life(task, now, count))  # type: ignore[arg-type]
+            takes_in_at = strategy.delay
+            if strategy.pace == "speed":  # in proportion
+                takes_in_at = min(-(-strategy.delay * push.length // every), push.length - 1)
+            for at, (share, update) in enumerate(itertools.product(push.shares, range(of_share))):
+                if at == takes_in_at:
+                    life.take_in(now, parts_of, strategy.blend)
+                step, place = divmod(share, of_step)
+                index = [
+                    plan.share(step, (place * devices + device) * of_share + update, parts)
+                    for device in range(devices)
+                ]
+                samples = sum(map(len, index))
+                if not samples:
+                    continue
+                life.optimizer.zero_grad()
+                for some in filter(len, index):
+                    x, y = (column[torch.from_numpy(some.copy())] for column in task.data)
+                    (task.loss(life.module(x), y) * (len(some) / samples)).backward()
+                life.optimizer.step()
+                life.since = [each + samples for each in life.since]
+            part = push.fragment
+            for change, p, base, of in zip(
+                changes, life.module.parameters(), now, parts_of, strict=True
+            ):
+                if of == part:
+                    change += (base - p.detach()) * life.since[part]
+            totals[part] += life.since[part]
+            life.since[part], life.sent = 0, part
+        for p, change, of in zip(outer.parameters, changes, parts_of, strict=True):
+            p.grad = change / totals[of] if totals[of] else None
+        outer.sgd.step()
+        weights = [p.detach().clone() for p in shared.parameters()]
+        history[commit.version] = weights
+        if sent is not None:
+            changed = {push.fragment for push in commit.pushes}
+            found = sent.after(dict(zip(names, weights, strict=True)), changed)
+            history[commit.version] = [found[name].clone() for name in names]
+    return dict(zip(names, weights, strict=True))
+
+
+def check_samples(log: CommitLog) -> None:
+    seen = Counter(at for part in log.samples() for at in [(part[0], n) for n in range(*part[1:])])
+    assert set(seen.values()) == {1}
 
 
 def run_rounds(

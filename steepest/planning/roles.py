@@ -72,13 +72,14 @@ class Sizes:
         packed = self._packed[chunk]
         return packed if packed is not None and self.is_packed(worker, chunk) else self.plain[chunk]
 
-    def pulled(self, reader: int, server: int, chunk: int) -> int:
-        """Return the bytes of new weights of a chunk, from a server to a worker."""
+    def pulled(self, reader: int, server: int, chunk: int, changes: int) -> int:
+        """Return the bytes of a chunk's weights after so many changes, from a server to a worker."""
         size, held = self.plain[chunk], self.chunks[chunk]
         if self._hosts.beside(reader, server):
             return size
         narrow = narrow_size(held.dtype, size, self._pull_dtype)
-        return self._changes[chunk] or narrow or size
+        packed = changes * (self._changes[chunk] or size)
+        return packed if packed < size else narrow or size
 
 
 class ModelledServer:
@@ -107,6 +108,9 @@ class ModelledServer:
             Counter()
         )  # pushes of a version's chunk, or chunks of a push
         self._whole: Counter[int] = Counter()  # by version, the chunks that are reduced
+        # by chunk how often it has changed, and by worker and chunk at which of them it was sent last
+        self._changes: Counter[int] = Counter()
+        self._had: Counter[tuple[int, int]] = Counter()
         self.to_coordinator: Callable[[ModelledProcess, Peer, Message], None]
         self.to_worker: Callable[[ModelledProcess, int, int, int, int, int], None]
 
@@ -173,6 +177,7 @@ class ModelledServer:
             if not self._together:
                 self.process.spend(self._adding(nbytes, len(commit.pushes)))
             self.process.spend(nbytes * (self._costs.applied + self._sizes.pull_codec.packed))
+            self._changes[chunk] += 1
             self._send(commit.readers, commit.version, [chunk])
 
     def _send(self, readers: Sequence[Sequence[int]], version: int, chunks: Sequence[int]) -> None:
@@ -182,7 +187,9 @@ class ModelledServer:
                 holders = self._holders[chunk]
                 own = self._in_workers and reader in holders
                 if self.index == (reader if own else holders[0]):
-                    size = self._sizes.pulled(reader, self.index, chunk)
+                    changes = self._changes[chunk] - self._had[reader, chunk]
+                    self._had[reader, chunk] = self._changes[chunk]
+                    size = self._sizes.pulled(reader, self.index, chunk, changes)
                     self.to_worker(self.process, self.index, reader, version, chunk, size)
 
 

@@ -85,8 +85,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
             averages all of them, so that no weights travel.
         weights_compression: `Int8`, `Int4` or `Int2`, or "int8", "int4" or "int2", for what servers send to
             workers of other hosts: the change of the weights since they were sent them. What that leaves out is
-            part of the next change. Needs `num_servers`; not together with `quorum`, `pace` and half
-            precision of weights.
+            part of the next change. Needs `num_servers`; not together with half precision of weights.
         hierarchical, chunk_bytes, transport, wire_dtype: as for `AllreduceStrategy`.
 
     Raises:
@@ -194,12 +193,6 @@ class LocalStrategy(WithFormats, ServerStrategy):
             raise ConfigurationError(
                 f"weights_compression={how!r} without servers: no weights are sent to workers with compression=, and "
                 "each worker's own slice without; give num_servers=1, say, or leave it out"
-            )
-        if self._has_rounds:
-            raise ConfigurationError(
-                f"weights_compression={how!r} with quorum={self.quorum} and pace={self.pace!r}: workers are not sent "
-                "the same versions then, of which each would get the changes since its own last one; leave it "
-                "out, and give wire_dtype=(None, 'bf16')"
             )
         if self.pull_dtype is not None:
             raise ConfigurationError(

@@ -37,6 +37,7 @@ from steepest.core.messages.message import (
 )
 from steepest.core.models.protocol import Model, arriving_with
 from steepest.core.optim.arriving import ArrivingState
+from steepest.core.protocol.commit_rules import CommitQuorum
 from steepest.core.tensors.dtypes import Tensors, same_bits
 from steepest.core.tensors.half_precision import narrow_size, rounded
 from steepest.embedding.job_tables import dealing_of, delays_rows
@@ -246,6 +247,7 @@ class _PartReplay:
             clip=commit.clip,
             made=commit.made,
             clock=commit.clock,
+            fragments=self._fragments_of(commit),
         )
         torch.set_num_threads(self._threads[1])
         self._server.handle(worker_peer(0), order.pack())
@@ -267,6 +269,12 @@ class _PartReplay:
         self._sent[commit.version] = sent
         for version in [v for v in self._history if self._last_use.get(v, 0) <= commit.version]:
             del self._history[version], self._sent[version]
+
+    def _fragments_of(self, commit: Commit) -> list[int]:
+        """Return the fragments that a commit changes where its pushes say so; none where they take turns."""
+        if not isinstance(self._log.strategy.rule, CommitQuorum):
+            return []
+        return sorted({push.fragment or 0 for push in commit.pushes})
 
     def _compute(self, push: LoggedPush) -> None:
         replicas = self._workers[push.worker]

@@ -70,6 +70,9 @@ STRATEGIES: dict[str, Any] = {
     ),
     "packed, no servers": LocalStrategy(sync_every=2, compression="int8", chunk_bytes=CHUNK),
     "quorum": LocalStrategy(sync_every=2, num_servers=1, quorum=3, chunk_bytes=CHUNK),
+    "quorum, packed": LocalStrategy(
+        sync_every=2, num_servers=1, quorum=3, weights_compression="int4", chunk_bytes=CHUNK
+    ),
 }
 
 
@@ -96,7 +99,7 @@ def engine_traffic(strategy: Strategy, workers: int, hosts: HostMap, steps: int)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bytes_are_those_of_the_engine(name: str, workers: int) -> None:
     strategy, known = STRATEGIES[name], profile()
-    if name == "quorum" and workers < 3:
+    if "quorum" in name and workers < 3:
         workers = 3
     job = make_job(known, strategy, workers, apart=True)
     steps = 2 * job.description.layout.fragments

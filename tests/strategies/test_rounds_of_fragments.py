@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,96 +13,15 @@ import torch
 
 from steepest import AllreduceStrategy, DistributedSGD
 from steepest.core.data.sampler import SamplePlan
-from steepest.core.engine.commit_log import CommitLog
 from steepest.core.system import system
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import replay
 from tests.modes import check_counts
 from tests.pairs import grid
 from tests.random_examples import seeds
-from tests.reference import Task, Weights, difference, same_bits
-from tests.rounds import FRAGMENTS, OPTIMIZERS, Outer, deep_task, run_rounds, simulated, timed
+from tests.reference import difference, same_bits
+from tests.rounds import OPTIMIZERS, by_hand, check_samples, deep_task, run_rounds, simulated, timed
 from tests.simulation.run import Simulation
-
-
-class Life:
-    """One life of a worker: its weights, what it began from, and the samples since it pushed each fragment."""
-
-    def __init__(self, task: Task, weights: list[torch.Tensor], fragments: int) -> None:
-        self.module = task.module()
-        self.optimizer = task.optimizer(self.module)
-        self.since, self.sent = [0] * fragments, -1
-        self.base = weights
-        with torch.no_grad():
-            for p, value in zip(self.module.parameters(), weights, strict=True):
-                p.copy_(value)
-
-    @torch.no_grad()
-    def take_in(self, now: list[torch.Tensor], parts_of: list[int], blend: float) -> None:
-        """Go on with what became of what was pushed, and with what others have changed of the rest."""
-        for p, old, new, of in zip(self.module.parameters(), self.base, now, parts_of, strict=True):
-            p.copy_(new + (p - new) * blend if of == self.sent else p + (new - old))
-        self.base = now
-
-
-def by_hand(task: Task, log: CommitLog, strategy: LocalStrategy) -> Weights:
-    """The rounds of a log in plain torch, one change after the other; a worker's later lives begin anew."""
-    workers, devices = log.num_workers, log.devices_per_worker
-    every, count = strategy.sync_every // strategy.fragments, strategy.fragments
-    shared = task.module()
-    outer = Outer(shared, strategy)
-    names = [name for name, _ in shared.named_parameters()]
-    part_of = {name: part for part, found in enumerate(FRAGMENTS[count]) for name in found}
-    parts_of = [part_of[name] for name in names]
-    history = {log.start: [p.detach().clone() for p in shared.parameters()]}
-    lives: dict[tuple[int, int], Life] = {}
-    parts = workers * devices * every
-    of_step = workers * every if strategy.pace == "speed" else workers  # shares
-    of_share = 1 if strategy.pace == "speed" else every  # updates
-    plan = SamplePlan(len(task.data[0]), parts * task.batch_size, 0)
-    for commit in log.commits:
-        changes, totals = [torch.zeros_like(p) for p in shared.parameters()], [0.0] * count
-        for push in commit.pushes:
-            now = history[push.pulled]
-            life = lives.setdefault(push[:2], Life(task, now, count))  # type: ignore[arg-type]
-            takes_in_at = strategy.delay
-            if strategy.pace == "speed":  # in proportion
-                takes_in_at = min(-(-strategy.delay * push.length // every), push.length - 1)
-            for at, (share, update) in enumerate(itertools.product(push.shares, range(of_share))):
-                if at == takes_in_at:
-                    life.take_in(now, parts_of, strategy.blend)
-                step, place = divmod(share, of_step)
-                index = [
-                    plan.share(step, (place * devices + device) * of_share + update, parts)
-                    for device in range(devices)
-                ]
-                samples = sum(map(len, index))
-                if not samples:
-                    continue
-                life.optimizer.zero_grad()
-                for some in filter(len, index):
-                    x, y = (column[torch.from_numpy(some.copy())] for column in task.data)
-                    (task.loss(life.module(x), y) * (len(some) / samples)).backward()
-                life.optimizer.step()
-                life.since = [each + samples for each in life.since]
-            part = push.fragment
-            for change, p, base, of in zip(
-                changes, life.module.parameters(), now, parts_of, strict=True
-            ):
-                if of == part:
-                    change += (base - p.detach()) * life.since[part]
-            totals[part] += life.since[part]
-            life.since[part], life.sent = 0, part
-        for p, change, of in zip(outer.parameters, changes, parts_of, strict=True):
-            p.grad = change / totals[of] if totals[of] else None
-        outer.sgd.step()
-        history[commit.version] = [p.detach().clone() for p in shared.parameters()]
-    return dict(zip(names, history[max(history)], strict=True))
-
-
-def check_samples(log: CommitLog) -> None:
-    seen = Counter(at for part in log.samples() for at in [(part[0], n) for n in range(*part[1:])])
-    assert set(seen.values()) == {1}
 
 
 @pytest.mark.few(4)

@@ -235,7 +235,6 @@ def test_a_servers_death_changes_no_bit() -> None:
         ({"weights_compression": "topk", "num_servers": 1}, "weights_compression='topk'"),
         ({"weights_compression": "int3", "num_servers": 1}, "weights_compression='int3'"),
         ({"weights_compression": "int4"}, "without servers: .* give num_servers=1, say"),
-        ({"weights_compression": "int4", "num_servers": 1, "quorum": 1}, "with quorum=1 .*bf16"),
         (
             {"weights_compression": "int4", "num_servers": 1, "wire_dtype": (None, "bf16")},
             "one out",

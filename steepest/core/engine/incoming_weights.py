@@ -76,7 +76,7 @@ class ArrivingWeights:
         view, address = self._views[message.chunk]
         is_new = (message.generation, message.version) > self._newest[message.chunk]
         dtype = self._layout.chunks[message.chunk].dtype
-        if size == self._packed[message.chunk]:
+        if self._is_of_changes(message.chunk, size):
             return where_lent(message, size) if is_new else None
         if self._wire_dtype and size == narrow_size(dtype, view.nbytes, self._wire_dtype):
             return where_lent(message, size) if is_new else None
@@ -99,10 +99,8 @@ class ArrivingWeights:
         self._newest[weights.chunk] = key
         self.newest = max(self.newest, key)
         view, address = self._views[weights.chunk]
-        if payload.nbytes == self._packed[weights.chunk]:
-            assert self._codec is not None
-            chunk, packed = self._layout.chunks[weights.chunk], [(as_tensor(payload), 1.0)]
-            self._codec.add(self._layout, chunk, packed, as_tensor(view).view(torch.float32))
+        if self._is_of_changes(weights.chunk, payload.nbytes):
+            self._add_changes(weights.chunk, as_tensor(payload))
         elif payload.nbytes != view.nbytes:
             assert self._wire_dtype is not None
             narrow = as_tensor(payload).view(self._wire_dtype)
@@ -113,6 +111,23 @@ class ArrivingWeights:
             self._awaited[key] = set(self._all if weights.reload else self._sent_with(weights))
         self._awaited[key].discard(weights.chunk)
         return weights
+
+    def _is_of_changes(self, chunk: int, size: int) -> bool:
+        """Return whether so many bytes of a chunk are its changes, one or several."""
+        packed = self._packed[chunk]
+        if packed is None or size >= self._views[chunk][0].nbytes:
+            return False
+        return size > 0 and size % packed == 0
+
+    def _add_changes(self, index: int, payload: torch.Tensor) -> None:
+        """Add changes, one after the other, to a chunk."""
+        codec, size = self._codec, self._packed[index]
+        assert codec is not None
+        assert size is not None
+        chunk, values = self._layout.chunks[index], as_tensor(self.chunk(index)).view(torch.float32)
+        for at in range(0, payload.numel(), size):
+            packed = payload[at : at + size]
+            codec.add(self._layout, chunk, [(packed.clone() if at else packed, 1.0)], values)
 
     def _sent_with(self, weights: Weights) -> frozenset[int]:
         """Return the chunks of which a reader is sent a version."""

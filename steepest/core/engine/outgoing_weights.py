@@ -9,6 +9,7 @@ import torch
 from steepest.core.engine.chunk_store import ChunkStore
 from steepest.core.engine.incoming_weights import Key
 from steepest.core.engine.optimizer_records import state_fields
+from steepest.core.engine.sent_changes import SentChanges
 from steepest.core.engine.topology import Topology
 from steepest.core.engine.weight_buffers import WeightBuffers
 from steepest.core.messages.gradients import Weights
@@ -52,13 +53,19 @@ class OutgoingWeights:
         # What workers of other hosts are sent in half precision, and by chunk: its version, bytes.
         self._narrow_buffers = WeightBuffers(topology.layout.nbytes // 2, in_use)
         self._narrowed: dict[int, tuple[Key, torch.Tensor]] = {}
-        # by chunk, what they are sent of its last version where they are sent changes
-        self._changes: dict[int, torch.Tensor] = {}
+        # by chunk, what they are sent where they are sent changes
+        self._changes: dict[int, SentChanges] = {}
 
-    def change(self, held: ChunkStore) -> None:
-        """Note that a chunk has new weights, which workers will be sent."""
+    def change(self, held: ChunkStore, version: int, *, together: bool) -> None:
+        """Note that a chunk has the new weights of a version, which workers will be sent, perhaps all `together`."""
         if (packed := held.change_to_send()) is not None:
-            self._changes[held.chunk.index] = packed
+            most = 0 if together else held.chunk.nbytes
+            changes = self._changes.setdefault(held.chunk.index, SentChanges(most))
+            changes.add(version, packed, whole=packed.nbytes == held.chunk.nbytes)
+
+    def begin_anew(self) -> None:
+        """Forget earlier changes: all readers will be sent all weights."""
+        self._changes.clear()
 
     @property
     def vector(self) -> torch.Tensor:
@@ -83,10 +90,12 @@ class OutgoingWeights:
         reload: bool = False,
         skipped: bool = False,
         fragments: Sequence[int] | None = None,
+        since: int = -1,
     ) -> None:
         """Send a reader a chunk at a generation and version, if it gets that from this server."""
         # Opaque chunks are not sent. sequence: the request's, or 0; reload: all chunks are sent, frozen too;
-        # skipped: the reader's last push was left out; fragments: of which it is sent chunks, None for that in turn.
+        # skipped: the reader's last push was left out; fragments: of which it is sent chunks, None for that in turn;
+        # since: the version that the reader has, if it is sent no reload.
         if held.is_opaque:
             return  # workers ask for what they need
         holders = self._holders[held.chunk.index]
@@ -95,7 +104,9 @@ class OutgoingWeights:
             return
         payload = self._as_sent(held, reader, at)
         if held.sent is not None and self._is_far(reader):
-            payload = held.sent.clone() if reload else self._changes[held.chunk.index]
+            changes = None if reload else self._changes.get(held.chunk.index)
+            packed = None if changes is None else changes.after(since)
+            payload = held.sent.clone() if packed is None else packed
         generation, version = at
         chunk = held.chunk.index
         about = generation, sequence, version, chunk, reload, skipped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,6 +69,14 @@ class ServerMode:
     in_workers: bool = False
     open_to_all: bool = False  # whether processes that are no members may push
     checked: bool = True  # whether sums of squares are computed, which show NaN and infinity
+
+
+class _Due(NamedTuple):
+    """What a reader is sent of a version."""
+
+    since: int  # the version that it has; of a chunk, where all readers are sent each version
+    # the fragments with updates that it was not sent; None for that in turn
+    fragments: Sequence[int] | None = None
 
 
 class Server:
@@ -161,7 +169,7 @@ class Server:
         self._left_out: set[int] = (
             set()
         )  # workers of whose pushes the last committed one was left out
-        # where a version is of any fragment: that of each one's last update, and the one that each reader was sent last
+        # where readers are sent different versions: that of each fragment's last update, and each reader's last one
         self._updated = None if mode.together else [0] * layout.fragments
         self._sent: dict[Peer, int] = {}
 
@@ -387,9 +395,9 @@ class Server:
             if self.torn is not None:
                 continue
             if held.chunk.index in changed:
-                self._weights.change(held)
-            for reader, sequence, fragments in due:
-                self._send_due(reader, sequence, held, fragments)
+                self._weights.change(held, commit.version, together=self._together)
+            for reader, sequence, what in due:
+                self._send_due(reader, sequence, held, what)
         if self.torn is not None and self._open_to_all:
             for reader, sequence in readers:
                 self._send_torn(reader, sequence, self.torn)
@@ -409,24 +417,32 @@ class Server:
             self._updated[fragment % len(self._updated)] = commit.version
         return self._layout.of_fragments(commit.fragments)
 
-    def _due(self, reader: Peer) -> list[int] | None:
-        """Return the fragments with updates that a reader was not sent, which it is sent now; None for that in turn."""
-        if self._updated is None or len(self._updated) == 1:
-            return None
+    def _due(self, reader: Peer) -> _Due:
+        """Return what a reader is sent of this version, which it has from now on."""
+        if self._updated is None:
+            return _Due(self.version - 1)
         last, self._sent[reader] = self._sent.get(reader, 0), self.version
-        return [fragment for fragment, version in enumerate(self._updated) if version > last]
+        if len(self._updated) == 1:
+            return _Due(last)
+        return _Due(last, [part for part, version in enumerate(self._updated) if version > last])
 
-    def _send_due(
-        self, reader: Peer, sequence: int, held: ChunkStore, fragments: list[int] | None
-    ) -> None:
-        """Send a reader a chunk, if it is of one of the fragments that are due, see `_due`."""
-        if fragments is None:
+    def _send_due(self, reader: Peer, sequence: int, held: ChunkStore, due: _Due) -> None:
+        """Send a reader a chunk, if it is of one of the fragments that are due."""
+        if due.fragments is None:
             is_due = held.chunk.index in self._layout.changed_by(self.version)
         else:
-            is_due = held.chunk.fragment in fragments
+            is_due = held.chunk.fragment in due.fragments
         if is_due:
             skipped, at = self._is_left_out(reader), self._position
-            self._weights.send(reader, held, at, sequence, skipped=skipped, fragments=fragments)
+            self._weights.send(
+                reader,
+                held,
+                at,
+                sequence,
+                skipped=skipped,
+                fragments=due.fragments,
+                since=due.since,
+            )
 
     def _is_left_out(self, reader: Peer) -> bool:
         """Return whether a reader's last committed push, or those of its workers, was left out."""
@@ -510,9 +526,9 @@ class Server:
         """Send workers the trainable weights as they are; each entry is (worker, request)."""
         for worker, sequence in readers:
             reader = worker_peer(worker)
-            fragments = self._due(reader)
+            due = self._due(reader)
             for held in reversed(self._trainable):
-                self._send_due(reader, sequence, held, fragments)
+                self._send_due(reader, sequence, held, due)
 
     # -- membership and state ------------------------------------------------------------------
 
@@ -528,6 +544,7 @@ class Server:
             self._updated = [begun.version] * len(self._updated)
         self._install(begun.install)
         if begun.reload:
+            self._weights.begin_anew()
             readers = map(self._hosts.reader_of, sorted(self._intake.members))
             for reader in dict.fromkeys(readers):
                 self._sent[reader] = begun.version

@@ -271,7 +271,7 @@ class Weights(Body):
     skipped: Annotated[bool, FLAG] = False
     # the parts of the model of which the reader is sent this version; None for that of which the version is in turn
     fragments: Annotated[Seq[int] | None, many(COUNT)] = None
-    # in the chunk's dtype or in half precision
+    # in the chunk's dtype or in half precision, or its changes since the version that the reader has, each packed
     payload: Payload = None
 
 
