@@ -10,10 +10,9 @@ real one of a single sample: what is measured is how long workers wait, and not 
 machine has. Contenders run one after the other.
 
 ``computing`` is the share of the time in which a worker computes, on average: under local SGD all
-but its waiting for weights. ``batch`` is what a batch takes then; then what all workers together
-sent and received for a sample, and how many times less that is than allreduce's. With torchft
-installed, its DiLoCo takes part with the same settings; its bytes are counted at the devices,
-headers included.
+but its waiting for weights. ``batch`` is what a batch takes then; then the bytes for a sample on all
+links together, counted where they leave hosts' devices, headers included, and how many times less
+that is than allreduce's. With torchft installed, its DiLoCo takes part with the same settings.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from benchmarks import training_bodies
 from benchmarks.models import WORKLOADS, Modelled, Workload
 from benchmarks.namespaces import Namespace, Orders, UnavailableError, star
 from benchmarks.overhead import positive
-from benchmarks.slow_link_rivals import missing, torchft_team
+from benchmarks.slow_link_rivals import bytes_sent, missing, torchft_team
 from benchmarks.training_bodies import MLP10, job_team, take_part
 from steepest.core.strategies.strategy import Strategy
 from steepest.embedding.torch_model import TorchModel
@@ -99,29 +98,34 @@ class Slowly(Modelled):
 
 
 class Counted(Orders):
-    """Orders whose answers leave behind what the last turn's steps sent."""
+    """Orders whose answers leave behind what the last turn's steps were like, and what the host has sent so far."""
 
-    def __init__(self, orders: Orders, place: Path) -> None:
+    def __init__(
+        self, orders: Orders, place: Path, namespace: Namespace, worker: int | None
+    ) -> None:
         super().__init__(orders._pipe, orders._barrier)
-        self._place = place
+        self._place, self._namespace, self._worker = place, namespace, worker
 
     def done(self, seconds: float) -> None:
         """Answer the last order."""
         found = training_bodies.results
         counts = {
-            "bytes": sum(result.bytes_pushed + result.bytes_pulled for result in found),
             "samples": sum(result.samples for result in found),
             "computing": sum(result.timings["compute"] for result in found),
             "waiting": sum(result.timings["wait"] for result in found),
         }
         if found:  # in the client's process
-            self._place.write_text(json.dumps(counts))
+            (self._place / "counts").write_text(json.dumps(counts))
+        if self._worker is not None:  # of which each host has one
+            (self._place / f"sent {self._worker}").write_text(str(bytes_sent(self._namespace)))
         super().done(seconds)
 
 
 def body(orders: Orders, **settings: Any) -> None:
-    """Take part in a job; the process of the client writes what its steps sent, for `measure`."""
-    take_part(Counted(orders, Path(settings["meeting"]) / "counts"), **settings)
+    """Take part in a job; its processes write what `measure` reads."""
+    place = Path(settings["meeting"])
+    counted = Counted(orders, place, settings["namespace"], settings["worker"])
+    take_part(counted, **settings)
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class Figures:
     Attributes:
         computing: share of the time in which workers compute.
         batch: seconds of a batch.
-        sent: bytes for each sample.
+        sent: bytes on the links for each sample.
     """
 
     computing: float
@@ -148,13 +152,19 @@ def measure(spaces: list[Namespace], strategy: Strategy, workload: Slowly, batch
         job_team(spaces, workload, strategy, meeting, body=body) as team,
     ):
         team.turn(cycle)
+        before = _sent(Path(meeting))
         took = max(team.turn(steps))
         counts = json.loads((Path(meeting) / "counts").read_text())
+        sent = _sent(Path(meeting)) - before
     computing = counts["computing"] / steps
     if strategy.local:  # to which a worker's own updates belong
         computing = took - counts["waiting"] / steps
-    sent = counts["bytes"] / counts["samples"]
-    return Figures(computing / took, computing / strategy.updates, sent)
+    return Figures(computing / took, computing / strategy.updates, sent / counts["samples"])
+
+
+def _sent(meeting: Path) -> int:
+    """Return the bytes that have left all hosts so far."""
+    return sum(int(path.read_text()) for path in meeting.glob("sent *"))
 
 
 def measure_torchft(
