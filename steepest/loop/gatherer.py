@@ -98,11 +98,12 @@ class Gatherer:
 
     def has_lost_its_seat(self, *, in_batch: bool, now: LoopSeat | None = None) -> bool:
         """Whether the loop takes part as another than it is `now`, in a gathering or, if it is in one, in a batch."""
+        if self.wanted is None and (self._dealt_to is None or not in_batch):
+            return False
         now = now or self._seat
         if self.wanted is not None:
             return self.wanted.seat != now
-        if self._dealt_to is None or not in_batch:
-            return False
+        assert self._dealt_to is not None
         gathered = self.region is Region.BEFORE and self._nth > 0
         return now != (self._dealt_to if gathered else self._dealt_to._replace(drops=now.drops))
 

@@ -148,8 +148,9 @@ class Gatherings:
 
     def drop_before(self, number: int) -> None:
         """Drop what was gathered in earlier steps: all workers are past these."""
-        for place in [place for place in self._parts if place.number < number]:
-            del self._parts[place]
+        if self._parts:
+            for place in [place for place in self._parts if place.number < number]:
+                del self._parts[place]
 
     def _take(self, part: Part) -> None:
         place = GatheringPlace(part.number, Region(part.region), part.sequence)

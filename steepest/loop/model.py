@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -36,10 +36,19 @@ from steepest.loop.session import Session
 from steepest.loop.table_rows import LoopRows
 from steepest.loop.training_data import TrainingData
 from steepest.loop.window import Again
-from steepest.loop.writes import LoopWrites
+from steepest.loop.writes import Before, LoopWrites
 
 if TYPE_CHECKING:
     from steepest.embedding.modules import RowSource
+
+
+T = TypeVar("T")
+_WRITTEN = (
+    "the loop has written to the trained parameter {}, which only the optimizer changes, because "
+    "the other workers would not see it: undo it before optimizer.step(), as sharpness-aware minimisation "
+    "does; give what is done to it after each step to steepest.prepare(..., project=f); or use a "
+    "parametrization (torch.nn.utils.parametrize)"
+)
 
 
 class LoopModel(TorchModel):
@@ -57,6 +66,7 @@ class LoopModel(TorchModel):
     """
 
     take_back: Callable[[], None] | None = None
+    _writes: LoopWrites
 
     def __init__(
         self,
@@ -82,12 +92,12 @@ class LoopModel(TorchModel):
             )
         self.session = session
         self._writes = LoopWrites()
-        self._overlap = Overlap(self._leave)
+        self._overlap = Overlap()
         self._where = Where(0, 0, (0, 1))
         self._of_round: dict[str, torch.Tensor] = {}  # buffers where a round of own updates begins
         self._of_step: dict[str, torch.Tensor] = {}  # where the loop has begun its last step
         self._arrived: dict[str, torch.Tensor] | None = None  # until the loop is where they are of
-        self._own_names = tuple(self.optimizer_spec.trainable())
+        self._own_names = tuple(sorted(self.optimizer_spec.trainable()))
         self._has_buffers = any(True for _ in module.buffers())
         self._share_of: Callable[[int], PastShare | None] | None = None
         self._rows = LoopRows(session.turns.ask)
@@ -198,14 +208,14 @@ class LoopModel(TorchModel):
     def relayout(self, cut: ChunkSpec) -> None:
         """Cut `layout` into other chunks; see `steepest.core.models.protocol.Model.relayout`."""
         if cut.unfrozen - self._trainable:
-            self._overlap = Overlap(self._leave)  # entries have other numbers
+            self._overlap = Overlap()  # entries have other numbers
         super().relayout(cut)
 
     @property
     def frozen(self) -> list[str]:
         """The names of the optimizer's parameters that require no gradient for now."""
         parameters = self._parameters
-        return sorted([name for name in self._own_names if not parameters[name].requires_grad])
+        return [name for name in self._own_names if not parameters[name].requires_grad]
 
     def freeze(self, names: Iterable[str]) -> None:
         """Have these of the optimizer's parameters require no gradient, and all others one."""
@@ -215,6 +225,8 @@ class LoopModel(TorchModel):
 
     def _check_trained(self) -> None:
         """Raise UnfrozenError if a gradient of the step is one of a parameter that is not trained yet."""
+        if len(self._trainable) == len(self._own_names):
+            return
         for name in self.optimizer_spec.trainable() - self._trainable:
             if self._parameters[name].grad is not None:
                 raise UnfrozenError(f"parameter {name!r} was frozen so far, and has a gradient now")
@@ -234,19 +246,33 @@ class LoopModel(TorchModel):
         """The greatest norm of the gradient of the last step's update; None for any."""
         return self.session.clip
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Let the loop have a turn in this context, on the values that an optimizer tries, if one does."""
-        with self._writes.refused():
-            trying = self.session.trying
-            if trying is not None:
-                trying.lay_out()
-            try:
-                yield
-            finally:
-                if self.session.trying is not None:
-                    self.session.trying.lay_aside()
-                    self.put_back()
+    def _in_turn(self, goes_on: Callable[..., T], *arguments: Any) -> T:
+        """Let the loop have a turn, in a function, on the values that an optimizer tries, if one does.
+
+        Return what the function returns.
+
+        Raises:
+            ModelError: the loop has written to a trained parameter.
+        """
+        writes, trying = self._writes, self.session.trying
+        begun = writes.begin()
+        if trying is not None:
+            trying.lay_out()
+        try:
+            found = goes_on(*arguments)
+        except BaseException:
+            self._end_turn(writes, begun)
+            raise
+        if (name := self._end_turn(writes, begun)) is not None:
+            raise ModelError(_WRITTEN.format(repr(name)))
+        return found
+
+    def _end_turn(self, writes: LoopWrites, begun: Before) -> str | None:
+        """End a turn; return the name of a parameter that the loop has written to, or None."""
+        if self.session.trying is not None:
+            self.session.trying.lay_aside()
+            self.put_back()
+        return writes.end(begun)
 
     def put_back(self) -> None:
         """Make trained parameters views of the job's weights again."""
@@ -270,8 +296,7 @@ class LoopModel(TorchModel):
         if session.is_undone(where):
             session.begin_anew(session.state())
             super().load_state(buffers)
-        with self._turn():
-            session.compute(Batch(self.any_batch(), where, 0, 0))
+        self._in_turn(session.compute, Batch(self.any_batch(), where, 0, 0))
         super().load_state(buffers)
 
     def _follow(self, index: int, parameter: torch.nn.Parameter) -> None:
@@ -282,17 +307,15 @@ class LoopModel(TorchModel):
         parameter.requires_grad_(requires)
 
     def _hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        return self._overlap.hook(index)
+        return self._overlap.hook(index, view)
 
-    def _leave(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _leave(
+        self, index: int, parameter: torch.Tensor, gradient: torch.Tensor, view: torch.Tensor
+    ) -> None:
         """Report a gradient that is as it will be at the step, as far as is known."""
         assert self._ready is not None
         self._weight = self.session.weight
-        self._write(index, parameter, gradient, self._view_of(index), self._ready)
-
-    def _view_of(self, index: int) -> torch.Tensor:
-        """Return the part of the gradient vector that is an entry's."""
-        return self._gradients[self.layout.entries[index].name]
+        self._write(index, parameter, gradient, view, self._ready)
 
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here
@@ -308,33 +331,45 @@ class LoopModel(TorchModel):
         if isinstance(batch, Drawn):
             samples = batch.samples
         self._begin_anew_if_undone()
-        self._ready, again = ready, session.awaits(self._where)
-        may_leave = self.take_back is not None and session.leaves_early
-        try:
-            with self._turn(), self._overlap.watched(session, may_leave=may_leave):
-                data = self.on_device(batch)
-                stepped = session.compute(Batch(data, self._where, samples, whole))
-        finally:
-            self._ready = None
+        again = bool(self.tables) and session.awaits(self._where)
+        given = Batch(self.on_device(batch), self._where, samples, whole)
+        stepped = self._in_turn(self._go_on_with, given, ready)
         if stepped:
             self._check_trained()
-            self._rows.send(session.factor, again=again)
+            if self.tables:
+                self._rows.send(session.factor, again=again)
         self._weight = session.weight if stepped else 0.0
-        left = self._overlap.left(self._weight if stepped else None, self._view_of)
+        left = self._overlap.left(self._weight if stepped else None)
         if left is None:
             assert self.take_back is not None
             self.take_back()
-        with torch.no_grad():
-            self._push(ready, left or frozenset(), stepped=stepped)
+        if left is None or len(left) < len(self._gradients):
+            with torch.no_grad():
+                self._push(ready, left or (), stepped=stepped)
         found, session.fresh = session.fresh if metrics else {}, {}
         if stepped and self._share is None:
             samples = session.samples
-        loss = (
-            sum(each.item() for each in session.losses.found) if session.losses.found else math.nan
-        )
+        losses = session.losses.found
+        loss = sum([each.item() for each in losses]) if losses else math.nan
         if session.sums:
             loss /= max(session.samples, 1)
         return Computed(loss, self._weight, 0 if session.has_ended else samples, found)
+
+    def _go_on_with(self, batch: Batch, ready: Ready) -> bool:
+        """Let the loop go on with a batch, and gradients leave meanwhile; return whether it has taken a step."""
+        session, overlap = self.session, self._overlap
+        may_leave = self.take_back is not None and session.leaves_early
+        self._ready = ready
+        overlap.begin(session, self._leave if may_leave else None)
+        try:
+            stepped = session.compute(batch)
+        except BaseException:
+            overlap.end(session, raised=True)
+            raise
+        finally:
+            self._ready = None
+        overlap.end(session)
+        return stepped
 
     def _begin_anew_if_undone(self) -> None:
         """Begin the loop anew, from its last state, if the step that it awaits was dealt out in another way."""
@@ -347,13 +382,12 @@ class LoopModel(TorchModel):
             self._of_round = super().state()
 
     def _take(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
-        factor = self.session.factor
-        if factor == 1.0:
-            out.copy_(gradient)
+        if self.session.sums:
+            torch.mul(gradient, self.session.factor, out=out)
         else:
-            torch.mul(gradient, factor, out=out)
+            out.copy_(gradient)
 
-    def _push(self, ready: Ready, left: frozenset[int], *, stepped: bool) -> None:
+    def _push(self, ready: Ready, left: Collection[int], *, stepped: bool) -> None:
         """Report the gradients of a step; `left`: those that have left already."""
         for index, entry in enumerate(self.layout.entries):
             if entry.trainable and index not in left:
@@ -368,16 +402,14 @@ class LoopModel(TorchModel):
     def go_on(self, version: int) -> None:
         """Let the loop go on behind `optimizer.step()` when its update is committed and all weights are here."""
         try:
-            with self._turn():
-                self.session.committed(version)
+            self._in_turn(self.session.committed, version)
         except ModelError as error:
             self.session.fail(error)
 
     def go_on_by_itself(self) -> None:
         """Let the loop go on behind an `optimizer.step()` whose update is the worker's own, see `Session.updated`."""
         try:
-            with self._turn():
-                self.session.updated()
+            self._in_turn(self.session.updated)
         except ModelError as error:
             self.session.fail(error)
 
@@ -458,8 +490,7 @@ class LoopModel(TorchModel):
 
     def advance(self, epoch: int, number: int = 0) -> Progress:
         """Let the user's function go on between two steps, see `Session.advance`."""
-        with self._turn():
-            return self.session.advance(epoch, number)
+        return self._in_turn(self.session.advance, epoch, number)
 
     def look_ahead(self, batch: Any) -> None:
         """Look at nothing: only the loop knows what it does with a batch."""

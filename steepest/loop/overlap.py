@@ -8,10 +8,8 @@ pushed as they are then.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -21,8 +19,10 @@ from steepest.loop.unseen import Unseen
 _FIRST, _MOST = 2, 64  # steps in a row in which a guess would have been right, before one is made
 _SMALL = 1 << 16  # bytes of gradients that are compared after each guess
 
-#: Lets an entry's gradient leave: its index, its parameter and its gradient.
-Leave = Callable[[int, torch.Tensor, torch.Tensor], None]
+#: Lets an entry's gradient leave: its index, its parameter, its gradient, and the view by which it leaves.
+Leave = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+#: A parameter, its gradient, and the version of that.
+Seen = tuple[torch.Tensor, torch.Tensor | None, int]
 
 
 class _Weighs(Protocol):
@@ -43,15 +43,13 @@ class Overlap:
     version (`.data`, say). Values are compared too, as a check of all that: after guesses 1, 2, 4, 8 and so on,
     and after each where they are few, or on a GPU. A loop of which they are not what they were is not guessed at again.
 
-    Args:
-        leave: lets a gradient leave.
+    A batch is watched from `begin` to `end`; `left` says then what has left.
     """
 
-    def __init__(self, leave: Leave) -> None:
-        self._leave = weakref.WeakMethod(
-            leave
-        )  # torch keeps hooks where the garbage collector does not see them
-        self._session: _Weighs | None = None  # while a batch is watched
+    def __init__(self) -> None:
+        # while a batch is watched: torch keeps hooks where the garbage collector does not see them
+        self._session: _Weighs | None = None
+        self._leave: Leave | None = None
         self._expected: dict[
             int, int
         ] = {}  # by entry: how often it was accumulated before the last step
@@ -60,36 +58,39 @@ class Overlap:
         self._guesses = 0  # that were made
         self._counts: dict[int, int] = {}  # as `_expected`, of the present batch
         # by entry, as it was accumulated last: parameter, gradient, its version
-        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor | None, int]] = {}
-        self._left: set[int] = set()
+        self._seen: dict[int, Seen] = {}
+        self._left: dict[int, torch.Tensor] = {}  # by entry: its values as they left
         self._is_guessing = self._is_wrong = self._never = False
         self._looks_often = True  # whether values are compared after each guess
         self._looked_at: set[int] = set()  # the entries of which that was found
         self._weight = 0.0  # with which gradients have left
         self._error: BaseException | None = None
 
-    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """Return what is to be called when an entry's gradient was accumulated."""
-        return functools.partial(self._accumulated, index)
+    def hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Return what is to be called when an entry's gradient was accumulated, which leaves by a view."""
+        return functools.partial(self._accumulated, index, view)
 
-    @contextlib.contextmanager
-    def watched(self, session: _Weighs, *, may_leave: bool) -> Iterator[None]:
-        """Watch gradients while the user's function goes on with a batch in a session."""
-        self._counts, self._left = {}, set()
+    def begin(self, session: _Weighs, leave: Leave | None) -> None:
+        """Watch gradients while the user's function goes on with a batch in a session.
+
+        Args:
+            session: of the function.
+            leave: lets a gradient leave; None where none may.
+        """
+        self._counts, self._left = {}, {}
         self._is_wrong = False
-        self._is_guessing = may_leave and not self._never and self._right >= self._needed
-        self._session = session if may_leave else None
+        self._is_guessing = bool(leave) and not self._never and self._right >= self._needed
+        self._session, self._leave = session if leave else None, leave
         session.unseen.happened = False
-        try:
-            yield
-        except BaseException:
-            self._seen.clear()
-            raise
-        finally:
-            self._session, session.unseen.watches = None, False
-            self._is_wrong |= session.unseen.happened
 
-    def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
+    def end(self, session: _Weighs, *, raised: bool = False) -> None:
+        """Watch no further; `raised`: whether the function has gone on to an error."""
+        self._session, self._leave, session.unseen.watches = None, None, False
+        self._is_wrong |= session.unseen.happened
+        if raised:
+            self._seen.clear()
+
+    def _accumulated(self, index: int, view: torch.Tensor, parameter: torch.Tensor) -> None:
         """Note that a gradient was accumulated, and let it leave if it seems to be whole."""
         session = self._session
         if session is None:
@@ -105,44 +106,43 @@ class Overlap:
         elif count == self._expected.get(index) and gradient is not None and session.weight:
             self._weight = session.weight
             session.unseen.watches = False
-            self._let_leave(index, parameter, gradient)
+            self._let_leave(index, parameter, gradient, view)
             session.unseen.watches = True
 
-    def _let_leave(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        leave = self._leave()
+    def _let_leave(
+        self, index: int, parameter: torch.Tensor, gradient: torch.Tensor, view: torch.Tensor
+    ) -> None:
+        leave = self._leave
         if leave is None or gradient.is_sparse:
             return
-        self._left.add(index)
+        self._left[index] = view
         try:
             if torch.is_grad_enabled():  # in a pass with create_graph=True
                 with torch.no_grad():
-                    leave(index, parameter, gradient)
+                    leave(index, parameter, gradient, view)
             else:
-                leave(index, parameter, gradient)
+                leave(index, parameter, gradient, view)
         except BaseException as error:  # noqa: BLE001 - `left` raises it, not the user's backward pass
             self._is_wrong, self._error = True, error
 
-    def left(
-        self, weight: float | None, views: Callable[[int], torch.Tensor]
-    ) -> frozenset[int] | None:
+    def left(self, weight: float | None) -> Collection[int] | None:
         """Return the entries whose gradients have left and are as they left; None: all are to be taken back.
 
         What letting them leave raised is raised.
 
         Args:
             weight: of the step; None where the function has taken none.
-            views: returns an entry's values as they left.
         """
         seen, self._seen = self._seen, {}
         error, self._error = self._error, None
         if error is not None:
             raise error
-        right = weight is not None and not self._is_wrong and all(map(_is_same, seen.values()))
+        right = weight is not None and not self._is_wrong and _are_same(seen.values())
         if self._left and right:
-            right = weight == self._weight and self._has_values(seen, views)
+            right = weight == self._weight and self._has_values(seen)
         self._learn(right)
         if right or not self._left:
-            return frozenset(self._left)
+            return self._left
         self._needed = min(2 * self._needed, _MOST)
         return None
 
@@ -154,29 +154,34 @@ class Overlap:
             self._right = self._right + 1 if right and self._counts == self._expected else 0
             self._expected = self._counts
 
-    def _has_values(
-        self,
-        seen: Mapping[int, tuple[torch.Tensor, torch.Tensor | None, int]],
-        views: Callable[[int], torch.Tensor],
-    ) -> bool:
+    def _has_values(self, seen: Mapping[int, Seen]) -> bool:
         """Return whether the gradients that have left have the values with which they left, as far as is looked."""
         self._guesses += 1
         often = self._guesses & (self._guesses - 1) == 0 or self._looks_often
-        if not often and self._left == self._looked_at:
+        others = self._left.keys() != self._looked_at
+        if not often and not others:
             return True
-        found = [(seen[i][1], views(i)) for i in self._left]
-        few = sum(view.nbytes for _, view in found) <= _SMALL
-        self._looks_often, self._looked_at = few or found[0][1].device.type != "cpu", self._left
+        if others:
+            views = self._left.values()
+            few = sum(view.nbytes for view in views) <= _SMALL
+            self._looks_often = few or next(iter(views)).device.type != "cpu"
+            self._looked_at = set(self._left)
         if not (often or self._looks_often):
             return True
-        self._never = not all(_same_bits(gradient, view) for gradient, view in found)
+        for index, view in self._left.items():
+            if not _same_bits(seen[index][1], view):
+                self._never = True
         return not self._never
 
 
-def _is_same(seen: tuple[torch.Tensor, torch.Tensor | None, int]) -> bool:
-    """Return whether a parameter has the gradient that it had, of the same version."""
-    parameter, gradient, version = seen
-    return parameter.grad is gradient and (gradient is None or gradient._version == version)
+def _are_same(seen: Iterable[Seen]) -> bool:
+    """Return whether parameters have the gradients that they had, of the same versions."""
+    for parameter, gradient, version in seen:
+        if parameter.grad is not gradient or (
+            gradient is not None and gradient._version != version
+        ):
+            return False
+    return True
 
 
 def _same_bits(gradient: torch.Tensor | None, view: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,7 @@ class Ask(enum.Enum):
     PARTS = "what other workers gather"
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """A batch that the engine has given, which the user's loop has yet to take."""
 
     data: Any
@@ -98,12 +98,17 @@ class Prepared:
 
     def check_groups(self) -> None:
         """Check that the optimizer has the parameters that it had, and trains the same; else ConfigurationError."""
-        spec, groups = self.model.optimizer_spec, self.groups
-        if [len(group["params"]) for group in groups] != [len(names) for names, _ in spec.groups]:
+        sizes = [len(group["params"]) for each in self.optimizers for group in each.param_groups]
+        if sizes != self._sizes:
             raise ConfigurationError(
                 "the optimizer has got other parameters since steepest.prepare(): give it all of them before, frozen "
                 "ones too"
             )
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """The numbers of parameters of the groups with which optimizers were given."""
+        return [len(names) for names, _ in self.model.optimizer_spec.groups]
 
     def trained(self) -> list[list[torch.nn.Parameter]]:
         """Return the parameters that are not frozen, by optimizer."""

@@ -170,17 +170,15 @@ class Session:
         It has not where it asks for another batch before, or has ended. What the function raises is raised. If the
         batch is that of the step that the loop awaits, its gradients serve again.
         """
-        taken = None if self._taken is None else self._taken.where
-        again = (
-            self.gatherer.region is Region.BEFORE and taken == batch.where and not self.in_lockstep
-        )
-        if self.awaits(batch.where):
+        here = self._taken is not None and self._taken.where == batch.where
+        if here and self._asked is Ask.COMMIT:
             return True
-        if self._is_uncommitted and taken == batch.where:
+        if here and self._is_uncommitted:
             return False
-        if not (self._asked is Ask.PARTS and again):
+        amid = here and self._asked is Ask.PARTS and self.gatherer.region is Region.BEFORE
+        if not amid or self.lockstep is not None:
             self._pending, self.hyper = batch, None
-        if not self.in_lockstep:
+        if self.lockstep is None:
             self.gatherer.gatherings.drop_before(batch.where.step)
         self._go_on()
         self._raise_error()
@@ -199,8 +197,9 @@ class Session:
     @property
     def leaves_early(self) -> bool:
         """Whether gradients may leave during the backward pass."""
-        closures = self.prepared is not None and bool(self.prepared.closures)
-        return not (self.in_lockstep or self.sums or closures)
+        if self.lockstep is not None or self.sums:
+            return False
+        return self.prepared is None or not self.prepared.closures
 
     def awaits(self, where: Where) -> bool:
         """Whether the loop awaits the commit of the step of a batch."""
@@ -370,7 +369,7 @@ class Session:
             "gathers": self.gatherer.among_batches,
             "local": self.local,
             "lockstep": None if self.lockstep is None else self.lockstep.state(),
-            "window": self._window_of_others(),
+            "window": None if at == "after" else self._window_of_others(),
             "frozen": None if self.prepared is None else self.prepared.model.frozen,
             "closures": self._of_closures() if objects else [],
             **self._scheduled(),
@@ -827,7 +826,13 @@ class Session:
             return loss
 
         assert self.prepared is not None
-        found = partial(with_hooks, self.prepared.optimizers[index], step)
+        optimizer = self.prepared.optimizers[index]
+
+        def found(*arguments: Any, **named: Any) -> Any:
+            if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+                return with_hooks(optimizer, step, *arguments, **named)
+            return step(*arguments, **named)
+
         vars(found)["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
         return found
 
@@ -870,7 +875,7 @@ class Session:
             return
         self.check_may_step()
         prepared.check_groups()
-        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        if not _has_gradient(optimizer):
             raise ConfigurationError(
                 "optimizer.step() was called, and no parameter has a gradient: call loss.backward() before it, and "
                 "zero_grad() before that"
@@ -1034,7 +1039,7 @@ def outside() -> Iterator[None]:
 
 def _losses_here() -> Losses | None:
     """Return the losses of the session in whose function the calling thread is."""
-    session = current()
+    session: Session | None = getattr(_local, "session", None)
     return None if session is None else session.losses
 
 
@@ -1042,6 +1047,15 @@ def _number(value: Any) -> Any:
     """Return a value of a report as a number, if it is one."""
     number = as_number(value)
     return value if number is None else number
+
+
+def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether any of an optimizer's parameters has a gradient."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return True
+    return False
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:

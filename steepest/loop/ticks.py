@@ -104,6 +104,8 @@ class Schedules:
 
     def state(self) -> dict[str, Any]:
         """Return what `take` needs in another worker."""
+        if not self._ticks:
+            return {"ticked": [], "unticked": []}
         return {
             "ticked": [ticks.at if ticks.by_step else None for ticks in self._ticks],
             "unticked": [ticks.unticked for ticks in self._ticks],

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 
 from steepest.core.models.write_check import WriteCheck
 from steepest.core.tensors.shared_memory import forget_writes
-from steepest.errors import ModelError
 
 _FIRST_TURNS = 8
 _ROUNDINGS = 64  # by which a value that was changed and changed back may differ, relative to its tensor's largest
+
+#: All weights, a copy of them where they are compared, and the versions of parameters, before a turn.
+Before = tuple[torch.Tensor, torch.Tensor | None, list[int]]
 
 
 class LoopWrites(WriteCheck):
@@ -20,6 +19,7 @@ class LoopWrites(WriteCheck):
 
     Sharpness-aware minimisation does so. What it leaves of roundings is undone. Weights are compared with a copy in the
     first turns, in which a loop that writes is found out, and from the first turn on in which it did.
+    A turn is between `begin` and `end`, not in a context: one is entered in each step.
     """
 
     def __init__(self) -> None:
@@ -32,35 +32,31 @@ class LoopWrites(WriteCheck):
         """Whether the next turn is compared with a copy, see `WriteCheck.compares`."""
         return self._writes or self._turns < _FIRST_TURNS or super().compares
 
-    @contextlib.contextmanager
-    def refused(self) -> Iterator[None]:
-        """Run a turn inside of this context."""
-        # ModelError, and undo as far as values are known, if a parameter is not what it was.
+    def begin(self) -> Before:
+        """Begin a turn; return what parameters are before it."""
         values = self._values
         before = values.clone() if self.compares else None
         self._passes += 1
         self._turns += 1
-        versions = [parameter._version for parameter in self._parameters]
-        try:
-            yield
-        finally:
-            before = before if values is self._values else None  # other weights have come meanwhile
-            found = self._find(versions, before)
-            if found is not None:
-                self._writes = True
-                if before is not None:
-                    found = self._left(before)
-                self._put_back()
-                if before is not None:
-                    self._values.copy_(before)
-                    forget_writes(self._values)
+        return values, before, [parameter._version for parameter in self._parameters]
+
+    def end(self, begun: Before) -> str | None:
+        """End a turn that has `begun`: undo, as far as values are known, what it has left in a parameter.
+
+        Return the name of the first that was not what it was, or None.
+        """
+        values, before, versions = begun
+        before = before if values is self._values else None  # other weights have come meanwhile
+        found = self._find(versions, before)
         if found is not None:
-            raise ModelError(
-                f"the loop has written to the trained parameter {found!r}, which only the optimizer changes, because "
-                "the other workers would not see it: undo it before optimizer.step(), as sharpness-aware minimisation "
-                "does; give what is done to it after each step to steepest.prepare(..., project=f); or use a "
-                "parametrization (torch.nn.utils.parametrize)"
-            )
+            self._writes = True
+            if before is not None:
+                found = self._left(before)
+            self._put_back()
+            if before is not None:
+                self._values.copy_(before)
+                forget_writes(self._values)
+        return found
 
     def _left(self, before: torch.Tensor) -> str | None:
         """Return the name of the first parameter that differs by more than roundings, or None."""

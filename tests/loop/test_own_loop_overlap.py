@@ -299,17 +299,19 @@ def test_a_write_that_torch_does_not_count_is_seen_without_comparing_values(
     """Values are compared after some guesses only, where there are many."""
     monkeypatch.setattr(overlap, "_SMALL", 0)
     parameter, view = nn.Parameter(torch.zeros(8)), torch.zeros(8)
-    found, session = Leaving(view), Weighing()
-    watching = Overlap(found.leave)
-    parameter.register_post_accumulate_grad_hook(watching.hook(0))
+    found, session = Leaving(), Weighing()
+    watching = Overlap()
+    parameter.register_post_accumulate_grad_hook(watching.hook(0, view))
     for number in range(-2, guess + 1):  # two steps to learn from, and the first of all
-        with watching.watched(session, may_leave=True), unseen.noted(session.unseen):
+        with unseen.noted(session.unseen):
+            watching.begin(session, found.leave)
             parameter.grad = None
             (parameter.sum() * number).backward()
             if number == guess:
                 assert parameter.grad is not None
                 parameter.grad.data[3] = 7.0
-        left = watching.left(1.0, lambda index: view)
+            watching.end(session)
+        left = watching.left(1.0)
     assert found.count == guess
     assert left is None
 
@@ -317,10 +319,11 @@ def test_a_write_that_torch_does_not_count_is_seen_without_comparing_values(
 class Leaving:
     """Lets gradients leave to a vector."""
 
-    def __init__(self, view: torch.Tensor) -> None:
-        self.view, self.count = view, 0
+    count = 0
 
-    def leave(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    def leave(
+        self, index: int, parameter: torch.Tensor, gradient: torch.Tensor, view: torch.Tensor
+    ) -> None:
         """Copy it."""
         self.count += 1
-        self.view.copy_(gradient)
+        view.copy_(gradient)

@@ -87,6 +87,10 @@ class GradientSum:
 
     def _complete(self, index: int) -> None:
         """Add the batch's gradient of a chunk to the sum, and pass that on after the last batch."""
+        if self._gradients is self._sum and not self._unit:  # the only batch has written to it
+            if self._batches_left == 0:
+                self._pass_on(index, *self._about(index))
+            return
         chunk = self._layout.chunks[index]
         total = self._layout.chunk_view(self._sum, index).view(chunk.dtype)
         own = self._layout.chunk_view(self._gradients, index).view(chunk.dtype)

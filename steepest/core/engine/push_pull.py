@@ -109,9 +109,9 @@ class PushPull:
         self._version = 0
         self._holders = holders
         self._held: list[tuple[int, Push]] = []  # chunks that are held back, see `hold_back`
-        self._lacking: Counter[int] | None = (
-            None  # by server, the chunks that are to come; None if none is held back
-        )
+        # by server: its chunks, and those that are to come; None if none is held back
+        self._each = Counter(s for chunk in layout.trainable_chunks for s in holders[chunk])
+        self._lacking: dict[int, int] | None = None
         self._weights = ArrivingWeights(
             f"worker {worker}", layout, weights, pull_dtype, topology.pull_codec
         )
@@ -138,8 +138,7 @@ class PushPull:
 
     def hold_back(self) -> None:
         """Hold the last chunk for each server back until `end`, so that the push that has begun may be taken back."""
-        of_chunks = (self._holders[chunk] for chunk in self._layout.trainable_chunks)
-        self._lacking = Counter(server for servers in of_chunks for server in servers)
+        self._lacking = dict(self._each)
 
     def take_back(self) -> None:
         """Begin the push anew: the first chunk of it takes the place of all that were pushed; see `Push`."""
@@ -165,11 +164,13 @@ class PushPull:
             self._push(chunk, push)
         return self._unpushed > 0
 
-    def _is_last(self, chunk: int, lacking: Counter[int]) -> bool:
+    def _is_last(self, chunk: int, lacking: dict[int, int]) -> bool:
         """Count a chunk for its servers; return whether one of them would have the whole gradient with it."""
-        servers = self._holders[chunk]
-        lacking.subtract(servers)
-        return any(lacking[server] == 0 for server in servers)
+        found = False
+        for server in self._holders[chunk]:
+            lacking[server] -= 1
+            found = found or lacking[server] == 0
+        return found
 
     def _push(self, chunk: int, push: Push) -> None:
         """Send a chunk to each of its servers."""

@@ -414,11 +414,9 @@ class Replicas:
         replica = place[1]
         if (model := self._able.data[replica]) is not None:
             where = self.batches.places.where(place)
-            model.take_place(
-                where._replace(empty=empty, leased=self.leased),
-                self.first_index + replica,
-                self._replicas,
-            )
+            if empty or self.leased:
+                where = where._replace(empty=empty, leased=self.leased)
+            model.take_place(where, self.first_index + replica, self._replicas)
 
     def _nothing(self, chunk_ready: ChunkReady) -> None:
         """Call `chunk_ready` without a gradient for an empty share's chunks, but for those that the companion has."""

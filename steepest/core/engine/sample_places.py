@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from steepest.core.data.protocol import Indices
-from steepest.core.data.sampler import SamplePlan, even_share
+from steepest.core.data.sampler import DataPosition, SamplePlan, even_share
 from steepest.core.models.protocol import Share, Where
 
 #: The place of a batch: number of its share, index of its replica, number of the micro-batch.
@@ -23,11 +23,12 @@ class SamplePlaces:
         self.plan: SamplePlan | None = None
         self._devices = devices
         self._counted: tuple[int, list[int]] = (-1, [])  # a share, and its counts of batches
+        self._last: tuple[int, DataPosition] | None = None  # a step, and its place: asked for often
 
     def use(self, plan: SamplePlan | None) -> None:
         """Set `plan`."""
         self.plan = plan
-        self._counted = -1, []
+        self._counted, self._last = (-1, []), None
 
     def step_of(self, number: int) -> int:
         """Return the step of a share."""
@@ -43,7 +44,7 @@ class SamplePlaces:
         step, part = self.step_of(place[0]), (self.part_of(place), self._parts)
         if self.plan is None:
             return Where(step, None, part, has_more=place[2] + 1 < self.micros)
-        position = self.plan.position(step)
+        position = self._position(step)
         last = self.plan.end_of(position.epoch) == step + 1
         more = place[2] + 1 < self.counts(place[0])[place[1]]
         return Where(step, position.epoch, part, position.ranges, last, more)
@@ -90,8 +91,14 @@ class SamplePlaces:
 
     def _step_size(self, number: int) -> int:
         """Return the number of samples of a share's step."""
+        return self._position(self.step_of(number)).size
+
+    def _position(self, step: int) -> DataPosition:
+        """Return the epoch and samples of a step."""
         assert self.plan is not None
-        return self.plan.position(self.step_of(number)).size
+        if self._last is None or self._last[0] != step:
+            self._last = step, self.plan.position(step)
+        return self._last[1]
 
     def _size(self, place: Place, step: int) -> int:
         """Return the number of samples of a batch of a step that has so many."""

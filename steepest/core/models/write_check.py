@@ -14,6 +14,7 @@ _NOT_UNDONE = (
     "; with one worker, or under allreduce, it may keep what was written: restore() or "
     "set_weights() before you go on"
 )
+_address_of = torch._C.TensorBase.data_ptr  # a loop's own reading of addresses is watched
 _SMALL = 1 << 16  # bytes of weights that are compared after each pass: it takes some microseconds
 
 
@@ -108,7 +109,7 @@ class WriteCheck:
         for name, parameter, (holder, key), version, place in now:
             if (
                 parameter._version != version
-                or parameter.data_ptr() != place
+                or _address_of(parameter) != place
                 or holder.get(key) is not parameter
             ):
                 return name
