@@ -134,6 +134,7 @@ class Checkpoint:
             `Job.unfrozen`), rates (that were set instead of the schedule's, by parameter group; or
             None), data (the fingerprint of the training data), batch (samples of a batch, and of a
             step), tables (the name, dimension, dtype, optimizer and group of each embedding table),
+            replicated (of those that workers hold, with the parameter instead of the group),
             evaluations, and of an increment base (see `BaseLink`).
         rows: those that are not in `optimizer` yet, and are written beside it; None for none.
     """
@@ -158,6 +159,8 @@ class JobSignature:
     tables: Sequence[Sequence[Any]] = ()
     data: Fingerprint = field(default_factory=dict)  # the fingerprint of its data, which may differ
     batch: tuple[int, int] = (0, 0)  # samples of a batch, and of a step, which may differ
+    # of tables that workers hold, see `steepest.checkpoint.replicated_tables`
+    replicated: Sequence[Sequence[Any]] = ()
 
     def check(self, saved: Checkpoint, data: str = "continue") -> None:
         """Check that a checkpoint fits to this job; CheckpointError says in which property it does not."""
@@ -178,7 +181,7 @@ class JobSignature:
                 "Checkpoints(data='new'), with which weights, optimizer state and step stay and "
                 "epochs begin anew"
             )
-        require_tables(saved.about.get("tables", ()), self.tables)
+        require_tables(*self._all_tables(saved))
         wanted = {entry.name: (entry.shape, entry.dtype) for entry in self.layout.entries}
         wanted |= {
             name: (tuple(buffer.shape), buffer.dtype)
@@ -213,7 +216,16 @@ class JobSignature:
 
     def other_tables(self, saved: Checkpoint) -> list[str]:
         """Return in words how embedding tables differ from those of a checkpoint, see `changes_of_tables`."""
-        return changes_of_tables(saved.about.get("tables", ()), self.tables)
+        return changes_of_tables(*self._all_tables(saved))
+
+    def _all_tables(self, saved: Checkpoint) -> tuple[list[Any], list[Any]]:
+        """Return the descriptions of all tables of a checkpoint, and of the job, on servers and in workers."""
+        theirs = saved.about.get("tables", ()), saved.about.get("replicated", ())
+        before, after = (
+            [*served, *([*each[:4], -1] for each in held)]
+            for served, held in (theirs, (self.tables, self.replicated))
+        )
+        return before, after
 
     def other_batches(self, saved: Checkpoint) -> list[str]:
         """Return in words how batches and steps differ from those of a checkpoint; none for one size."""
@@ -255,6 +267,7 @@ def gather(
         "flags": dict(owner.flags),
         "plain": plain,
         "tables": [list(each) for each in owner.tables],
+        "replicated": [list(each) for each in owner.replicated],
         "aliases": {
             entry.name: list(entry.aliases) for entry in owner.layout.entries if entry.aliases
         },

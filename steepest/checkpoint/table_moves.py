@@ -28,7 +28,7 @@ class _Described(NamedTuple):
     number: int
 
 
-def _described(description: Sequence[Sequence[Any]]) -> dict[str, _Described]:
+def described_tables(description: Sequence[Sequence[Any]]) -> dict[str, _Described]:
     """Return the tables of a description by name, in order."""
     sizes: dict[int, int] = {}
     found = {}
@@ -40,7 +40,7 @@ def _described(description: Sequence[Sequence[Any]]) -> dict[str, _Described]:
 
 def require_tables(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]]) -> None:
     """Check that a job's tables can have the rows of a checkpoint's of their names; CheckpointError otherwise."""
-    before, after = _described(saved), _described(own)
+    before, after = described_tables(saved), described_tables(own)
     if before and after and not before.keys() & after.keys():
         raise CheckpointError(
             f"its embedding tables are {', '.join(map(repr, before))}, this job's {', '.join(map(repr, after))}: give "
@@ -58,7 +58,7 @@ def require_tables(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]])
 
 def changes_of_tables(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]]) -> list[str]:
     """Return in words which tables a job has that a checkpoint has not, and the other way round."""
-    before, after = _described(saved), _described(own)
+    before, after = described_tables(saved), described_tables(own)
     new = [name for name in after if name not in before]
     dropped = [name for name in before if name not in after]
     others = [
@@ -89,8 +89,8 @@ class TableMoves:
 
     def __init__(self, saved: Sequence[Sequence[Any]], dealing: Dealing) -> None:
         self._dealing = dealing
-        self._before = _described(saved)
-        self._after = _described(dealing.description())
+        self._before = described_tables(saved)
+        self._after = described_tables(dealing.description())
         self.groups = len({table.group for table in self._before.values()})
 
     def same(self, group: int) -> int | None:

@@ -677,15 +677,18 @@ class DistributedSGD:
             name: of the table.
             since: an earlier export of it, or its `cursor`: only the rows that have changed since then
                 are returned, and the ids whose rows were removed, for `ExportedTable.updated` and
-                `ServedTable.update`. All rows are returned where that is not known: after a restore,
-                when servers have moved, and for who has not asked for very long. Servers know of no
-                consumers: any number of them may have cursors of their own.
+                `ServedTable.update`. All rows are returned of a table that workers hold, see `Table.replicate`,
+                and where that is not known: after a restore, when servers have moved, and for who has not asked
+                for very long. Servers know of no consumers: any number of them may have cursors of their own.
 
         Raises:
             ConfigurationError: there is no such table, or `since` is of another one, or no cursor.
         """
         self._live()
-        return self._calls.reading(lambda: export_table(self._training.cluster, name, since))
+        weights = self._state.weights
+        return self._calls.reading(
+            lambda: export_table(self._training.cluster, name, since, weights)
+        )
 
     def describe_rows(self, name: str, ids: Sequence[int]) -> list[RowDescription]:
         """Return what servers know of some ids of an embedding table, for debugging.

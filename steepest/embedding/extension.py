@@ -19,6 +19,7 @@ from steepest.core.models.protocol import Model
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.layout import ParameterLayout
+from steepest.embedding.followed_rates import require_followed
 from steepest.embedding.job_tables import dealing_of, delays_rows, staleness_of
 from steepest.embedding.row_messages import LINES
 from steepest.errors import ConfigurationError
@@ -102,24 +103,11 @@ class ModelTables:
 
 def _require_followed(table: Table, strategy: Strategy, spec: OptimizerSpec) -> None:
     """Check that a table follows a learning rate that servers know, if any; ConfigurationError otherwise."""
-    if (group := table.optimizer.follows) is None:
-        return
-    groups = spec.groups
-    what = f"follows={group} of table {table.name!r}"
-    if group >= len(groups):
+    require_followed(table, spec)
+    if strategy.local and (group := table.optimizer.follows) is not None:
         raise ConfigurationError(
-            f"{what}: the model's optimizer has {len(groups)} parameter groups: give the index of "
-            "one"
-        )
-    if not groups[group][1].get("lr"):
-        raise ConfigurationError(
-            f"{what}: that parameter group has the learning rate {groups[group][1].get('lr')}: "
-            "give the optimizer the rate of which a schedule's are parts"
-        )
-    if strategy.local:
-        raise ConfigurationError(
-            f"{what} under the strategy {strategy.kind!r}: workers have the schedule there, "
-            "and servers update rows; leave it out"
+            f"follows={group} of table {table.name!r} under the strategy {strategy.kind!r}: workers have the schedule "
+            "there, and servers update rows; leave it out"
         )
 
 

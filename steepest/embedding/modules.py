@@ -6,9 +6,11 @@ table's updates them with what a backward pass pushes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -24,6 +26,7 @@ from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.local import LocalRows
 from steepest.tables.pooling import Bags
+from steepest.tables.replicated import TOUCHED, first_values, replicated, require_range
 from steepest.tables.table import Table, merged
 from steepest.validation import require_choice
 
@@ -106,6 +109,25 @@ class _Pool(torch.autograd.Function):
         return of_rows, torch.from_numpy(of_weights), None
 
 
+class _Touched(torch.autograd.Function):
+    """The rows of a replicated table; the gradient shows which of them a batch had, see `TOUCHED`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        return rows.view_as(rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        zeros = ids[(gradient[ids] == 0).all(1)]
+        if len(zeros):
+            gradient = gradient.clone()
+            gradient[zeros, 0] = TOUCHED
+        return gradient, None
+
+
 def left_to_python(function: Callable[P, R]) -> Callable[P, R]:
     """Have `torch.compile` call a function as it is; do not import its compiler, if nobody has."""
 
@@ -133,21 +155,45 @@ class TableModule(nn.Module):
         self._source: RowSource | None = None
         self._trains = True
         self._places: dict[str, tuple[int, int]] = {}
+        self._held: dict[str, str] = {}  # of replicated tables, the attribute that has the rows
 
     def connect(self, source: RowSource) -> None:
         """Use rows of a source from now on; ConfigurationError: it has not these tables."""
-        self._places = {table.name: source.place(table) for table in self.tables}
+        served = [table for table in self.tables if table.name not in self._held]
+        self._places = {table.name: source.place(table) for table in served}
         self._source = source
+
+    def hold(self, rows: Mapping[str, nn.Parameter]) -> None:
+        """Use parameters, (num_embeddings, dim), as the rows of tables from now on, by their names."""
+        for table in self.tables:
+            if table.name in rows and table.name not in self._held:
+                # names of tables may have what those of parameters may not
+                name = f"rows_of_{re.sub(r'[^0-9A-Za-z_]', '_', table.name)}"
+                while name in self._parameters:
+                    name += "_"
+                self.register_parameter(name, rows[table.name])
+                self._held[table.name] = name
+
+    def held(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that are the rows of tables, by the tables' names."""
+        found = {name: self._parameters[own] for name, own in self._held.items()}
+        return {name: rows for name, rows in found.items() if rows is not None}
+
+    def drop_held(self) -> None:
+        """Have no such parameters."""
+        for name in self._held.values():
+            del self._parameters[name]
+        self._held = {}
 
     def requires_grad_(self: Module, requires_grad: bool = True) -> Module:
         """Set whether what this module looks up trains rows; return this module.
 
         Without it no gradient of the rows is pushed, so that none is made, changed or counted; ids
         without a row have their first values. `requires_grad_` of a module around this one does not
-        reach it, because rows are no parameters.
+        reach rows on servers, because they are no parameters.
         """
         self._trains = requires_grad
-        return super().requires_grad_(requires_grad)
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles have: not the source, which a copy is given anew."""
@@ -162,16 +208,17 @@ class TableModule(nn.Module):
     ) -> list[_Found]:
         """Return rows of ids (n,) of tables, by group: pulled together, as are their gradients pushed."""
         # lives: of each of these (table, ids), the seconds for which they have rows stay; None for the tables' own.
-        if self._source is None:
-            raise ConfigurationError(
-                f"{type(self).__name__}({self.extra_repr()}) has no rows: a trainer gives it some "
-                "when the job begins; for a loop of your own call steepest.connect(module) before"
-            )
         trains = self._trains and torch.is_grad_enabled()
-        places = [self._places[table.name] for table, _ in wanted]
         found = []
-        for group in dict.fromkeys(group for group, _ in places):
-            of = [at for at, (other, _) in enumerate(places) if other == group]
+        places = {}
+        for at, (table, ids) in enumerate(wanted):
+            if table.name in self._held:
+                found.append(_Found([at], *self._look_up_held(table, ids, trains)))
+            else:
+                places[at] = self._place(table)
+        for group in dict.fromkeys(group for group, _ in places.values()):
+            assert self._source is not None
+            of = [at for at, (other, _) in places.items() if other == group]
             sizes = [wanted[at][1].shape[0] for at in of]
             numbers = np.repeat(np.array([places[at][1] for at in of], np.int32), sizes)
             keys = self._source.distinct(group, numbers, _joined_ids([wanted[at] for at in of]))
@@ -190,6 +237,25 @@ class TableModule(nn.Module):
             found.append(_Found(of, values, torch.from_numpy(keys.inverse).to(values.device)))
         return found
 
+    def _place(self, table: Table) -> tuple[int, int]:
+        """Return a table's `RowSource.place`; ConfigurationError: there is no source."""
+        if self._source is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}({self.extra_repr()}) has no rows: a trainer gives it some "
+                "when the job begins; for a loop of your own call steepest.connect(module) before"
+            )
+        return self._places[table.name]
+
+    def _look_up_held(self, table: Table, ids: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
+        """Return all rows of a replicated table, and of each id (n,) its row."""
+        rows = cast(Tensor, getattr(self, self._held[table.name]))
+        numbers = torch.from_numpy(np.array(_joined_ids([(table, ids)]))).to(rows.device)
+        if not trains:
+            return rows.detach(), numbers
+        if table.optimizer.moves_by_itself:
+            rows = cast(Tensor, _Touched.apply(rows, numbers))  # type: ignore[no-untyped-call]
+        return rows, numbers
+
 
 def _joined_ids(wanted: Sequence[tuple[Table, Tensor]]) -> Int64s:
     """Return the ids of several tables one after the other."""
@@ -198,12 +264,19 @@ def _joined_ids(wanted: Sequence[tuple[Table, Tensor]]) -> Int64s:
     if all(part.dtype == np.int64 for part in parts):  # one check of all instead of many small ones
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if not joined.size or joined.min() >= 0:
+            _require_ranges(wanted, parts)
             return require_ids("ids", joined)
     checked = [
         require_ids(f"ids of table {table.name!r}", part)
         for (table, _), part in zip(wanted, parts, strict=True)
     ]
+    _require_ranges(wanted, checked)
     return np.concatenate(checked)
+
+
+def _require_ranges(wanted: Sequence[tuple[Table, Tensor]], parts: Sequence[Int64s]) -> None:
+    for (table, _), part in zip(wanted, parts, strict=True):
+        require_range(table, part)
 
 
 class _Found(NamedTuple):
@@ -264,7 +337,47 @@ def connect(module: nn.Module, source: Any = None) -> Any:
 
 def is_connected(module: nn.Module) -> bool:
     """Return whether the embeddings of a module have rows to use."""
-    return all(part._source is not None for part in _parts(module))
+    return all(
+        part._source is not None or len(part._held) == len(part.tables) for part in _parts(module)
+    )
+
+
+def hold_replicated(module: nn.Module, seed: int) -> tuple[Table, ...]:
+    """Give a module's embeddings the rows of replicated tables as parameters; return these tables.
+
+    Args:
+        module: with embeddings among its submodules.
+        seed: of first values.
+    """
+    tables = replicated(tables_of(module))
+    held = held_rows(module)
+    rows = {
+        table.name: held[table.name]
+        if table.name in held
+        else nn.Parameter(torch.from_numpy(first_values(table, seed)))
+        for table in tables
+    }
+    for part in _parts(module):
+        part.hold(rows)
+    return tables
+
+
+def held_rows(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are the rows of replicated tables, by the tables' names."""
+    return {name: rows for part in _parts(module) for name, rows in part.held().items()}
+
+
+@contextlib.contextmanager
+def without_held_rows(module: nn.Module) -> Iterator[None]:
+    """Have a module no rows of replicated tables among its parameters, in a block."""
+    parts = [(part, part.held()) for part in _parts(module)]
+    for part, _ in parts:
+        part.drop_held()
+    try:
+        yield
+    finally:
+        for part, rows in parts:
+            part.hold(rows)
 
 
 def _parts(module: nn.Module) -> Iterator[TableModule]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +12,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from steepest.core.data.protocol import Source
 from steepest.core.models import torch as dense
+from steepest.core.models.step_size import step_size
 from steepest.core.models.torch import LossFunction, Metric
+from steepest.core.optim.rules import Ruled
+from steepest.core.optim.spec import OptimizerSpec
 from steepest.data.sources import as_source
+from steepest.embedding.followed_rates import require_followed
 from steepest.validation import require_count
 
 if TYPE_CHECKING:
@@ -36,7 +41,9 @@ class TorchModel(dense.TorchModel):
             servers hold equally many; at least the number of servers that the job may ever have.
 
     Attributes:
-        tables: of the module's embedding modules, each once, see `steepest.embedding.modules`.
+        tables: of the module's embedding modules, each once, see `steepest.embedding.modules`, but for
+            those that are replicated, whose rows are parameters "rows_of_NAME".
+        held: the tables that are replicated.
 
     Raises:
         ConfigurationError: `table_shards` is no positive integer, two tables of one name differ, or a table's
@@ -71,15 +78,46 @@ class TorchModel(dense.TorchModel):
         reduction: str = "mean",
     ) -> None:
         self.tables: tuple[Table, ...] = ()
-        if isinstance(module, torch.nn.Module):
-            self.tables = _tables_in(module)
-            _anchor(module, self.tables)
+        self.held: tuple[Table, ...] = ()
+        if isinstance(module, torch.nn.Module) and (tables := _tables_in(module)):
+            _anchor(module, tables)
+            embedding = sys.modules["steepest.embedding.modules"]
+            self.held = embedding.hold_replicated(module, self._seed())
+            self.tables = tuple(table for table in tables if table not in self.held)
         self.opaque_chunks = _count_shards(self.tables, table_shards)
         super().__init__(
             module, data=data, optimizer=optimizer, loss=loss, batch_size=batch_size, metrics=metrics,
             lr_scheduler=lr_scheduler, learning_rate=learning_rate, autocast=autocast,
             loss_scale=loss_scale, reduction=reduction,
         )  # fmt: skip
+
+    def held_rows(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that are the rows of replicated tables."""
+        if not self.held:
+            return []
+        from steepest.embedding.modules import held_rows
+
+        return list(held_rows(self.module).values())
+
+    def _seed(self) -> int:
+        """Return the seed of the job for which the model is made."""
+        return step_size().seed
+
+    def _read_optimizer(self) -> tuple[torch.optim.Optimizer, OptimizerSpec]:
+        """Return the user's optimizer, and its recipe with the rules of replicated tables."""
+        if not self.held:
+            return super()._read_optimizer()
+        from steepest.embedding.modules import held_rows, without_held_rows
+        from steepest.embedding.row_rule import RowRule
+
+        rows = held_rows(self.module)
+        with without_held_rows(self.module):  # the optimizer does not see them, as rows on servers
+            chosen, spec = super()._read_optimizer()
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for table in self.held:
+            require_followed(table, spec)
+        ruled = [Ruled(names[id(rows[table.name])], RowRule(table)) for table in self.held]
+        return chosen, replace(spec, ruled=tuple(ruled))
 
     @staticmethod
     def _as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:

@@ -82,6 +82,7 @@ class LoopModel(TorchModel):
             names = {id(p): plain(name) for name, p in own.named_parameters()}
             return one if project is None else Projected.of(as_one(one), names, project)
 
+        self.session = session
         with _hooks_aside(optimizers):
             super().__init__(
                 module,
@@ -90,7 +91,6 @@ class LoopModel(TorchModel):
                 optimizer=chosen,
                 table_shards=table_shards,
             )
-        self.session = session
         self._writes = LoopWrites()
         self._overlap = Overlap()
         self._where = Where(0, 0, (0, 1))
@@ -101,8 +101,12 @@ class LoopModel(TorchModel):
         self._has_buffers = any(True for _ in module.buffers())
         self._share_of: Callable[[int], PastShare | None] | None = None
         self._rows = LoopRows(session.turns.ask)
-        if self.tables:
-            self._rows.follow(module, *optimizers)
+        if self.tables or self.held:
+            self._rows.follow(module, *optimizers, held=self.held_rows())
+
+    def _seed(self) -> int:
+        """Return the seed of the job."""
+        return self.session.seed
 
     def use_rows(self, source: RowSource) -> None:
         """Have the loop use the rows of a source from now on, see `steepest.loop.table_rows`."""
@@ -392,7 +396,8 @@ class LoopModel(TorchModel):
         for index, entry in enumerate(self.layout.entries):
             if entry.trainable and index not in left:
                 parameter, view = self._parameters[entry.name], self._gradients[entry.name]
-                takes_part = stepped and id(parameter) in self.session.stepping
+                held = entry.name in self.optimizer_spec.apart
+                takes_part = stepped and (held or id(parameter) in self.session.stepping)
                 if not takes_part or parameter.grad is None:
                     view.zero_()
                     ready(index, self._weight, False)

@@ -62,6 +62,7 @@ class LoopRows:
         self.source: Any = None
         self._kept: list[_Pushed] = []  # of the step in progress
         self._sent: list[_Pushed] = []  # of the last step
+        self._held: Sequence[torch.nn.Parameter] = ()
 
     def use(self, source: RowSource) -> LoopRows:
         """Use another source from now on; return this one."""
@@ -71,6 +72,8 @@ class LoopRows:
     def clear(self) -> None:
         """Forget the gradients since the last step."""
         self._kept = []
+        for rows in self._held:
+            rows.grad = None
 
     def send(self, factor: float = 1.0, *, again: bool = False) -> None:
         """Push the gradients since the last step, times a factor; `again`: those of the last step once more."""
@@ -114,8 +117,13 @@ class LoopRows:
         """Keep gradients up to the step."""
         self._kept.append((group, tables, ids, gradients, sightings, lives))
 
-    def follow(self, *owners: torch.nn.Module | torch.optim.Optimizer) -> None:
-        """Have `zero_grad` of a module, or an optimizer, forget gradients of rows, too."""
+    def follow(
+        self,
+        *owners: torch.nn.Module | torch.optim.Optimizer,
+        held: Sequence[torch.nn.Parameter] = (),
+    ) -> None:
+        """Have `zero_grad` of a module, or an optimizer, forget gradients of rows, too; `held`: rows in weights."""
+        self._held = held
         for each in owners:
             owner: Any = each
             owner.zero_grad = partial(_zero_grad, self, owner.zero_grad)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from steepest.checkpoint.exported_table import ExportedTable, since_cursor
+from steepest.checkpoint.replicated_tables import replicated_tables
 from steepest.checkpoint.row_values import wide
 from steepest.checkpoint.unknown_rows import UnknownRows
 from steepest.core.engine.shared_state import SharedState
@@ -24,17 +25,38 @@ if TYPE_CHECKING:
 
 def table_of(cluster: Cluster, name: str) -> tuple[Dealing, Table]:
     """Return how a job's tables are dealt, and the table of a name; ConfigurationError: there is none."""
-    dealing = dealing_of(cluster.job)
+    dealing, held = dealing_of(cluster.job), _held(cluster)
     tables = () if dealing is None else dealing.tables
     table = next((each for each in tables if each.name == name), None)
+    if name in held:
+        raise ConfigurationError(
+            f"every worker holds all rows of the embedding table {name!r}: they are {held[name][0]!r} of weights(), "
+            "and of set_weights(); with Table(replicate=False) they are on servers"
+        )
     if dealing is None or table is None:
-        known = ", ".join(repr(each.name) for each in tables) or "none"
+        known = ", ".join(map(repr, [*(each.name for each in tables), *held])) or "none"
         raise ConfigurationError(f"there is no embedding table {name!r}: there are {known}")
     return dealing, table
 
 
-def export_table(cluster: Cluster, name: str, since: ExportedTable | str | None) -> ExportedTable:
-    """Return a table's rows at one version, see `DistributedSGD.export_table`."""
+def _held(cluster: Cluster) -> dict[str, tuple[str, Table]]:
+    return replicated_tables(cluster.job.description.optimizer_spec)
+
+
+def export_table(
+    cluster: Cluster,
+    name: str,
+    since: ExportedTable | str | None,
+    weights: Callable[[], tuple[dict[str, torch.Tensor], int]],
+) -> ExportedTable:
+    """Return a table's rows at one version, see `DistributedSGD.export_table`.
+
+    `weights` returns those of the job, and the step of which they are: replicated tables are among them.
+    """
+    if name in (held := _held(cluster)):
+        values, step = weights()
+        rows = values[held[name][0]]
+        return ExportedTable(name, torch.arange(len(rows)), rows, version=step)
     if since is not None and not isinstance(since, ExportedTable):
         since = since_cursor(since)
     dealing, table = table_of(cluster, name)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from steepest.checkpoint import files
+from steepest.checkpoint.replicated_tables import described_replicated, with_tables_of
 from steepest.checkpoint.rows import together
 from steepest.core.data.sampler import epoch_ends
 from steepest.core.engine.client import read_log
@@ -303,8 +304,11 @@ class StateTransfer:
             CheckpointError: it is of another model, optimizer or data set, or holds what no job
                 does; nothing has changed.
         """
-        cluster, about = self._cluster, saved.about
+        cluster = self._cluster
         try:
+            spec = cluster.job.description.optimizer_spec
+            saved = with_tables_of(saved, spec, dealing_of(cluster.job))
+            about = saved.about
             self._owner(self.buffers()[0]).check(saved, data)
             self._unfreeze(about)
             state = JobState.saved(saved, cluster.job, data)
@@ -477,7 +481,10 @@ class StateTransfer:
         own = spec.name, spec.state_flags(), described.samples, buffers
         about = () if tables is None else tables.description()
         batch = described.batch_size, self._cluster.job.global_batch
-        return files.JobSignature(described.layout, *own, about, described.fingerprint, batch)
+        replicated = described_replicated(spec)
+        return files.JobSignature(
+            described.layout, *own, about, described.fingerprint, batch, replicated
+        )
 
 
 def _mean(states: Sequence[Tensors]) -> Tensors:

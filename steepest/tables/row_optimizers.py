@@ -206,6 +206,11 @@ class RowOptimizer:
         """Return whether a factor of an update is one of `lr`, rather than of its gradients."""
         return True
 
+    @property
+    def moves_by_itself(self) -> bool:
+        """Whether a push changes a row also where the row's gradient is all zeros."""
+        return bool(self.weight_decay)
+
     # what each optimizer has of its own: slots, the rate and numbers for its kernel, and the kernel
 
     def _first_slots(self, dim: int) -> list[float]:
@@ -231,6 +236,11 @@ class SGD(RowOptimizer):
         require_number("SGD(momentum)", self.momentum, 0.0, 1.0)
         if self.nesterov and not self.momentum:
             raise ConfigurationError("SGD(nesterov=True) without momentum: give a momentum above 0")
+
+    @property
+    def moves_by_itself(self) -> bool:
+        """Whether there is weight decay, or momentum."""
+        return bool(self.momentum) or super().moves_by_itself
 
     def _first_slots(self, dim: int) -> list[float]:
         return [0.0] * dim if self.momentum else []
@@ -298,6 +308,11 @@ class Adam(RowOptimizer):
                 f"Adam(betas={self.betas!r}): give two numbers from 0 to below 1"
             )
 
+    @property
+    def moves_by_itself(self) -> bool:
+        """Return True: means of earlier gradients move a row."""
+        return True
+
     def _first_slots(self, dim: int) -> list[float]:
         return [0.0] * 2 * dim
 
@@ -337,6 +352,11 @@ class FTRL(RowOptimizer):
     def takes_rate(self) -> bool:
         """Return False: all values of a row are proportional to `lr`, those that it has too."""
         return False
+
+    @property
+    def moves_by_itself(self) -> bool:
+        """Return True: the first push makes values what the slots say."""
+        return True
 
     def _first_slots(self, dim: int) -> list[float]:
         return [self.initial_accumulator_value] * dim + [0.0] * dim

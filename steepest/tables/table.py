@@ -51,6 +51,12 @@ class Table:
             are in memory, and which these are. What is known of every row, on disk too (id, index, version, count
             and place: 58 bytes), is beside it.
         trainable: False for a table whose rows stay as they are: a checkpoint's, say, or first values.
+        num_embeddings: ids are from 0 to this number less 1, others are refused; without it, any integers of 63
+            bits are.
+        replicate: True to have every worker hold all rows, `num_embeddings` of them, like its dense weights,
+            so that look-ups ask no server and updates travel with those of the dense layers; False to have
+            them on servers. None to choose by size, see `steepest.tables.replicated`; `needs_servers` says why
+            a table cannot be replicated.
         default: the values of an id that has no row and gets none with the present batch: in evaluations,
             in exports, and in training until `admission` lets the id in, or where the table is not
             trainable. Without it such ids have the values with which their rows would begin.
@@ -78,6 +84,8 @@ class Table:
     directory: str | None = None
     memory_rows: int | None = None
     memory_bytes: int | None = None
+    num_embeddings: int | None = None
+    replicate: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -109,6 +117,7 @@ class Table:
                 )
         self._require("directory", (str, type(None)), "the name of a directory, or None")
         self._require_memory()
+        self._require_range()
         kinds: list[type] = [object]
         if isinstance(self.evict, tuple):
             kinds = [type(way) for way in self.evict]
@@ -120,6 +129,21 @@ class Table:
             )
 
     @property
+    def needs_servers(self) -> str:
+        """Why workers cannot hold the table, in words; empty where they can."""
+        lives = "capacity", "eviction", "admission", "ttl", "keep_evicted", "default", "directory"
+        plain = [name for name in lives if getattr(self, name) is not None]
+        if self.num_embeddings is None:
+            return "has no num_embeddings to say how many rows there are"
+        if plain or self.evict:
+            return f"has {', '.join(plain) or 'evict'}, for rows that come and go"
+        if not self.trainable:
+            return "is not trainable"
+        if self.dtype not in ("float32", "float64") or self.slots_dtype is not None:
+            return f"has dtype={self.dtype!r} and slots_dtype={self.slots_dtype!r}: weights are of float32 or float64"
+        return ""
+
+    @property
     def life(self) -> int:
         """The seconds for which a row stays that no push has; 0 for ever."""
         return 0 if self.ttl is None else seconds_of("ttl", self.ttl)
@@ -129,6 +153,15 @@ class Table:
         """How rows lie and travel; its `dtype` is that in which pushes compute, and modules get values."""
         slots = self.optimizer.slots(self.dim)
         return RowFormat(self.dim, slots, self.dtype, self.slots_dtype)
+
+    def _require_range(self) -> None:
+        if self.num_embeddings is not None:
+            require_count(f"num_embeddings of table {self.name!r}", self.num_embeddings)
+        self._require("replicate", (bool, type(None)), "True, False, or None to choose by size")
+        if self.replicate and (reason := self.needs_servers):
+            raise ConfigurationError(
+                f"replicate=True of table {self.name!r}, which {reason}: leave replicate out, or that"
+            )
 
     def _require_dtypes(self) -> None:
         if self.dtype not in DTYPES:

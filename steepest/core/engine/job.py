@@ -381,6 +381,7 @@ def check_agreement(
             first.optimizer_spec.fixed_groups,
             other.optimizer_spec.fixed_groups,
         ),
+        ("rules of parameters", first.optimizer_spec.ruled, other.optimizer_spec.ruled),
     ):
         if difference is None and a != b:
             difference = f"{what} {a!s:.2000}, the other has {b!s:.2000}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -47,7 +48,7 @@ def build_models(
     models: list[Model] = []
     for device in range(devices):
         seed_everything(seed)
-        with making_models(size or StepSize(devices)):
+        with making_models(replace(size or StepSize(devices), seed=seed)):
             model = model_creator(worker, device)
         if not isinstance(model, Model):
             raise ModelError(

@@ -339,6 +339,8 @@ class ServerChunk(ChunkStore):
         if self._optimizer is None:
             return
         for at, group in enumerate(self._optimizer.param_groups):
+            if self._groups[at] < 0:
+                continue
             for key, value in hyper[self._groups[at]].items():
                 plain = tuple(value) if isinstance(value, list) else value
                 if self._own is None:

@@ -211,6 +211,7 @@ class TorchModel:
             chunk_bytes=cut.chunk_bytes,
             fragments=cut.fragments,
             opaque_chunks=self.opaque_chunks,
+            apart=self.optimizer_spec.apart,
         )
 
     # -- for subclasses ------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from steepest.core.optim.detached_schedule import check_scheduler
 from steepest.core.optim.json_values import from_json, to_json
 from steepest.core.optim.own_values import group_key, is_own
 from steepest.core.optim.probe import Findings, try_optimizer
+from steepest.core.optim.rules import ByRules, Ruled
 from steepest.core.optim.several import as_one
 from steepest.core.optim.torch_without_compiler import without_compiler
 from steepest.errors import ConfigurationError
@@ -73,6 +74,8 @@ class OptimizerSpec:
         schedule_id: identifies a scheduler whose state can be carried, as far as its first steps
             tell it from another; empty if there is none, or if it can only be computed from its
             beginning.
+        ruled: parameters that are in no group, because they have rules of their own; they lie in chunks
+            apart from the others, whole.
     """
 
     cls: type[torch.optim.Optimizer]
@@ -84,6 +87,7 @@ class OptimizerSpec:
     schedule_id: str = ""
     coupled: bool = False
     own: frozenset[str] = frozenset()
+    ruled: tuple[Ruled, ...] = ()
 
     @classmethod
     def read(
@@ -223,7 +227,12 @@ class OptimizerSpec:
 
     def trainable(self) -> set[str]:
         """Return the names of the parameters that the optimizer updates."""
-        return {name for names, _ in self.groups for name in names}
+        return {name for names, _ in self.groups for name in names} | self.apart
+
+    @property
+    def apart(self) -> frozenset[str]:
+        """The names of the parameters that have rules of their own."""
+        return frozenset(name for name, _ in self.ruled)
 
     def hyperparameters(self, changed: Sequence[Hyperparameters]) -> list[Hyperparameters]:
         """Return the hyperparameters of each group: those of the recipe, but for the changed ones.
@@ -276,8 +285,11 @@ class OptimizerSpec:
             slices: (parameter name, tensor) pairs.
 
         Returns:
-            The optimizer, and for each of its groups the index of the group in `groups`.
+            The optimizer, and for each of its groups the index of the group in `groups` from which it gets
+            hyperparameters; -1 for none.
         """
+        if slices and slices[0][0] in self.apart:
+            return self._by_rules(slices)
         groups, indices = [], []
         for index, (names, hyper) in enumerate(self.groups):
             members = set(names)
@@ -297,6 +309,19 @@ class OptimizerSpec:
                     if not fused:
                         raise  # else torch has no fused kernel for this dtype
         return self.cls(groups, **arguments), indices
+
+    def _by_rules(
+        self, whole: Sequence[tuple[str, torch.Tensor]]
+    ) -> tuple[torch.optim.Optimizer, list[int]]:
+        """Return what updates parameters that have rules of their own, see `build`."""
+        rules = dict(self.ruled)
+        parameters = [(tensor, rules[name]) for name, tensor in whole]
+        indices = [-1 if rule.follows is None else rule.follows for _, rule in parameters]
+        first = [
+            rule.lr if at < 0 else self.groups[at][1]["lr"]
+            for (_, rule), at in zip(parameters, indices, strict=True)
+        ]
+        return ByRules(parameters, first), indices
 
     def _may_fuse(self, slices: Sequence[tuple[str, torch.Tensor]]) -> bool:
         """Return whether the user leaves the choice open and torch's fused kernels can be trusted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -178,6 +178,7 @@ class ParameterLayout:
         opaque_chunks: int = 0,
         together: str = "",
         fragments: int = 1,
+        apart: Collection[str] = frozenset(),
     ) -> ParameterLayout:
         """Return the layout of a model's parameters.
 
@@ -195,6 +196,7 @@ class ParameterLayout:
                 whatever `chunk_bytes` says; empty for one that need not.
             fragments: parts of the trained parameters, of about equally many bytes, each of whole
                 layers; the last layers are the first part.
+            apart: names of trained parameters that lie, whole, in chunks apart from the others.
 
         Raises:
             ModelError: a name occurs twice, or a trainable parameter's dtype is not floating-point;
@@ -202,7 +204,7 @@ class ParameterLayout:
                 there are more fragments than layers.
         """
         seen: set[str] = set()
-        kinds: dict[tuple[bool, ElementType, int], list[Entry]] = {}
+        kinds: dict[tuple[bool, ElementType, int, bool], list[Entry]] = {}
         parts = _fragments(parameters, fragments, together)
         for name, shape, dtype, trainable in reversed(parameters):
             if name in seen:
@@ -212,38 +214,28 @@ class ParameterLayout:
                 raise ModelError(
                     f"parameter {name!r} is {dtype}: only floating-point parameters can be trained"
                 )
-            entry = Entry(
-                name,
-                tuple(shape),
-                ElementType.of(dtype),
-                trainable,
-                0,
-                (aliases or {}).get(name, ()),
-            )
-            kinds.setdefault((not trainable, entry.element, parts.get(name, 0)), []).append(entry)
+            also, kind = (aliases or {}).get(name, ()), ElementType.of(dtype)
+            key = not trainable, kind, parts.get(name, 0), trainable and name in apart
+            entry = Entry(name, tuple(shape), kind, trainable, 0, also)
+            kinds.setdefault(key, []).append(entry)
         total = sum(entry.nbytes for group in kinds.values() for entry in group)
         if together:
-            dtypes = [element.name for frozen, element, _ in kinds if not frozen]
-            if len(dtypes) > 1:
-                raise ModelError(
-                    f"{together} updates each parameter by what all others are like, so that one "
-                    f"server has to update all at once, but they are of {', '.join(dtypes)}: give "
-                    "them one dtype, or take another optimizer; norms of all gradients are clipped "
-                    "by the strategy's clip_norm="
-                )
+            _require_one_dtype(together, kinds)
             split_tensors, chunk_bytes = False, max(total, 1)
         target = chunk_bytes or min(max(total // 16, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
         entries: list[Entry] = []
         chunks: list[Chunk] = []
         offset = 0
-        for (frozen, element, part), group in sorted(kinds.items(), key=lambda item: item[0][0]):
+        for (frozen, element, part, is_apart), group in sorted(
+            kinds.items(), key=lambda item: item[0][0]
+        ):
             begin = _aligned(offset, _PAGE if any(entry.nbytes for entry in group) else ALIGNMENT)
             unit = ALIGNMENT if aligned else element.itemsize
-            whole = not split_tensors
+            whole = is_apart or not split_tensors
             placed, borders = _place(group, begin, len(entries), target, unit, whole=whole)
             entries += [entry for _, entry in placed]
-            offset = placed[-1][1].offset + placed[-1][1].nbytes
-            if split_tensors:
+            offset = entries[-1].offset + entries[-1].nbytes
+            if not whole:
                 cuts = _even_cuts(begin, offset, target, unit, 1 if chunk_bytes else _DIVISIBLE)
                 borders = list(pairwise(cuts))
             for start, stop in borders:
@@ -407,6 +399,18 @@ class ParameterLayout:
         if len(self.entries) != len(other.entries):
             return f"{len(self.entries)} parameters, the other has {len(other.entries)}"
         return None if self.chunks == other.chunks else "the same parameters cut into other chunks"
+
+
+def _require_one_dtype(together: str, kinds: Iterable[tuple[bool, ElementType, int, bool]]) -> None:
+    """Check that trained parameters that one server has to update together have one dtype; ModelError otherwise."""
+    dtypes = [each.name for frozen, each, _, is_apart in kinds if not frozen | is_apart]
+    if len(dtypes) > 1:
+        raise ModelError(
+            f"{together} updates each parameter by what all others are like, so that one "
+            f"server has to update all at once, but they are of {', '.join(dtypes)}: give "
+            "them one dtype, or take another optimizer; norms of all gradients are clipped "
+            "by the strategy's clip_norm="
+        )
 
 
 def _fragments(

@@ -1,0 +1,79 @@
+"""Parameters that have a rule of their own for their updates, beside the model's optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, overload
+
+import torch
+
+
+class Rule(Protocol):
+    """How a parameter is updated that the model's optimizer does not have; hashable, and the same in all processes."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate, as long as no schedule is followed."""
+
+    @property
+    def follows(self) -> int | None:
+        """The parameter group of the model's optimizer whose learning rate, over its first one, is a factor of `lr`."""
+
+    def prepare(self) -> None:
+        """Do what takes long, such as compilation, before the first update."""
+
+    def update(
+        self, values: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], factor: float
+    ) -> None:
+        """Update a parameter in place.
+
+        Args:
+            values: of the whole parameter.
+            gradient: of its shape, which does not change.
+            state: what the rule keeps of it, tensors; empty before the first update.
+            factor: of the learning rate.
+        """
+
+
+class Ruled(NamedTuple):
+    """A parameter with a rule of its own."""
+
+    name: str
+    rule: Rule
+
+
+class ByRules(torch.optim.Optimizer):
+    """Updates whole parameters, each by its rule.
+
+    Args:
+        parameters: with their rules.
+        first: by parameter, the learning rate at which a schedule begins that it follows; its rule's
+            where it follows none.
+    """
+
+    keeps_gradients = True
+
+    def __init__(
+        self, parameters: Sequence[tuple[torch.Tensor, Rule]], first: Sequence[float]
+    ) -> None:
+        groups = [{"params": [parameter]} for parameter, _ in parameters]
+        super().__init__(groups, {})
+        for group, (_, rule), rate in zip(self.param_groups, parameters, first, strict=True):
+            rule.prepare()
+            group |= {"rule": rule, "first": rate, "lr": rate}
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters that have a gradient; a closure is not called."""
+        for group in self.param_groups:
+            (parameter,) = group["params"]
+            if parameter.grad is not None:
+                factor = 1.0 if group["lr"] == group["first"] else group["lr"] / group["first"]
+                group["rule"].update(parameter, parameter.grad, self.state[parameter], factor)
+        return None

@@ -1,0 +1,70 @@
+"""How the rows of a replicated table are updated: by the table's optimizer, as its server would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from steepest.tables.kernels import read_only
+from steepest.tables.replicated import touched
+from steepest.tables.table import Table
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """Updates the rows of a replicated table that have a gradient as its server would, to the bit.
+
+    See `steepest.core.optim.rules.Rule`. A row of which all gradients are zeros counts as none of the batch's; modules
+    see to it that none of a batch's rows is such where that makes a difference, see `TOUCHED`.
+    """
+
+    table: Table
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the table's optimizer."""
+        return self.table.optimizer.lr
+
+    @property
+    def follows(self) -> int | None:
+        """The parameter group whose learning rate the table follows."""
+        return self.table.optimizer.follows
+
+    def prepare(self) -> None:
+        """Compile what updates run."""
+        values = torch.zeros(2, self.table.dim, dtype=getattr(torch, self.table.form.dtype))
+        self.update(values, torch.ones_like(values), {}, 1.0)
+
+    def update(
+        self, values: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], factor: float
+    ) -> None:
+        """Update the rows that have a gradient; the state is "step", and "slots", (num_embeddings, k)."""
+        optimizer, dim = self.table.optimizer, self.table.dim
+        gradients = read_only(gradient.cpu().numpy(), self.table.form.dtype)
+        numbers = np.empty(len(gradients), np.int32)
+        numbers = numbers[: touched(gradients, numbers)]
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float64)
+        if "slots" not in state and (first := optimizer.first_slots(dim)):
+            state["slots"] = torch.tensor(first, dtype=values.dtype).repeat(len(values), 1)
+        state["step"] += 1
+        now = values.detach().cpu().numpy()
+        parts = [now[numbers]]
+        if "slots" in state:
+            parts.append(state["slots"].numpy()[numbers])
+        rows = np.concatenate(parts, axis=1)
+        mine, rate = gradients[numbers], None
+        if not optimizer.takes_rate() and factor != 1.0:
+            mine = mine * mine.dtype.type(factor)
+        elif factor != 1.0:
+            rate = optimizer.lr * factor
+        every = np.arange(len(numbers), dtype=np.int32)
+        optimizer.update(rows, every, read_only(mine, mine.dtype), int(state["step"]), rate)
+        now[numbers] = rows[:, :dim]
+        if "slots" in state:
+            state["slots"].numpy()[numbers] = rows[:, dim:]
+        if values.device.type != "cpu":
+            values.copy_(torch.from_numpy(now))

@@ -1,0 +1,68 @@
+"""Small tables that every worker holds like its dense weights, instead of servers by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from steepest.errors import ConfigurationError
+from steepest.tables.first_values import FirstValues
+from steepest.tables.hashing import salt_of
+from steepest.tables.kernels import Floats, Int32s, kernel
+from steepest.tables.table import Table
+
+#: The bytes of values up to which the tables of a model are replicated by themselves, smallest first.
+REPLICATED_BYTES = 2 << 20
+#: The gradient of a row that a batch had, where all others of it are 0: no update is large enough to show it.
+TOUCHED = 1e-30
+
+
+def replicated(tables: Iterable[Table]) -> tuple[Table, ...]:
+    """Return the tables of a model that workers hold: those that say so, and small ones, see `REPLICATED_BYTES`."""
+    found, left = set[str](), REPLICATED_BYTES
+    tables = tuple(tables)
+    by_size = sorted(tables, key=lambda table: (_bytes_of(table), table.name))
+    for table in by_size:
+        if table.replicate is True:
+            found.add(table.name)
+        elif table.replicate is None and not table.needs_servers and _bytes_of(table) <= left:
+            left -= _bytes_of(table)
+            found.add(table.name)
+    return tuple(table for table in tables if table.name in found)
+
+
+def _bytes_of(table: Table) -> int:
+    return (table.num_embeddings or 0) * table.dim * np.dtype(table.form.dtype).itemsize
+
+
+def first_values(table: Table, seed: int) -> Floats:
+    """Return the values with which all rows of a table begin, (num_embeddings, dim), as servers make them."""
+    count = table.num_embeddings
+    assert count is not None
+    ids = np.arange(count, dtype=np.int64)
+    return FirstValues([table], [salt_of(table.name, seed)]).of_rows(np.zeros(count, np.int32), ids)
+
+
+@kernel
+def touched(gradients: Floats, numbers: Int32s) -> int:
+    """Write the numbers of the rows whose gradient is not all zeros; return how many there are."""
+    count = 0
+    for row in range(len(gradients)):
+        for column in range(gradients.shape[1]):
+            if gradients[row, column] != 0.0:  # NaN, too
+                numbers[count] = row
+                count += 1
+                break
+    return count
+
+
+def require_range(table: Table, ids: Any) -> None:
+    """Check that ids are of a table with `num_embeddings`; ConfigurationError names it, and one that is not."""
+    count = table.num_embeddings
+    if count is not None and ids.size and int(ids.max()) >= count:
+        raise ConfigurationError(
+            f"ids of table {table.name!r} hold {int(ids.max())}: it has num_embeddings={count}, so give ids from 0 to "
+            f"{count - 1}, or leave num_embeddings out, for ids of any size"
+        )
