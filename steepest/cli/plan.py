@@ -6,12 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from steepest.cli import plan_tables
 from steepest.cli.files import check_outputs, write_whole
 from steepest.cli.scripts import script_parser, strategy_names
 from steepest.errors import ConfigurationError
 from steepest.planning.quantities import bandwidth_of, numbers_of, seconds_of
 from steepest.strategies.names import STRATEGY_NAMES
 
+_BATCHES = 12
 _WORKERS = "1,2,4,8,16,32,64"
 
 
@@ -60,16 +62,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--devices", type=int, default=1, metavar="N", help="replicas of each worker; default: 1"
     )
     parser.add_argument(
-        "--batches", type=int, default=12, metavar="N", help="to be measured; default: 12"
+        "--batches", type=int, metavar="N", help=f"to be measured; default: {_BATCHES}"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--csv", metavar="FILE", help="write all rows, in SI units")
     parser.add_argument("--png", metavar="FILE", help="write a picture")
+    plan_tables.add_options(parser)
     parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and print what is predicted; return the exit status."""
+    if options.tables:
+        return plan_tables.run(options)
+    if options.json is not None:
+        raise ConfigurationError("--json is for --tables; --csv writes step times")
+    options.batches = _BATCHES if options.batches is None else options.batches
     workers = numbers_of("--workers", options.workers)
     bandwidth_of(options.bandwidth)
     seconds_of(options.latency)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,11 +37,14 @@ from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
-from steepest.errors import ModelRaisedError, SteepestError
+from steepest.errors import ConfigurationError, ModelRaisedError, SteepestError
 from steepest.extensions import EXTENSIONS
 from steepest.loop.model import LoopModel
 from steepest.planning.profile import CodecCosts, Costs, Profile
 from steepest.strategies.parameter_server import ParameterServerStrategy
+
+if TYPE_CHECKING:
+    from steepest.planning.id_samples import CountingRows, IdSample
 
 _WARM = 3  # batches before those that count
 _SECONDS = 600.0  # within which a step must end
@@ -105,6 +108,37 @@ def measure(
     )
 
 
+def sample_ids(
+    model_creator: ModelCreator, *, batches: int, seconds: float = 60.0, seed: int = 0
+) -> tuple[list[IdSample], int, int | None]:
+    """Train a model on this process for some batches, and count the ids that its tables are asked for.
+
+    Args:
+        model_creator, batches, seconds, seed: as of `measure`.
+
+    Returns:
+        A sample for each table; the samples of the data that it is of; and those of an epoch, None where data do not
+        tell.
+
+    Raises:
+        ConfigurationError: the model cannot be built, or has no tables. ModelRaisedError: it raised.
+    """
+
+    counting: list[CountingRows] = []
+    job = _MeasuredJob(model_creator, seed, counting)
+    try:
+        if not counting:
+            raise ConfigurationError(
+                "the model has no embedding tables, of which a plan could be made"
+            )
+        passes = job.take(batches, seconds)
+    finally:
+        job.end()
+    model, (rows,) = job.model, counting
+    found = [rows.counters[table.name].sample(table) for table in model.tables]  # type: ignore[attr-defined]
+    return found, len(passes) * model.batch_size, model.data.size
+
+
 class _MeasuredPass:
     """What one batch took, in seconds."""
 
@@ -141,7 +175,12 @@ def _variation(seconds: list[float]) -> float:
 class _MeasuredJob:
     """A job of one worker, whose roles are all in this thread."""
 
-    def __init__(self, model_creator: ModelCreator, seed: int) -> None:
+    def __init__(
+        self,
+        model_creator: ModelCreator,
+        seed: int,
+        counting: list[CountingRows] | None = None,  # to which that of a model with tables is added
+    ) -> None:
         self._now = system().now
         with _own_main():
             strategy = ParameterServerStrategy(num_servers=1)
@@ -152,6 +191,8 @@ class _MeasuredJob:
         self._job, self.model = job, models[0]
         self._rows: list[_MeasuredPass] = []
         self._watch()
+        if counting is not None and description.layout.opaque_chunks:
+            self._count(counting)
         self._router = router = Router()
         self.replicas: Replicas = build_replicas(
             job, 0, models, [torch.device("cpu")], extensions=EXTENSIONS
@@ -185,6 +226,23 @@ class _MeasuredJob:
             return found
 
         vars(model)["compute_gradients"] = timed
+
+    def _count(self, counting: list[CountingRows]) -> None:
+        """Have the ids of the model's batches counted."""
+        from steepest.planning.id_samples import CountingRows
+
+        model: Any = self.model
+        use, compute = model.use_rows, model.compute_gradients
+
+        def use_counted(source: Any) -> None:
+            counting[:] = counting or [CountingRows(source, model.tables)]
+            use(counting[0])
+
+        def counted(*arguments: Any) -> Any:
+            counting[0].batch = len(self._rows)
+            return compute(*arguments)
+
+        vars(model).update(use_rows=use_counted, compute_gradients=counted)
 
     def take(self, steps: int, seconds: float) -> list[_MeasuredPass]:
         """Take some steps; return what each took."""

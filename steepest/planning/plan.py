@@ -83,7 +83,7 @@ def plan(  # noqa: PLR0913 - keywords of a user, most of them optional
     profile = (
         function
         if isinstance(function, Profile)
-        else measure(_creator(function, seed), batches=batches, seed=seed)
+        else measure(creator_of(function, seed), batches=batches, seed=seed)
     )
     if chosen is None:
         chosen = _named(STRATEGIES) | for_slow_links(profile)
@@ -159,7 +159,7 @@ def _named(
     return found
 
 
-def _creator(function: Callable[..., Any], seed: int) -> Any:
+def creator_of(function: Callable[..., Any], seed: int) -> Any:
     """Return what makes a worker's model, of a function without arguments or a `model_creator`."""
     if not callable(function):
         raise ConfigurationError(

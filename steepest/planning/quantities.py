@@ -56,6 +56,25 @@ def seconds_of(value: str | float) -> float:
     return _above_zero("latency", value, zero=True)
 
 
+def bytes_of(value: str | float) -> float:
+    """Return a number of bytes.
+
+    Args:
+        value: the number, or text such as "16GB" or "500 MB": prefixes k, M, G and T are powers of 1000.
+
+    Raises:
+        ConfigurationError: it is neither, or not above 0.
+
+    Example:
+        >>> bytes_of("16GB"), bytes_of(2e9)
+        (16000000000.0, 2000000000.0)
+    """
+    if isinstance(value, str):
+        found = {f"{prefix}b": factor for prefix, factor in _FACTORS.items()} | _FACTORS
+        return _amount("memory", value, found, "16GB or 500MB")
+    return _above_zero("memory", value)
+
+
 def numbers_of(name: str, text: str) -> list[int]:
     """Return the counts in a text such as "1,2,4", ascending and each once; ConfigurationError: it has none."""
     try:

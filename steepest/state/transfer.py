@@ -422,7 +422,8 @@ class StateTransfer:
                 state = before.renumbered({was: now for now, was in keep.items()})
                 state = state.for_job(cluster.job)
             same = as_before or job.num_workers == wanted.num_workers
-            if number := snapshot_in(state.optimizer.state):
+            tables = job.stores is not None
+            if tables and (number := snapshot_in(state.optimizer.state)):
                 carry_rows(cluster, number)
             records = state.optimizer.place(cluster, same=same)
             self.install(state, before.shared.records if as_before else records)

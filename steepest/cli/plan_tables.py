@@ -1,0 +1,101 @@
+"""`steepest plan SCRIPT --tables`: what embedding tables will need, from a sample of their ids."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from steepest.cli.files import write_whole
+from steepest.errors import ConfigurationError
+
+_OPTIMIZERS = ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "FTRL")
+_BATCHES = 200
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of plans of tables."""
+    group = parser.add_argument_group(
+        "embedding tables, of a script or of a file of ids (.npz with an array for each table, .npy, or .txt)"
+    )
+    group.add_argument(
+        "--tables",
+        action="store_true",
+        help=f"predict rows, memory, servers and disk instead; --batches is {_BATCHES} then",
+    )
+    group.add_argument(
+        "--samples",
+        type=float,
+        metavar="N",
+        help="of the whole data; of a file of ids, ids; default: as many as the script's data, or the file, have",
+    )
+    group.add_argument(
+        "--memory", default="16GB", metavar="BYTES", help="of each server, for rows; default: 16GB"
+    )
+    group.add_argument(
+        "--dim", type=int, default=16, metavar="N", help="of a file's tables; default: 16"
+    )
+    group.add_argument(
+        "--optimizer",
+        default="Adagrad",
+        metavar="NAME",
+        help=f"of a file's tables: {', '.join(_OPTIMIZERS)}; default: Adagrad",
+    )
+    group.add_argument(
+        "--dtype", default="float32", metavar="NAME", help="of a file's tables; default: float32"
+    )
+    group.add_argument(
+        "--json", metavar="FILE", help="write it as JSON; - for standard output alone"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what is predicted of embedding tables; return the exit status."""
+    path = None if options.json in (None, "-") else Path(options.json)
+    if path is not None and not path.parent.is_dir():
+        raise ConfigurationError(f"--json {path}: {path.parent} is no directory")
+    from steepest.planning.forecast import as_text
+    from steepest.planning.id_samples import is_sample, samples_in
+    from steepest.planning.quantities import bytes_of
+    from steepest.planning.table_plan import of_samples, plan_tables
+
+    given = Path(options.script)
+    if is_sample(given):
+        parts = samples_in(given, _described(options))
+        found = of_samples(parts, None, options.samples, bytes_of(options.memory))
+    else:
+        from steepest.loop.script import UserScript
+
+        script = UserScript.read(options.script, options.arguments)
+        if options.json != "-":
+            sys.stdout.write(f"counting the ids of {script.path} on this process\n")
+            sys.stdout.flush()
+        found = plan_tables(
+            script,
+            samples=options.samples,
+            memory=options.memory,
+            batches=_BATCHES if options.batches is None else options.batches,
+            seed=options.seed,
+        )
+    if options.json == "-":
+        sys.stdout.write(found.as_json())
+        return 0
+    sys.stdout.write(as_text(found.table()) + "\n" + as_text(found.hit_table()) + "\n")
+    sys.stdout.write("".join(f"{line}\n" for line in found.advice()))
+    if path is not None:
+        write_whole(path, found.as_json().encode())
+        sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _described(options: argparse.Namespace) -> dict[str, Any]:
+    """Return how the tables of a file are described."""
+    from steepest import tables
+
+    if options.optimizer not in _OPTIMIZERS:
+        raise ConfigurationError(
+            f"--optimizer {options.optimizer}: give one of {', '.join(_OPTIMIZERS)}"
+        )
+    optimizer = getattr(tables, options.optimizer)()
+    return {"dim": options.dim, "optimizer": optimizer, "dtype": options.dtype}
