@@ -104,7 +104,7 @@ def test_a_late_worker_is_sent_all_changes_and_its_successor_all_weights(
     many: Counter[int] = Counter()
     after = SentChanges.after
 
-    def counted(self: SentChanges, version: int) -> torch.Tensor | None:
+    def counted(self: SentChanges, version: int | None) -> torch.Tensor | None:
         found = after(self, version)
         many[0 if found is None else found.numel() // self._changes[0][1].numel()] += 1
         return found
@@ -223,7 +223,9 @@ def test_changes_are_kept_while_they_are_fewer_bytes_than_the_weights() -> None:
     changes.add(8, parts[1])
     assert changes.after(7) is parts[1]
     last = SentChanges(most=0)
+    assert last.after(None) is None
     for version in (1, 2):
         last.add(version, parts[version])
+        assert last.after(None) is parts[version]
     assert last.after(1) is parts[2]
     assert last.after(0) is None

@@ -76,7 +76,7 @@ class ArrivingWeights:
         view, address = self._views[message.chunk]
         is_new = (message.generation, message.version) > self._newest[message.chunk]
         dtype = self._layout.chunks[message.chunk].dtype
-        if self._is_of_changes(message.chunk, size):
+        if self._codec is not None and self._is_of_changes(message.chunk, size):
             return where_lent(message, size) if is_new else None
         if self._wire_dtype and size == narrow_size(dtype, view.nbytes, self._wire_dtype):
             return where_lent(message, size) if is_new else None
@@ -99,7 +99,7 @@ class ArrivingWeights:
         self._newest[weights.chunk] = key
         self.newest = max(self.newest, key)
         view, address = self._views[weights.chunk]
-        if self._is_of_changes(weights.chunk, payload.nbytes):
+        if self._codec is not None and self._is_of_changes(weights.chunk, payload.nbytes):
             self._add_changes(weights.chunk, as_tensor(payload))
         elif payload.nbytes != view.nbytes:
             assert self._wire_dtype is not None

@@ -90,12 +90,12 @@ class OutgoingWeights:
         reload: bool = False,
         skipped: bool = False,
         fragments: Sequence[int] | None = None,
-        since: int = -1,
+        since: int | None = None,
     ) -> None:
         """Send a reader a chunk at a generation and version, if it gets that from this server."""
         # Opaque chunks are not sent. sequence: the request's, or 0; reload: all chunks are sent, frozen too;
         # skipped: the reader's last push was left out; fragments: of which it is sent chunks, None for that in turn;
-        # since: the version that the reader has, if it is sent no reload.
+        # since: the version that the reader has; None for that before the last change.
         if held.is_opaque:
             return  # workers ask for what they need
         holders = self._holders[held.chunk.index]

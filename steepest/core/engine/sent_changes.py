@@ -37,8 +37,10 @@ class SentChanges:
             self._since, dropped = self._changes.popleft()
             self._nbytes -= dropped.nbytes
 
-    def after(self, version: int) -> torch.Tensor | None:
-        """Return the changes after a version as one tensor, uint8; None if they are unknown, or there are none."""
+    def after(self, version: int | None) -> torch.Tensor | None:
+        """Return the changes after a version, None for the last, as one tensor, uint8; None if they are unknown."""
+        if version is None:
+            return self._changes[-1][1] if self._changes else None
         if version < self._since:
             return None
         found = [packed for made, packed in self._changes if made > version]

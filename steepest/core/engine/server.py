@@ -74,7 +74,7 @@ class ServerMode:
 class _Due(NamedTuple):
     """What a reader is sent of a version."""
 
-    since: int  # the version that it has; of a chunk, where all readers are sent each version
+    since: int  # the version that it has
     # the fragments with updates that it was not sent; None for that in turn
     fragments: Sequence[int] | None = None
 
@@ -417,31 +417,27 @@ class Server:
             self._updated[fragment % len(self._updated)] = commit.version
         return self._layout.of_fragments(commit.fragments)
 
-    def _due(self, reader: Peer) -> _Due:
-        """Return what a reader is sent of this version, which it has from now on."""
+    def _due(self, reader: Peer) -> _Due | None:
+        """Return what a reader is sent of this version, which it has from now on; None for what has changed last."""
         if self._updated is None:
-            return _Due(self.version - 1)
+            return None
         last, self._sent[reader] = self._sent.get(reader, 0), self.version
         if len(self._updated) == 1:
             return _Due(last)
         return _Due(last, [part for part, version in enumerate(self._updated) if version > last])
 
-    def _send_due(self, reader: Peer, sequence: int, held: ChunkStore, due: _Due) -> None:
+    def _send_due(self, reader: Peer, sequence: int, held: ChunkStore, due: _Due | None) -> None:
         """Send a reader a chunk, if it is of one of the fragments that are due."""
-        if due.fragments is None:
+        since, fragments = due or (None, None)
+        if fragments is None:
             is_due = held.chunk.index in self._layout.changed_by(self.version)
         else:
-            is_due = held.chunk.fragment in due.fragments
+            is_due = held.chunk.fragment in fragments
         if is_due:
-            skipped, at = self._is_left_out(reader), self._position
+            about = self._position, sequence
+            skipped = self._is_left_out(reader)
             self._weights.send(
-                reader,
-                held,
-                at,
-                sequence,
-                skipped=skipped,
-                fragments=due.fragments,
-                since=due.since,
+                reader, held, *about, skipped=skipped, fragments=fragments, since=since
             )
 
     def _is_left_out(self, reader: Peer) -> bool:
