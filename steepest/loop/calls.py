@@ -18,10 +18,10 @@ from steepest.loop.loaders import EvaluationLoader, TrainingLoader
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.model import LoopModel
 from steepest.loop.prepared import Prepared
-from steepest.loop.session import Session, current
 from steepest.loop.streamed import StreamLockstep
 from steepest.loop.table_rows import connect_alone
 from steepest.loop.training_data import TrainingData, training_data
+from steepest.loop.user_loop import UserLoop, current
 from steepest.validation import require_count
 
 _ORDER = (
@@ -68,21 +68,21 @@ def prepare(
         ConfigurationError: no module, or no optimizer; an optimizer over other parameters, a loader with a sampler that
             has no length or divides samples itself, or something else that cannot be shared.
     """
-    session = current()
+    loop = current()
     modules = [each for each in objects if isinstance(each, torch.nn.Module)]
     optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
     schedulers = [each for each in objects if isinstance(each, (LRScheduler, ReduceLROnPlateau))]
-    if session is None:
+    if loop is None:
         connect_alone(modules, optimizers)
         return objects[0] if len(objects) == 1 else objects
     loaders = [each for each in objects if isinstance(each, DataLoader)]
     _check_given(objects, modules, optimizers, schedulers, loaders)
-    if session.is_prepared:
+    if loop.is_prepared:
         raise ConfigurationError(
             "steepest.prepare() was called twice: give it everything in one call, before the loop"
         )
     closures = {at: ByClosure(each) for at, each in enumerate(optimizers) if needs_closure(each)}
-    if closures and (session.local or not (session.together and reduction == "mean")):
+    if closures and (loop.local or not (loop.together and reduction == "mean")):
         raise ConfigurationError(
             f"{type(optimizers[min(closures)]).__name__}, whose step() needs a closure, where workers do not wait for "
             "each other, or with reduction='sum': each evaluation is the mean over all workers; give "
@@ -97,19 +97,17 @@ def prepare(
             "reduction='sum' with a loader that has a batch_sampler, or batch_size=None: nobody knows how many samples "
             "a whole step has; divide the loss by the samples of the batch, and leave reduction out"
         )
-    data = None if not loaders else training_data(loaders[0], session)
-    lockstep = _lockstep(session, optimizers, data, any_steps=any_steps)
-    model = LoopModel(
-        session, module, optimizers, None if lockstep else data, project, table_shards
-    )
+    data = None if not loaders else training_data(loaders[0], loop)
+    lockstep = _lockstep(loop, optimizers, data, any_steps=any_steps)
+    model = LoopModel(loop, module, optimizers, None if lockstep else data, project, table_shards)
     _check_tables(model, alike=lockstep is None and not closures)
     # where workers do not wait for each other, each reads all of a further loader
-    further = loaders[1:] if session.together else []
-    made: dict[int, Any] = {id(each): EvaluationLoader(each, session) for each in further}
+    further = loaders[1:] if loop.together else []
+    made: dict[int, Any] = {id(each): EvaluationLoader(each, loop) for each in further}
     if data is not None:
-        whole = lockstep.whole_batch(session.size) if lockstep else step_size().of(data.batch_size)
-        made[id(loaders[0])] = TrainingLoader(loaders[0], session, data.size, whole)
-    session.prepare(
+        whole = lockstep.whole_batch(loop.size) if lockstep else step_size().of(data.batch_size)
+        made[id(loaders[0])] = TrainingLoader(loaders[0], loop, data.size, whole)
+    loop.prepare(
         Prepared(
             model, optimizers, schedulers, lockstep, sums=reduction == "sum", closures=closures
         )
@@ -153,7 +151,7 @@ def _check_tables(model: LoopModel, *, alike: bool) -> None:
 
 
 def _lockstep(
-    session: Session,
+    loop: UserLoop,
     optimizers: Sequence[torch.optim.Optimizer],
     data: TrainingData | None,
     *,
@@ -171,12 +169,12 @@ def _lockstep(
         what = "an iterable data set without __len__"
     if data is None:
         what = "a loop without a loader"
-    if session.local:
+    if loop.local:
         raise ConfigurationError(
             f'{what} with strategy="local": each batch of a loader is one update of the worker\'s own there, of a '
             'single optimizer; give strategy="ps" or "allreduce"'
         )
-    if not session.together:
+    if not loop.together:
         raise ConfigurationError(
             f"{what} where workers do not wait for each other: all of them are to take the same steps; give "
             'strategy="ps" or "allreduce"'
@@ -188,10 +186,10 @@ def _lockstep(
                 f"global_batch_size={whole} with a loop without a loader, which makes its data itself: leave it out, "
                 "and let each worker make its part of them, by steepest.size()"
             )
-        return Lockstep(None, 1, session.seed)
+        return Lockstep(None, 1, loop.seed)
     if data.stream is not None:
-        return StreamLockstep(data.stream, session.seed, whole)
-    return Lockstep(data.source, data.batch_size, session.seed, whole)
+        return StreamLockstep(data.stream, loop.seed, whole)
+    return Lockstep(data.source, data.batch_size, loop.seed, whole)
 
 
 def register(**objects: Any) -> Any:
@@ -213,8 +211,8 @@ def register(**objects: Any) -> Any:
         >>> kept.best
         0.7
     """
-    session = current()
-    return Kept(objects) if session is None else session.register(objects)
+    loop = current()
+    return Kept(objects) if loop is None else loop.register(objects)
 
 
 def epochs(count: int, end: int | None = None) -> Iterable[int]:
@@ -232,8 +230,8 @@ def epochs(count: int, end: int | None = None) -> Iterable[int]:
     else:
         first = require_count("the first epoch", count, 0)
         count = require_count("the end of epochs", end, first + 1) - first
-    session = current()
-    return range(first, first + count) if session is None else session.epochs(count, first)
+    loop = current()
+    return range(first, first + count) if loop is None else loop.epochs(count, first)
 
 
 def report(**values: Any) -> None:
@@ -246,8 +244,8 @@ def report(**values: Any) -> None:
     Args:
         values: numbers, or tensors without dimensions, by name.
     """
-    if (session := current()) is not None:
-        session.report(values)
+    if (loop := current()) is not None:
+        loop.report(values)
 
 
 def weight(value: float) -> None:
@@ -259,8 +257,8 @@ def weight(value: float) -> None:
     Args:
         value: zero or more.
     """
-    if (session := current()) is not None:
-        session.weigh(value)
+    if (loop := current()) is not None:
+        loop.weigh(value)
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
@@ -279,11 +277,11 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     Raises:
         ConfigurationError: a part of the parameters, or no positive number.
     """
-    session = current()
-    if session is None:
+    loop = current()
+    if loop is None:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return session.clip_norm(given, max_norm)
+    return loop.clip_norm(given, max_norm)
 
 
 def gather(value: Any) -> Any:
@@ -306,8 +304,8 @@ def gather(value: Any) -> Any:
         >>> gather({"right": 7, "scores": torch.zeros(3, 2)})["right"]
         tensor([7])
     """
-    session = current()
-    return alone(value) if session is None else session.gatherer.gather(value)
+    loop = current()
+    return alone(value) if loop is None else loop.gatherer.gather(value)
 
 
 def rank() -> int:
@@ -325,6 +323,6 @@ def size() -> int:
     return _of(current(), "size", 1)
 
 
-def _of(session: Session | None, name: str, alone: int) -> int:
-    found: int = alone if session is None else getattr(session, name)
+def _of(loop: UserLoop | None, name: str, alone: int) -> int:
+    found: int = alone if loop is None else getattr(loop, name)
     return found

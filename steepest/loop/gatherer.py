@@ -28,11 +28,23 @@ from steepest.loop.turns import Turns
 class Meets(Protocol):
     """What is asked of a loop that gathers."""
 
-    rank: int
-    size: int
     together: bool
     local: int
-    turns: Turns
+
+    @property
+    def rank(self) -> int:
+        """The number of the worker."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        ...
+
+    @property
+    def turns(self) -> Turns:
+        """The turns of the worker's thread and the function's."""
+        ...
 
     @property
     def stands_in(self) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from steepest.core.data.sampler import even_share
 from steepest.core.data.sources import DatasetSource
 from steepest.errors import ConfigurationError
-from steepest.loop.session import Session
+from steepest.loop.user_loop import UserLoop
 
 
 class TrainingLoader:
@@ -22,20 +22,20 @@ class TrainingLoader:
 
     Args:
         loader: that one.
-        session: of the worker.
+        loop: of the worker's function.
         steps: returns the number of steps of an epoch.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], session: Session, samples: int | None, whole: int
+        self, loader: DataLoader[Any], loop: UserLoop, samples: int | None, whole: int
     ) -> None:
         self.loader = loader
-        self._session = session
+        self._loop = loop
         self._samples, self._whole = samples, whole
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches of the present epoch; at the beginning those that are left of it."""
-        return _Pass(self._session)
+        return _Pass(self._loop)
 
     def __len__(self) -> int:
         """Return the number of the job's steps in an epoch."""
@@ -57,15 +57,15 @@ class _Pass(Iterator[Any]):
     each so many batches is done by a worker that joins later at the same ones as by the others.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, loop: UserLoop) -> None:
+        self._loop = loop
         self._counts = False
 
     def __next__(self) -> Any:
         if self._counts:
             return None
-        batch = self._session.next_batch()
-        if first := self._session.take_first():
+        batch = self._loop.next_batch()
+        if first := self._loop.take_first():
             self._count(first)
         return batch
 
@@ -91,15 +91,15 @@ class EvaluationLoader:
 
     Args:
         loader: that one.
-        session: of the worker.
+        loop: of the worker's function.
 
     Raises:
         ConfigurationError: it has data without a length, or a sampler of its own that does not say its samples.
     """
 
-    def __init__(self, loader: DataLoader[Any], session: Session) -> None:
+    def __init__(self, loader: DataLoader[Any], loop: UserLoop) -> None:
         self.loader = loader
-        self._session = session
+        self._loop = loop
         self._indices = _indices_of(loader)
         self._source = DatasetSource(loader.dataset, loader)
 
@@ -121,25 +121,25 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches of a pass."""
-        session, size = self._session, self._session.size
+        loop, size = self._loop, self._loop.size
         order: list[list[int]] = [[] for _ in range(size)]
         ranges = self._batches(size)
         shares = [
             [even_share(end - begin, rank, size) for rank in range(size)] for begin, end in ranges
         ]
         mine = [
-            self._indices[begin + share[session.rank][0] : begin + share[session.rank][1]]
+            self._indices[begin + share[loop.rank][0] : begin + share[loop.rank][1]]
             for (begin, _), share in zip(ranges, shares, strict=True)
         ]
-        session.gatherer.order = order
+        loop.gatherer.order = order
         for (begin, _), share, batch in zip(ranges, shares, self._source.open(mine), strict=True):
             for rank, (first, last) in enumerate(share):
                 order[rank].extend(range(begin + first, begin + last))
-            yield session.on_device(batch)
+            yield loop.on_device(batch)
 
     def __len__(self) -> int:
         """Return the number of batches of each worker."""
-        return len(self._batches(self._session.size))
+        return len(self._batches(self._loop.size))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)

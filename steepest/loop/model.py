@@ -35,6 +35,7 @@ from steepest.loop.projected import Projected, Projection
 from steepest.loop.session import Session
 from steepest.loop.table_rows import LoopRows
 from steepest.loop.training_data import TrainingData
+from steepest.loop.user_loop import UserLoop
 from steepest.loop.window import Again
 from steepest.loop.writes import Before, LoopWrites
 
@@ -55,7 +56,7 @@ class LoopModel(TorchModel):
     """The replica of a worker whose user trains in a loop of their own.
 
     Args:
-        session: in which the user's function runs, in `prepare`.
+        loop: of the user's function, in `prepare`.
         module, optimizers: that it has given there.
         project: what is done to parameters after each update, see `prepare`.
         table_shards: see `steepest.TorchModel`.
@@ -66,11 +67,12 @@ class LoopModel(TorchModel):
     """
 
     take_back: Callable[[], None] | None = None
+    session: Session  # of the worker, which sets it once the function has come to `prepare`
     _writes: LoopWrites
 
     def __init__(
         self,
-        session: Session,
+        loop: UserLoop,
         module: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         data: TrainingData | None,
@@ -82,7 +84,7 @@ class LoopModel(TorchModel):
             names = {id(p): plain(name) for name, p in own.named_parameters()}
             return one if project is None else Projected.of(as_one(one), names, project)
 
-        self.session = session
+        self.loop = loop
         with _hooks_aside(optimizers):
             super().__init__(
                 module,
@@ -100,13 +102,13 @@ class LoopModel(TorchModel):
         self._own_names = tuple(sorted(self.optimizer_spec.trainable()))
         self._has_buffers = any(True for _ in module.buffers())
         self._share_of: Callable[[int], PastShare | None] | None = None
-        self._rows = LoopRows(session.turns.ask)
+        self._rows = LoopRows(loop.turns.ask)
         if self.tables or self.held:
             self._rows.follow(module, *optimizers, held=self.held_rows())
 
     def _seed(self) -> int:
         """Return the seed of the job."""
-        return self.session.seed
+        return self.loop.seed
 
     def use_rows(self, source: RowSource) -> None:
         """Have the loop use the rows of a source from now on, see `steepest.loop.table_rows`."""
@@ -125,9 +127,9 @@ class LoopModel(TorchModel):
 
     def batch_before(self, step: int) -> Any:
         """Return the worker's last batch before a step of the job; another one if it had none, or is not known."""
-        session = self.session
-        if (lockstep := session.lockstep) is not None:
-            return self._to_device(lockstep.batch_before(session.rank, session.size))
+        loop = self.loop
+        if (lockstep := loop.lockstep) is not None:
+            return self._to_device(lockstep.batch_before(loop.rank, loop.size))
         share = self._past_share(step - 1)
         if share is None or not share.batches:
             return self.any_batch()
@@ -164,11 +166,11 @@ class LoopModel(TorchModel):
     ) -> None:
         """Gather values of all workers over a collective from now on, see `steepest.core.models.protocol.Gathers`."""
         self._share_of = share_of
-        self.session.gatherer.gatherings.meet(member, wait)
+        self.loop.gatherer.gatherings.meet(member, wait)
 
     def use_reader(self, read: Callable[[], list[Record]]) -> None:
         """Read the optimizer's state in this way from now on, see `steepest.core.models.protocol.ReadsState`."""
-        self.session.read_state = read
+        self.loop.read_state = read
 
     def state_of(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> dict[str, Any]:
         """Return the `state_dict()` of an optimizer of the loop's, as it would be if it had taken the job's steps.
@@ -194,7 +196,7 @@ class LoopModel(TorchModel):
 
     def forget_gathered(self) -> None:
         """Drop what was gathered, see `steepest.core.models.protocol.Gathers`."""
-        self.session.gatherer.gatherings.drop()
+        self.loop.gatherer.gatherings.drop()
 
     def unfrozen(self) -> frozenset[str]:
         """Return the names of the optimizer's parameters that are not trained yet, and require a gradient by now."""
@@ -238,17 +240,17 @@ class LoopModel(TorchModel):
     @property
     def hyper(self) -> list[dict[str, Any]] | None:
         """The hyperparameters of the last step that differ from those in `prepare`, by group."""
-        return self.session.hyper
+        return self.loop.hyper
 
     @property
     def notes(self) -> list[Reported]:
         """What the loop has reported since the last committed step, see `steepest.core.models.protocol.SaysNotes`."""
-        return self.session.notes
+        return self.loop.reports.notes
 
     @property
     def clip_step(self) -> float | None:
         """The greatest norm of the gradient of the last step's update; None for any."""
-        return self.session.clip
+        return self.loop.clip
 
     def _in_turn(self, goes_on: Callable[..., T], *arguments: Any) -> T:
         """Let the loop have a turn, in a function, on the values that an optimizer tries, if one does.
@@ -258,7 +260,7 @@ class LoopModel(TorchModel):
         Raises:
             ModelError: the loop has written to a trained parameter.
         """
-        writes, trying = self._writes, self.session.trying
+        writes, trying = self._writes, self.loop.trying
         begun = writes.begin()
         if trying is not None:
             trying.lay_out()
@@ -273,8 +275,8 @@ class LoopModel(TorchModel):
 
     def _end_turn(self, writes: LoopWrites, begun: Before) -> str | None:
         """End a turn; return the name of a parameter that the loop has written to, or None."""
-        if self.session.trying is not None:
-            self.session.trying.lay_aside()
+        if self.loop.trying is not None:
+            self.loop.trying.lay_aside()
             self.put_back()
         return writes.end(begun)
 
@@ -287,7 +289,7 @@ class LoopModel(TorchModel):
 
     def take_place(self, where: Where, replica: int, replicas: int) -> None:
         """Note the place of the next batch, and which of the workers this is."""
-        self.session.rank, self.session.size = replica, replicas
+        self.session.take_seat(replica, replicas)
         self._where = where
         if where.empty and self.session.sees_all_steps:
             self._stand_by(where)
@@ -298,7 +300,7 @@ class LoopModel(TorchModel):
         """Let the loop go on through a step in which the worker has no samples: it sees others, which do not count."""
         session, buffers = self.session, super().state()
         if session.is_undone(where):
-            session.begin_anew(session.state())
+            session.begin_anew(self.loop.states.state())
             super().load_state(buffers)
         self._in_turn(session.compute, Batch(self.any_batch(), where, 0, 0))
         super().load_state(buffers)
@@ -318,7 +320,7 @@ class LoopModel(TorchModel):
     ) -> None:
         """Report a gradient that is as it will be at the step, as far as is known."""
         assert self._ready is not None
-        self._weight = self.session.weight
+        self._weight = self.loop.weight
         self._write(index, parameter, gradient, view, self._ready)
 
     def compute_gradients(
@@ -330,7 +332,7 @@ class LoopModel(TorchModel):
         gradient: an update in which no worker has one changes nothing.
         """
         arrive(None)
-        session = self.session
+        session, loop = self.session, self.loop
         samples, whole = (1, 1) if self._share is None else self._share
         if isinstance(batch, Drawn):
             samples = batch.samples
@@ -341,8 +343,8 @@ class LoopModel(TorchModel):
         if stepped:
             self._check_trained()
             if self.tables:
-                self._rows.send(session.factor, again=again)
-        self._weight = session.weight if stepped else 0.0
+                self._rows.send(loop.factor, again=again)
+        self._weight = loop.weight if stepped else 0.0
         left = self._overlap.left(self._weight if stepped else None)
         if left is None:
             assert self.take_back is not None
@@ -350,44 +352,46 @@ class LoopModel(TorchModel):
         if left is None or len(left) < len(self._gradients):
             with torch.no_grad():
                 self._push(ready, left or (), stepped=stepped)
-        found, session.fresh = session.fresh if metrics else {}, {}
+        fresh = loop.take_fresh()
         if stepped and self._share is None:
-            samples = session.samples
-        losses = session.losses.found
+            samples = loop.samples
+        losses = loop.losses.found
         loss = sum([each.item() for each in losses]) if losses else math.nan
-        if session.sums:
-            loss /= max(session.samples, 1)
-        return Computed(loss, self._weight, 0 if session.has_ended else samples, found)
+        if loop.sums:
+            loss /= max(loop.samples, 1)
+        return Computed(
+            loss, self._weight, 0 if session.has_ended else samples, fresh if metrics else {}
+        )
 
     def _go_on_with(self, batch: Batch, ready: Ready) -> bool:
         """Let the loop go on with a batch, and gradients leave meanwhile; return whether it has taken a step."""
-        session, overlap = self.session, self._overlap
-        may_leave = self.take_back is not None and session.leaves_early
+        session, loop, overlap = self.session, self.loop, self._overlap
+        may_leave = self.take_back is not None and loop.leaves_early
         self._ready = ready
-        overlap.begin(session, self._leave if may_leave else None)
+        overlap.begin(loop, self._leave if may_leave else None)
         try:
             stepped = session.compute(batch)
         except BaseException:
-            overlap.end(session, raised=True)
+            overlap.end(loop, raised=True)
             raise
         finally:
             self._ready = None
-        overlap.end(session)
+        overlap.end(loop)
         return stepped
 
     def _begin_anew_if_undone(self) -> None:
         """Begin the loop anew, from its last state, if the step that it awaits was dealt out in another way."""
-        session = self.session
+        session, loop = self.session, self.loop
         if session.is_undone(self._where):
             buffers = self._buffers()
-            session.begin_anew(session.state())
+            session.begin_anew(self.loop.states.state())
             super().load_state(buffers)
-        if session.local and not session.is_in_round:
+        if loop.local and not loop.states.is_in_round:
             self._of_round = super().state()
 
     def _take(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
-        if self.session.sums:
-            torch.mul(gradient, self.session.factor, out=out)
+        if self.loop.sums:
+            torch.mul(gradient, self.loop.factor, out=out)
         else:
             out.copy_(gradient)
 
@@ -397,7 +401,7 @@ class LoopModel(TorchModel):
             if entry.trainable and index not in left:
                 parameter, view = self._parameters[entry.name], self._gradients[entry.name]
                 held = entry.name in self.optimizer_spec.apart
-                takes_part = stepped and (held or id(parameter) in self.session.stepping)
+                takes_part = stepped and (held or id(parameter) in self.loop.stepping)
                 if not takes_part or parameter.grad is None:
                     view.zero_()
                     ready(index, self._weight, False)
@@ -427,15 +431,15 @@ class LoopModel(TorchModel):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return buffers and the like, and the state of the loop."""
-        return {**self._buffers(), LOOP_STATE: pack(self.session.state(), self.session.batches)}
+        return {**self._buffers(), LOOP_STATE: pack(self.loop.states.state(), self.loop.batches)}
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Return buffers and the like as they are where the loop's state begins."""
-        if self.session.is_in_round:
+        if self.loop.states.is_in_round:
             return self._of_round
         found = super().state()
         if (
-            self.session.is_in_step
+            self.loop.states.is_in_step
         ):  # forward passes of a batch that is taken again have changed them
             found |= {name: value for name, value in self._of_step.items() if name in found}
         return found
@@ -458,7 +462,7 @@ class LoopModel(TorchModel):
         if (packed := own.pop(LOOP_STATE, None)) is not None:
             self.session.load(unpack(packed))
         super().load_state(own)
-        self._arrived = own if self.session.is_arriving else None
+        self._arrived = own if self.loop.is_arriving else None
 
     def adopt(self, other: LoopModel) -> None:
         """Become the replica of a module that the user's function has made anew; the job's weights stay.
@@ -476,7 +480,7 @@ class LoopModel(TorchModel):
             )
         before_rows = self._rows
         staying = (
-            *("session", "layout", "optimizer_spec", "data", "batch_size"),
+            *("session", "loop", "layout", "optimizer_spec", "data", "batch_size"),
             *("_where", "_share_of", "_device", "_vector", "_gradients", "_overlap", "_hooks"),
         )
         vars(self).update({**vars(other), **{name: vars(self)[name] for name in staying}})

@@ -26,7 +26,7 @@ Seen = tuple[torch.Tensor, torch.Tensor | None, int]
 
 
 class _Weighs(Protocol):
-    """A session, see `steepest.loop.session.Session`."""
+    """A user's loop, see `steepest.loop.user_loop.UserLoop`."""
 
     weight: float  # of the present batch, as the user's function has said so far
     unseen: Unseen
@@ -48,7 +48,7 @@ class Overlap:
 
     def __init__(self) -> None:
         # while a batch is watched: torch keeps hooks where the garbage collector does not see them
-        self._session: _Weighs | None = None
+        self._loop: _Weighs | None = None
         self._leave: Leave | None = None
         self._expected: dict[
             int, int
@@ -70,44 +70,44 @@ class Overlap:
         """Return what is to be called when an entry's gradient was accumulated, which leaves by a view."""
         return functools.partial(self._accumulated, index, view)
 
-    def begin(self, session: _Weighs, leave: Leave | None) -> None:
-        """Watch gradients while the user's function goes on with a batch in a session.
+    def begin(self, loop: _Weighs, leave: Leave | None) -> None:
+        """Watch gradients while the user's function goes on with a batch.
 
         Args:
-            session: of the function.
+            loop: of the function.
             leave: lets a gradient leave; None where none may.
         """
         self._counts, self._left = {}, {}
         self._is_wrong = False
         self._is_guessing = bool(leave) and not self._never and self._right >= self._needed
-        self._session, self._leave = session if leave else None, leave
-        session.unseen.happened = False
+        self._loop, self._leave = loop if leave else None, leave
+        loop.unseen.happened = False
 
-    def end(self, session: _Weighs, *, raised: bool = False) -> None:
+    def end(self, loop: _Weighs, *, raised: bool = False) -> None:
         """Watch no further; `raised`: whether the function has gone on to an error."""
-        self._session, self._leave, session.unseen.watches = None, None, False
-        self._is_wrong |= session.unseen.happened
+        self._loop, self._leave, loop.unseen.watches = None, None, False
+        self._is_wrong |= loop.unseen.happened
         if raised:
             self._seen.clear()
 
     def _accumulated(self, index: int, view: torch.Tensor, parameter: torch.Tensor) -> None:
         """Note that a gradient was accumulated, and let it leave if it seems to be whole."""
-        session = self._session
-        if session is None:
+        loop = self._loop
+        if loop is None:
             return
         gradient = parameter.grad
         count = self._counts[index] = self._counts.get(index, 0) + 1
         self._seen[index] = parameter, gradient, 0 if gradient is None else gradient._version
-        session.unseen.watches = True
+        loop.unseen.watches = True
         if not self._is_guessing or self._is_wrong:
             return
-        if index in self._left or (self._left and session.weight != self._weight):
+        if index in self._left or (self._left and loop.weight != self._weight):
             self._is_wrong = True
-        elif count == self._expected.get(index) and gradient is not None and session.weight:
-            self._weight = session.weight
-            session.unseen.watches = False
+        elif count == self._expected.get(index) and gradient is not None and loop.weight:
+            self._weight = loop.weight
+            loop.unseen.watches = False
             self._let_leave(index, parameter, gradient, view)
-            session.unseen.watches = True
+            loop.unseen.watches = True
 
     def _let_leave(
         self, index: int, parameter: torch.Tensor, gradient: torch.Tensor, view: torch.Tensor

@@ -20,7 +20,7 @@ from steepest.errors import ConfigurationError, PeerLostError
 from steepest.loop.model import LoopCreator, LoopModel
 from steepest.loop.prepared import Progress
 from steepest.loop.reports import Reports, read_reports, write_reports
-from steepest.loop.session import current
+from steepest.loop.user_loop import current
 from steepest.observe.display import ENDLESS
 from steepest.observe.history import History
 from steepest.observe.progress import Callback

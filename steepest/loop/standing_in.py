@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -76,13 +76,13 @@ class Whereabouts(Protocol):
 class Marked(Protocol):
     """What is asked of a loop in which others may gather."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        ...
+
     together: bool
     batches: int
-
-    def state_at(self, at: str, *, objects: bool) -> dict[str, Any]:
-        """Return the state at the end of a step, or of an epoch."""
-        ...
 
 
 class Boundary:
@@ -91,10 +91,13 @@ class Boundary:
     Args:
         loop: whose state it is.
         gatherer: of its gatherings.
+        state_at: returns the state at the end of a step, or of an epoch.
     """
 
-    def __init__(self, loop: Marked, gatherer: Whereabouts) -> None:
-        self._loop, self._gatherer = loop, gatherer
+    def __init__(
+        self, loop: Marked, gatherer: Whereabouts, state_at: Callable[..., dict[str, Any]]
+    ) -> None:
+        self._loop, self._gatherer, self._state_at = loop, gatherer, state_at
         self._state: torch.Tensor | dict[str, Any] | None = None
 
     def leave(self) -> None:
@@ -108,7 +111,7 @@ class Boundary:
         if loop.size > 1 and loop.together:
             # objects may be large: their state is kept from before only where the loop is known to gather
             whole = at == "end" or self._gatherer.among_batches
-            state = loop.state_at(at, objects=whole)
+            state = self._state_at(at, objects=whole)
             self._state = pack(state, loop.batches) if whole else state
 
     def state(self, kept: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -18,9 +18,17 @@ _CLIPPED_BY_VALUE: Any = clip_grad.clip_grad_value_
 class Averaged(Protocol):
     """What is asked of a loop whose gradients may be clipped."""
 
-    rank: int
-    size: int
     told_of_clipping: bool  # whether it was warned
+
+    @property
+    def rank(self) -> int:
+        """The number of the worker."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        ...
 
     @property
     def averages(self) -> bool:

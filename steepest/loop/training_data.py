@@ -12,8 +12,8 @@ from steepest.core.data.sources import as_source
 from steepest.core.models.step_size import step_size
 from steepest.errors import ConfigurationError
 from steepest.loop.drawn import DrawnSource, has_own_sampler
-from steepest.loop.session import Session, outside
 from steepest.loop.streamed import Stream, StreamedSource
+from steepest.loop.user_loop import UserLoop, outside
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TrainingData:
         return None if self.source is None else self.source.size
 
 
-def training_data(loader: DataLoader[Any], session: Session) -> TrainingData:
+def training_data(loader: DataLoader[Any], loop: UserLoop) -> TrainingData:
     """Return the training data of a loader.
 
     Raises:
@@ -50,12 +50,12 @@ def training_data(loader: DataLoader[Any], session: Session) -> TrainingData:
             "as many samples as they have: leave global_batch_size out; a step has one batch of each worker"
         )
     if isinstance(loader.dataset, IterableDataset):
-        stream = Stream(loader, session.seed, outside)
+        stream = Stream(loader, loop.seed, outside)
         if stream.size is None:
             return TrainingData(batch_size, None, stream)
         return TrainingData(batch_size, StreamedSource(stream, whole.of(batch_size)))
     if has_own_sampler(loader):
-        return TrainingData(batch_size, DrawnSource(loader, session.seed))
+        return TrainingData(batch_size, DrawnSource(loader, loop.seed))
     source, batch_size = as_source(loader, None)
     if type(loader.sampler) is SequentialSampler and not hasattr(source, "blocks"):
         vars(source)["blocks"] = 1  # samples come in the order of the data set, in each epoch

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
 from steepest import TorchModel
-from steepest.loop.model import LoopCreator
+from steepest.loop.model import LoopCreator, LoopModel
 from steepest.testing import InProcessCluster
 from tests.reference import perceptron, samples
 from tests.socket_jobs import STRATEGIES
@@ -55,10 +55,15 @@ def calls_of_a_step(creator: Any, strategy: Any) -> tuple[float, Counter[str]]:
         if event == "call" and "/testing/" not in frame.f_code.co_filename:
             calls[f"{frame.f_code.co_filename}:{frame.f_code.co_name}"] += 1
 
-    before = sys.getprofile()
+    before, loops = sys.getprofile(), []
+
+    def kept(worker: int, device: int) -> Any:
+        loops.append(creator(worker, device))
+        return loops[-1]
+
     threading.setprofile(see)  # for the threads of users' functions, which begin here
     try:
-        cluster = InProcessCluster(creator, num_workers=WORKERS, strategy=strategy)
+        cluster = InProcessCluster(kept, num_workers=WORKERS, strategy=strategy)
         cluster.step(8)  # gradients leave early by then
         calls.clear()
         sys.setprofile(see)
@@ -66,6 +71,9 @@ def calls_of_a_step(creator: Any, strategy: Any) -> tuple[float, Counter[str]]:
     finally:
         sys.setprofile(before)
         threading.setprofile(None)  # type: ignore[arg-type]
+        for each in loops:
+            if isinstance(each, LoopModel):
+                each.session.end()
     return calls.total() / STEPS / WORKERS, calls
 
 

@@ -17,7 +17,7 @@ from steepest import DeadlineConfig
 from steepest.cli.main import main
 from steepest.core.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, DeadlineError, ModelError, ModelRaisedError
-from steepest.loop.session import current
+from steepest.loop.user_loop import current
 from steepest.testing.replay import replay
 from tests.own_loop_runs import InterruptedRunError, Interrupts, run
 from tests.own_loops import (

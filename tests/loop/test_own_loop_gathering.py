@@ -223,7 +223,7 @@ def dealt(count: int, workers: int, batch: int, **settings: Any) -> list[list[li
     found = []
     for rank in range(workers):
         session = Session(lambda: None, rank, workers)
-        evaluation = EvaluationLoader(loader, session)
+        evaluation = EvaluationLoader(loader, session.loop)
         found.append([x.tolist() for (x,) in evaluation])
         assert len(found[-1]) == len(evaluation)
     return found

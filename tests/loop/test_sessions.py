@@ -10,9 +10,9 @@ def test_an_epoch_whose_last_step_a_worker_has_passed_by_is_over_when_that_is_co
     """Another worker may die before, and its samples be dealt to this one."""
     session = Session(lambda: None, rank=1, size=3)
     session.pass_by(Where(5, 0, (1, 3), is_last=True, empty=True))
-    assert session._is_over
-    assert not session._has_seen_all
+    assert session.loop.is_over
+    assert not session.loop.has_seen_all
     session.committed(5)
-    assert not session._has_seen_all
+    assert not session.loop.has_seen_all
     session.committed(6)
-    assert session._has_seen_all
+    assert session.loop.has_seen_all

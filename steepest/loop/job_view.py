@@ -1,0 +1,49 @@
+"""What a worker's loop knows of the job: the worker's side writes it, both sides read it."""
+
+from __future__ import annotations
+
+from steepest.core.models.protocol import Where
+from steepest.loop.prepared import Ask
+from steepest.loop.turns import Turns
+
+
+class JobView:
+    """What both sides of a user's own loop share, see `steepest.loop.session`.
+
+    Args:
+        turns: of the two sides' threads.
+
+    Attributes:
+        turns: as given; others where the function has begun anew.
+        rank, size: the number of the worker, and of all workers.
+        asked: what the function has asked for last, and waits for; None before it, and once it has ended.
+        next_epoch: of the job's next step, as far as it is known.
+        committed: steps of the job that are known to be.
+        passed: steps of the job of which the loop has seen the end.
+    """
+
+    def __init__(self, turns: Turns, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.begin_anew(turns)
+
+    def begin_anew(self, turns: Turns) -> None:
+        """Begin with a function that has not run yet."""
+        self.turns = turns
+        self.asked: Ask | None = None
+        self.next_epoch = self.committed = self.passed = 0
+
+    def see(self, where: Where) -> None:
+        """Note what the place of a step says of the epoch after it."""
+        if where.epoch is not None:
+            over = where.is_last and not where.has_more
+            self.next_epoch = max(self.next_epoch, where.epoch + over)
+
+    def pass_by(self, where: Where) -> None:
+        """Note that the worker has no samples in the job's next step."""
+        self.passed = max(self.passed, where.step + 1)
+        self.committed = max(self.committed, where.step)
+        self.see(where)
+
+    def arrive(self, steps: int) -> None:
+        """Note that the loop is where so many steps are committed."""
+        self.passed, self.committed = steps, max(self.committed, steps)

@@ -1,0 +1,215 @@
+"""The states of a user's own loop: what another worker needs to go on from where the loop is."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from steepest.loop.gatherer import Gatherer
+from steepest.loop.gathering import Region
+from steepest.loop.job_view import JobView
+from steepest.loop.kept import Kept, pack, unpack
+from steepest.loop.lockstep import Lockstep
+from steepest.loop.prepared import Ask, Batch, Prepared
+from steepest.loop.report_calls import ReportCalls
+from steepest.loop.standing_in import Boundary
+from steepest.loop.ticks import Schedules
+from steepest.loop.window import Window
+
+
+class HasStates(Protocol):
+    """What is asked of a loop, see `steepest.loop.user_loop.UserLoop`."""
+
+    together: bool
+    local: int
+    gatherer: Gatherer
+    prepared: Prepared | None
+    lockstep: Lockstep | None
+    arriving: dict[str, Any] | None  # a state, until the loop is entered
+    calls: ReportCalls
+    batches: int
+    taken: Batch | None
+    stepped: bool
+    epoch: int
+    kept: Kept | None
+    schedules: Schedules
+    changed: list[dict[str, Any]] | None
+    window: Window
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the present epoch has no further batch."""
+        ...
+
+    @property
+    def at_step(self) -> int:
+        """The number of the job's last step of which the loop has taken all batches."""
+        ...
+
+
+class LoopStates:
+    """The states of one loop; either side asks for them, while the other waits.
+
+    Args:
+        loop: whose states they are.
+        job: what is known of the job.
+
+    Attributes:
+        boundary: the state from which another worker takes part in what is gathered.
+    """
+
+    def __init__(self, loop: HasStates, job: JobView) -> None:
+        self._loop, self._job = loop, job
+        self._before: dict[str, Any] = {"kept": {}}  # see `begin_step`
+        self._round: torch.Tensor | None = None  # the state where a round of own updates begins
+        self.boundary = Boundary(loop, loop.gatherer, self.state_at)
+
+    def state(self) -> dict[str, Any]:
+        """Return what the loop has to go on with elsewhere, see `load`."""
+        if self._loop.arriving is not None:
+            return self._loop.arriving
+        inside = self._loop.gatherer.region is Region.BEFORE and self._loop.lockstep is None
+        if self._job.asked is Ask.PARTS and not inside:
+            found = self.boundary.state({} if self._loop.kept is None else self._loop.kept.state())
+            if found is not None:
+                return found
+        if self.is_in_round:
+            assert self._round is not None
+            return unpack(self._round)
+        state = self._present()
+        if self.is_in_step:  # its batch is taken again
+            kept = state["kept"] | self._before["kept"]
+            state |= {**self._before, "kept": kept}
+        return state
+
+    def state_at(self, at: str, *, objects: bool) -> dict[str, Any]:
+        """Return the state at the end of a step, or of an epoch, see `steepest.loop.standing_in.Boundary`."""
+        return {**self._present(at, objects), "step": max(self._loop.at_step + 1, self._job.passed)}
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the loop has begun a step that is not committed."""
+        lockstep = self._loop.lockstep
+        if lockstep is not None:
+            return lockstep.inside and self._job.asked in (Ask.COMMIT, Ask.BATCH, Ask.PARTS)
+        in_batch = self._job.asked is Ask.PARTS and self._loop.gatherer.region is Region.BEFORE
+        return self._job.asked is Ask.COMMIT or in_batch or self._adds_up
+
+    @property
+    def _adds_up(self) -> bool:
+        """Whether the loop has taken batches without a step, of which it may keep the gradients."""
+        if not self.keeps_windows or self._job.asked is not Ask.BATCH or self._loop.taken is None:
+            return False
+        return not self._loop.stepped and (not self._loop.is_over or self.is_uncommitted)
+
+    @property
+    def is_uncommitted(self) -> bool:
+        """Whether the loop has passed through the last batch without a step, which is not known to be committed."""
+        if (
+            self._job.asked is not Ask.BATCH
+            or self._loop.taken is None
+            or self._loop.stepped
+            or self._loop.lockstep is not None
+        ):
+            return False
+        return (
+            self._loop.together
+            and not self._loop.local
+            and self._loop.taken.where.step >= self._job.committed
+        )
+
+    @property
+    def keeps_windows(self) -> bool:
+        """Whether a loop that enters between two batches without a step takes the first again."""
+        gathers = self._loop.gatherer.among_batches
+        return self._loop.together and not (
+            self._loop.local or self._loop.lockstep is not None or gathers
+        )
+
+    @property
+    def is_in_round(self) -> bool:
+        """Whether the loop has begun a round of own updates that is not committed: all of it is taken again."""
+        begun = self._loop.taken is not None and self._round is not None
+        if not (self._loop.local and begun and self._job.asked) or self._loop.taken is None:
+            return False
+        return self._loop.taken.where.has_more or self._job.asked is Ask.COMMIT
+
+    def begin_step(self) -> None:
+        """Note what is the state of a worker that takes the step from here on that the loop begins now."""
+        numbers = {} if self._loop.kept is None else self._loop.kept.numbers()
+        self._before = {
+            "reports": self._loop.calls.count,
+            "since": self._loop.calls.weight,
+            "kept": numbers,
+        }
+        if self._loop.prepared is not None:
+            self._loop.prepared.model.note_buffers()
+        self._round = pack(self.state_at("", objects=True)) if self._loop.local else None
+
+    def _present(self, at: str = "", objects: bool = True) -> dict[str, Any]:
+        """Return the present state.
+
+        Args:
+            at: "after" a step, or at the "end" of an epoch, where others gather.
+            objects: whether to ask the objects that are kept for their state.
+        """
+        kept = {} if self._loop.kept is None else self._loop.kept.state(objects)
+        return {
+            "step": self.steps,
+            "batches": self._loop.batches,
+            "reports": self._loop.calls.count,
+            "since": self._loop.calls.weight,
+            "kept": kept,
+            "at": at,
+            "epoch": self._loop.epoch,
+            **self._loop.schedules.state(),
+            "gathers": self._loop.gatherer.among_batches,
+            "local": self._loop.local,
+            "lockstep": None if self._loop.lockstep is None else self._loop.lockstep.state(),
+            "window": None if at == "after" else self._window_of_others(),
+            "frozen": None if self._loop.prepared is None else self._loop.prepared.model.frozen,
+            "closures": self._of_closures() if objects else [],
+            **self._scheduled(),
+        }
+
+    def _window_of_others(self) -> tuple[int, int] | None:
+        """Return with which step a loop that enters here begins, see `Window.begins_before`; None for the next."""
+        if self._loop.prepared is None or not (self.is_in_step and self.keeps_windows):
+            return None
+        return self._loop.window.begins_before(self.steps, self._loop.prepared.model)
+
+    def _of_closures(self) -> list[Any]:
+        """Return the states of the optimizers that step in the workers."""
+        closures = {} if self._loop.prepared is None else self._loop.prepared.closures
+        return [each.state() for each in closures.values()]
+
+    @property
+    def steps(self) -> int:
+        """The number of the job's steps after which the loop is, with all that it does after a step."""
+        if self._loop.taken is None:
+            return self._job.passed
+        taken = self._loop.taken.where.step
+        before = (
+            self._job.asked is Ask.PARTS
+            and self._loop.gatherer.region is Region.BEFORE
+            and self._loop.lockstep is None
+        )
+        if self._job.asked is Ask.COMMIT or before or self.is_uncommitted:
+            return taken
+        return max(self._loop.at_step + 1, min(self._job.passed, self._job.committed))
+
+    def _scheduled(self) -> dict[str, Any]:
+        """Return the states of schedulers, and what they have set."""
+        if self._loop.prepared is None:
+            return {"schedulers": [], "groups": []}
+        changed = self._loop.changed
+        if changed is None:
+            changed = self._loop.prepared.model.optimizer_spec.changed(self._loop.prepared.groups)
+        schedulers = [each.state_dict() for each in self._loop.prepared.schedulers]
+        return {"schedulers": schedulers, "groups": changed}

@@ -1,0 +1,788 @@
+"""The function's side of a user's own loop: what `prepare`, `epochs`, loaders, `step` and `report` do in a worker."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from steepest.core.data.sampler import step_seed
+from steepest.core.engine.generators import seed_everything
+from steepest.core.models.protocol import Where, checked_metrics, checked_weight
+from steepest.core.models.scalars import as_number
+from steepest.core.optim.portable import Record
+from steepest.errors import ConfigurationError
+from steepest.loop.closures import ByClosure, step_by_closure
+from steepest.loop.gatherer import Gatherer
+from steepest.loop.gathering import Region
+from steepest.loop.job_view import JobView
+from steepest.loop.kept import Kept
+from steepest.loop.lockstep import Lockstep
+from steepest.loop.loop_states import LoopStates
+from steepest.loop.losses import Losses, watched
+from steepest.loop.outgoing_reports import OutgoingReports
+from steepest.loop.prepared import Ask, Batch, Prepared, Reported
+from steepest.loop.report_calls import ReportCalls
+from steepest.loop.standing_in import StandIn
+from steepest.loop.table_rows import Errand
+from steepest.loop.ticks import Schedules
+from steepest.loop.torch_clipping import watched as clipping_watched
+from steepest.loop.turns import Turns
+from steepest.loop.unseen import Unseen, noted
+from steepest.loop.window import Window
+from steepest.validation import require_positive
+
+_local = threading.local()
+
+
+class UserLoop:
+    """One worker's loop of a user's own, as the user's function calls it.
+
+    Its methods are called on the function's thread, but for those of the first part, which the worker's side
+    (`steepest.loop.session.Session`) calls while the function waits.
+
+    Args:
+        function: the user's.
+        job: what is known of the job.
+        seed, together, local: see `steepest.loop.session.Session`.
+
+    Attributes:
+        states: what another worker goes on with.
+        prepared: what the function has given to `prepare`; `lockstep` and `sums` are of that.
+        taken: the last batch that the loop took; `stepped` says whether its step was taken.
+        weight, samples, whole, losses: of the batches of the last step, or of the step in progress: what they weigh,
+            their samples, those of all workers, and their losses.
+        hyper: of the last step, by parameter group: what differs from the optimizer as it was given to `prepare`.
+        clip: the greatest norm of the gradient in the last step, or in that in progress; None for any.
+        stepping: ids of the parameters of the optimizer that steps.
+        fresh: what was reported since the last step.
+        batches: that the loop has taken.
+        trying: the optimizer whose step by a closure is under way.
+    """
+
+    def __init__(
+        self, function: Callable[[], Any], job: JobView, seed: int, together: bool, local: int
+    ) -> None:
+        self.job, self.seed, self.together, self.local = job, seed, together, local
+        self._function = function
+        self.unseen = Unseen()  # writes to gradients that torch does not count
+        self.prepared: Prepared | None = None
+        # of that, as it is asked for often: where the loop is, if its steps are not one for each batch; whether losses
+        # add up samples
+        self.lockstep: Lockstep | None = None
+        self.sums = False
+        self._stepped_by: list[set[int]] = []  # ids of each optimizer's parameters
+        # batches of the epoch before the next one, where the loop enters in its middle
+        self.first = 0
+        self.arriving: dict[str, Any] | None = None  # a state, until the loop is entered
+        self.calls = ReportCalls()
+        self.reports = OutgoingReports()
+        self.trying: ByClosure | None = None
+        # of the job's optimizer; on the worker's thread
+        self.read_state: Callable[[], list[Record]] | None = None
+        self._batch_weight = 0.0  # of the present batch, where each step has its own
+        self.gatherer = Gatherer(self)
+        self.told_of_clipping = False  # see `steepest.loop.torch_clipping`
+        self._reset()
+
+    def _reset(self) -> None:
+        """Begin with a function that has not run yet."""
+        self.gatherer.begin_anew()
+        self.hyper: list[dict[str, Any]] | None = None
+        self.weight = 0.0
+        self.samples = self.whole = 0
+        self.losses = Losses(self)
+        self.clip: float | None = None
+        self.fresh: dict[str, float] = {}
+        self.batches = 0
+        self.pending: Batch | None = None  # a batch that the loop has yet to take
+        self.taken: Batch | None = None
+        self.wanted_epochs: int | None = None
+        self.epoch = 0  # in which the loop is
+        self.stepped = False
+        self.stepping: set[int] = set()
+        self.changed: list[dict[str, Any]] | None = None  # as `hyper`, right behind a step
+        self._own_weight: float | None = None  # of the present batch, as the user says it
+        self.calls = ReportCalls(self.calls.count)
+        self.kept: Kept | None = None
+        self.schedules = Schedules(self)
+        self.window = Window()  # of batches since the last step
+        self._go_back_to: Sequence[int] | None = None  # to where that of the others begins
+        self._enters = True  # whether no batch was taken yet
+        self.states = LoopStates(self, self.job)
+        self._stand_in = StandIn(self)
+
+    # -- for the worker's side -----------------------------------------------------------------
+
+    def give(self, batch: Batch | None) -> None:
+        """Have a batch be the next one that the loop takes; None for none."""
+        self.pending = batch
+        if batch is not None:
+            self.hyper = None
+
+    def arrive(self, state: dict[str, Any]) -> None:
+        """Go on from a state once the function comes to its epochs."""
+        self.arriving = state
+
+    def begin_anew(self, state: dict[str, Any]) -> None:
+        """Begin with a function that has not run yet, which goes on from a state."""
+        self._reset()
+        self.arriving = state
+        self.reports.keep_before(state["reports"])
+
+    def take_fresh(self) -> dict[str, float]:
+        """Return what was reported since this was called before, or since the last step."""
+        found, self.fresh = self.fresh, {}
+        return found
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether the loop has yet to come to where a state is of."""
+        return self.arriving is not None
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether gradients may leave during the backward pass."""
+        if self.lockstep is not None or self.sums:
+            return False
+        return self.prepared is None or not self.prepared.closures
+
+    # -- for the user's function ---------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """The number of the worker."""
+        return self.job.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self.job.size
+
+    @property
+    def turns(self) -> Turns:
+        """The turns of the two sides."""
+        return self.job.turns
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the function has called `prepare` since it began."""
+        return self.job.asked is not None
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether the loop's steps are not one for each batch."""
+        return self.lockstep is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the epoch in which the loop is has no further batch."""
+        return self.job.next_epoch > self.epoch
+
+    @property
+    def has_seen_all(self) -> bool:
+        """Whether the epoch is over for certain: a step without samples here may yet be dealt out anew."""
+        return self.is_over and (self.job.passed <= self.job.committed or not self.together)
+
+    def run(self) -> Any:
+        """Call the function, on its own thread; return what it returns."""
+        _local.loop = self
+        try:
+            with watched(_losses_here), clipping_watched(current), noted(self.unseen):
+                return self._function()
+        finally:
+            _local.loop = None
+
+    def prepare(self, prepared: Prepared) -> None:
+        """Take what the user has prepared, and wait for the job."""
+        if self.prepared is not None and self.arriving is not None:  # the function has begun anew
+            self.prepared.model.adopt(prepared.model)
+            prepared = replace(prepared, model=self.prepared.model)
+        self.prepared, self.lockstep, self.sums = prepared, prepared.lockstep, prepared.sums
+        self._stepped_by = [
+            {id(p) for group in each.param_groups for p in group["params"]}
+            for each in prepared.optimizers
+        ]
+        for index, each in enumerate(prepared.optimizers):
+            optimizer: Any = each
+            name = type(optimizer).__name__
+            optimizer.add_param_group = partial(_refuse_group, name)
+            if index in prepared.closures:
+                user: Any = prepared.closures[index].optimizer
+                user.step = step_by_closure(
+                    self, prepared.closures[index], partial(self.step, index)
+                )
+                continue
+            optimizer.step = self._step_function(index)
+            if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
+                optimizer.zero_grad = partial(drop_gradients, each)
+            optimizer.state_dict = partial(self._optimizer_state, each)
+            optimizer.load_state_dict = partial(_refuse_state, name)
+        # all workers take part in each evaluation
+        self.gatherer.among_batches |= bool(prepared.closures)
+        self.schedules = Schedules(self, prepared.schedulers)
+        self.job.turns.ask(Ask.BEGIN)
+
+    def epochs(self, count: int, first: int = 0) -> Iterator[int]:
+        """Yield the numbers of the epochs that are still to come, of `count`, where the user counts from `first`."""
+        return (first + epoch for epoch in self._epochs_of(count))
+
+    def _epochs_of(self, count: int) -> Iterator[int]:
+        if self.prepared is None:
+            raise ConfigurationError(
+                "steepest.epochs() before steepest.prepare(): call that before"
+            )
+        if self.wanted_epochs is not None:
+            raise ConfigurationError(
+                "steepest.epochs() was called twice: the epochs of a job are counted once; make one loop of both"
+            )
+        self.wanted_epochs = count
+        pending = self.pending
+        self.epoch = self.job.next_epoch if pending is None else pending.where.epoch or 0
+        lockstep = self.prepared.lockstep
+        if lockstep is not None:
+            yield from self._locked_epochs(lockstep, count)
+            return
+        if self.arriving is not None and self.arriving["at"]:
+            self._begin_to_stand_in(self.arriving)
+        elif self.arriving is not None:
+            self._take(self.arriving)
+        arrived = self.job.passed > 0 or pending is None
+        before = (self.job.passed if arrived or pending is None else pending.where.step) - 1
+        self._begin_ticks(before)
+        while self.epoch < count:
+            yield self.epoch
+            self.epoch += 1
+
+    def _locked_epochs(self, lockstep: Lockstep, count: int) -> Iterator[int]:
+        if self.arriving is not None:
+            assert self.prepared is not None
+            self.prepared.tell_schedulers()
+            if (where := self.arriving["lockstep"]) is not None:
+                lockstep.load(where)
+            if self.arriving["at"] == "end":
+                self._begin_to_stand_in(self.arriving)
+            elif not lockstep.skip:
+                self._take(self.arriving)
+        if not self.stands_in:
+            self.epoch = lockstep.first_epoch(self.job.size)
+        while self.epoch < count:
+            lockstep.begin(self.epoch, self.job.size)
+            self.gatherer.enter(Region.BEFORE, lockstep.number)
+            self.states.boundary.leave()
+            self.batches += 1
+            self._own_weight = None
+            self._seed_for(lockstep.number, 0)
+            self.states.begin_step()
+            yield self.epoch
+            self.epoch += 1
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        """Set what has arrived, now that all is there of which it is the state."""
+        self.arriving = None
+        self.job.arrive(state["step"])
+        self.calls = ReportCalls(state["reports"], state["since"])
+        self.batches = state["batches"]
+        assert self.prepared is not None
+        prepared = self.prepared
+        prepared.model.restore_buffers()
+        if state["groups"]:
+            for scheduler, own in zip(prepared.schedulers, state["schedulers"], strict=True):
+                scheduler.load_state_dict(own)
+            prepared.set_groups(state["groups"])
+        if state.get("frozen") is not None:  # not in checkpoints of before
+            prepared.model.freeze(state["frozen"])
+        for each, own in zip(prepared.closures.values(), state.get("closures", ()), strict=False):
+            each.optimizer.load_state_dict(own)
+        if state.get("local", 0) == self.local:  # else schedulers have counted something else
+            self.schedules.restore(state)
+        self._go_back_to = state.get("window")
+        if self.kept is not None:
+            self.kept.load(state["kept"])
+
+    def _begin_ticks(self, step: int) -> None:
+        """Have schedulers count after a step of the job."""
+        assert self.prepared is not None
+        self.prepared.tell_schedulers()
+        self.schedules.begin((step + 1) * (self.local or 1) - 1, together=self.together)
+
+    def _begin_to_stand_in(self, state: Mapping[str, Any]) -> None:
+        """Go to the end of a step, or of an epoch, where other workers gather; `state` is taken there."""
+        self._stand_in.begin(state["at"])
+        self.epoch = state["epoch"]
+        self.job.arrive(state["step"])
+
+    def last_batch(self) -> Any:
+        """Return the worker's batch of the step before, see `steepest.loop.standing_in.Joins`."""
+        assert self.prepared is not None
+        return self.prepared.model.batch_before(self.job.passed)
+
+    def take_arrived(self, *, after_step: bool) -> None:
+        """Take the state of the others that gather, see `steepest.loop.standing_in.Joins`."""
+        assert self.arriving is not None
+        self._take(self.arriving)
+        self._begin_ticks(self.job.passed - 1 - after_step)
+        self.losses.found, self.clip = [], None
+
+    def enter_after(self) -> None:
+        """Note that the loop is behind a step, as the others are."""
+        self.gatherer.enter(Region.AFTER, self.job.passed)
+
+    def on_device(self, batch: Any) -> Any:
+        """Return a batch on the device of the model."""
+        return batch if self.prepared is None else self.prepared.model.on_device(batch)
+
+    @property
+    def counts(self) -> bool:
+        """Whether what the loop gives counts: it does not stand in, and the others are no further."""
+        lockstep = self.lockstep
+        return not (self.stands_in or (lockstep is not None and lockstep.skip))
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether the loop goes through a batch that does not count, to where others gather."""
+        return bool(self._stand_in.at)
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether the worker has samples in the present batch."""
+        if self.lockstep is not None:
+            return self.lockstep.samples != 0
+        return self.taken is None or self.taken.samples > 0
+
+    @property
+    def has_entered(self) -> bool:
+        """Whether the loop has come to its epochs."""
+        return self.wanted_epochs is not None
+
+    def register(self, objects: Mapping[str, Any]) -> Kept:
+        """Take what is kept with the job's state."""
+        if self.kept is not None:
+            raise ConfigurationError(
+                "steepest.register() was called twice: give it everything in one call, before steepest.epochs()"
+            )
+        if self.wanted_epochs is not None:
+            raise ConfigurationError(
+                "steepest.register() in the loop: call it before steepest.epochs(), where a worker that joins later is "
+                "given what was kept"
+            )
+        tables = () if self.prepared is None else self.prepared.model.tables
+        if tables and any(isinstance(each, torch.amp.GradScaler) for each in objects.values()):
+            raise ConfigurationError(
+                f"a GradScaler with embedding tables ({tables[0].name!r}), whose gradients it does not divide: "
+                "train in bfloat16, or without autocast"
+            )
+        self.kept = Kept(objects)
+        return self.kept
+
+    def next_batch(self) -> Any:
+        """Return the next batch of the present epoch; StopIteration at its end."""
+        if self.wanted_epochs is None:
+            raise ConfigurationError(
+                "the loader was iterated over outside of steepest.epochs(): write `for epoch in steepest.epochs(n)` "
+                "around the loop, so that a worker that joins later knows where the job is"
+            )
+        assert self.prepared is not None
+        if (again := self._stand_in.next_batch()) is not None:
+            self._enters, self.first = False, self.prepared.model.steps_before(self.job.passed - 1)
+            return again[0]
+        if self.lockstep is not None:
+            return self._next_locked(self.lockstep)
+        pending = self._next_pending()
+        if (back := self._batch_again(pending)) is not None:
+            return back
+        taken = None if self.taken is None else self.taken.where
+        new = taken is None or taken.step != pending.where.step
+        opens = self.window.opens(pending.where, stepped=self.stepped)
+        if new and (opens or not self.states.keeps_windows):
+            self.states.begin_step()
+        if taken is None or self._own_updates(taken) != self._own_updates(pending.where):
+            self.whole += pending.whole
+        self.pending, self.taken = None, pending
+        self.calls.begin_batch()
+        self.job.see(pending.where)
+        self.gatherer.enter(Region.BEFORE, pending.where.step)
+        self.gatherer.order = []
+        self._count(pending.samples)
+        return pending.data
+
+    def _next_pending(self) -> Batch:
+        """Return the batch that the engine gives next; StopIteration at the end of the present epoch."""
+        calls = self.calls.of_batch
+        while self.pending is None:
+            if self.has_seen_all:
+                self.calls.leave_out(calls)
+                self._end_epoch()
+            self.job.turns.ask(Ask.BATCH)
+        self.calls.leave_out(calls)
+        epoch = self.pending.where.epoch or 0
+        if epoch > self.epoch:
+            self._end_epoch()
+        if epoch < self.epoch:
+            raise ConfigurationError(
+                f"the loop over the loader was left in epoch {epoch} before its end, and begun anew: go through all "
+                "batches of an epoch, or return"
+            )
+        return self.pending
+
+    def _count(self, samples: int) -> None:
+        """Count a batch, whose step is yet to be taken."""
+        self.stepped = False
+        self.batches += 1
+        self.samples += samples
+        self.weight += samples
+        self.calls.weight += samples
+        self._batch_weight = float(samples)
+
+    def _batch_again(self, pending: Batch) -> Any:
+        """Return a batch that others have taken since their last step, where the loop enters after it; else None."""
+        if self._enters and self.together:
+            assert self.prepared is not None
+            self._enters, back_to = False, self._go_back_to if self.states.keeps_windows else None
+            self.first = self.window.go_back(back_to, pending.where, self.prepared.model)
+        if not self.window.until:
+            return None
+        back = self.window.again(self.seed, self.job.rank)
+        if back is None:
+            self.window.until = 0
+            return None
+        if back.is_first:
+            self.states.begin_step()
+        self.whole += back.whole
+        self._count(back.samples)
+        return back.data
+
+    def take_first(self) -> int:
+        """Return how many batches of the epoch there are before the one that was taken; 0 for all but the first."""
+        first, self.first = self.first, 0
+        return first
+
+    def _end_epoch(self) -> None:
+        """Raise StopIteration: the epoch has no further batch."""
+        locked = self.lockstep
+        number = locked.number if locked is not None else max(self.at_step + 1, self.job.passed)
+        if (self.gatherer.region, self.gatherer.number) != (Region.END, number):
+            self.gatherer.enter(Region.END, number)
+            self.states.boundary.mark("end")
+            self.calls.end_epoch()
+        raise StopIteration
+
+    def _next_locked(self, lockstep: Lockstep) -> Any:
+        """Return the next batch of a loop whose steps are not one for each batch."""
+        if not lockstep.has_more(self.job.size):
+            self._end_epoch()
+        while self.pending is None and not lockstep.skip:
+            self.job.turns.ask(Ask.BATCH)
+        self._seed_for(lockstep.number + 1, 0)
+        if self._enters:
+            self._enters, self.first = False, lockstep.batches_before(self.job.size)
+        self.states.begin_step()
+        batch = lockstep.next_batch(self.job.rank, self.job.size)
+        self.states.boundary.leave()
+        self.gatherer.enter(Region.BEFORE, lockstep.number)
+        self.gatherer.order = []
+        self.batches += 1
+        self._own_weight = None
+        self.calls.weight += lockstep.samples or 0
+        return self.prepared.model.on_device(batch) if self.prepared is not None else batch
+
+    def weigh(self, weight: float) -> None:
+        """Set the weight of the present batch, in place of its number of samples."""
+        if self.sums:
+            raise ConfigurationError(
+                "steepest.weight() with steepest.prepare(..., reduction='sum'): sums are not weighed; leave one out"
+            )
+        if self.lockstep is not None:
+            before = self._weight_of(self.lockstep) if self.lockstep.samples is not None else 0.0
+            if self._own_weight is not None:
+                before = self._own_weight
+            self._own_weight = checked_weight(weight)
+            self.calls.weight += self._own_weight - before
+            return
+        if self.taken is None and not self.window.goes_back:
+            raise ConfigurationError(
+                "steepest.weight() before the first batch: call it in the loop over the loader"
+            )
+        before, self._batch_weight = self._batch_weight, checked_weight(weight)
+        self.weight += self._batch_weight - before
+        self.calls.weight += self._batch_weight - before
+
+    def _step_function(self, index: int) -> Callable[..., Any]:
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            if closure is None:
+                return self.step(index)
+            with torch.enable_grad():
+                loss = closure()
+            self.step(index)
+            return loss
+
+        assert self.prepared is not None
+        optimizer = self.prepared.optimizers[index]
+
+        def found(*arguments: Any, **named: Any) -> Any:
+            if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+                return with_hooks(optimizer, step, *arguments, **named)
+            return step(*arguments, **named)
+
+        vars(found)["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
+        return found
+
+    def end_trial(self) -> None:
+        """Note that no optimizer tries values any more, see `steepest.loop.closures.Trying`."""
+        self.trying = None
+        assert self.prepared is not None
+        self.prepared.model.put_back()
+
+    @property
+    def present_weight(self) -> float:
+        """What the present batch weighs."""
+        return self._batch_weight if self.lockstep is None else self._weight_of(self.lockstep)
+
+    def check_may_step(self) -> None:
+        """Check that the loop is where it may take a step; else ConfigurationError."""
+        if self.lockstep is None and (self.taken is None or self.stepped):
+            raise ConfigurationError(
+                "optimizer.step() was called "
+                + ("before the first batch" if self.taken is None else "twice for one batch")
+                + ": with one optimizer and a loader each step takes the next batch of that loader, unless "
+                "steepest.prepare(..., any_steps=True) says that a batch may have any number of steps"
+            )
+        if self.wanted_epochs is None:
+            raise ConfigurationError(
+                "optimizer.step() outside of steepest.epochs(): write `for epoch in steepest.epochs(n)` around the "
+                "loop, so that a worker that joins later knows where the job is"
+            )
+
+    def step(self, index: int = 0) -> None:
+        """Push the gradients of an optimizer's parameters; return when the update is committed."""
+        assert self.prepared is not None
+        prepared = self.prepared
+        optimizer, lockstep = prepared.optimizers[index], prepared.lockstep
+        vars(optimizer)["_opt_called"] = True  # else a scheduler would warn
+        if self._stand_in.step() or self.window.goes_back:
+            return
+        if lockstep is not None and lockstep.skip:
+            self._skip_step(lockstep)
+            return
+        self.check_may_step()
+        prepared.check_groups()
+        if not _has_gradient(optimizer):
+            raise ConfigurationError(
+                "optimizer.step() was called, and no parameter has a gradient: call loss.backward() before it, and "
+                "zero_grad() before that"
+            )
+        if lockstep is not None:
+            while self.pending is None:
+                self.job.turns.ask(Ask.BATCH)
+            self.taken, self.pending = self.pending, None
+            self.weight = self._weight_of(lockstep)
+            self.samples = 1 if lockstep.samples is None else lockstep.samples
+            self.whole = self.job.size if lockstep.samples is None else lockstep.whole
+        if self.local and self.taken is not None:
+            self.schedules.catch_up(self._own_updates(self.taken.where) - 1)
+        changed = prepared.model.optimizer_spec.changed(prepared.groups)
+        self.hyper, self.changed = changed if any(changed) else None, changed
+        self.stepping = self._stepped_by[index]
+        self.stepped = True
+        self.job.turns.ask(Ask.COMMIT)
+        self._after_step(lockstep)
+
+    def _after_step(self, lockstep: Lockstep | None) -> None:
+        """Note that a step is committed, and the loop goes on behind it."""
+        self.weight, self.samples, self.whole, self.clip = 0.0, 0, 0, None
+        self.losses.found = []
+        if lockstep is not None:
+            lockstep.taken += 1
+            self.states.begin_step()
+            self._seed_for(lockstep.number, lockstep.taken)
+            self.gatherer.gatherings.drop_before(lockstep.number)
+        else:
+            self.gatherer.enter(Region.AFTER, self.at_step + 1)
+        self.states.boundary.mark("" if lockstep is not None else "after")
+        self.changed = None
+
+    def _seed_for(self, number: int, taken: int) -> None:
+        """Seed all generators for a batch, or round, after so many steps: a worker that joins draws the same there."""
+        seed_everything(step_seed(step_seed(self.seed, number, self.job.rank), taken, 0))
+
+    def _weight_of(self, lockstep: Lockstep) -> float:
+        """Return what the present batch weighs in a step."""
+        if self._own_weight is not None:
+            return self._own_weight
+        return 1.0 if lockstep.samples is None else float(lockstep.samples)
+
+    def _skip_step(self, lockstep: Lockstep) -> None:
+        """Pass over a step that was committed before this worker came; then take what the others have kept."""
+        lockstep.skip -= 1
+        lockstep.taken += 1
+        self._seed_for(lockstep.number, lockstep.taken)
+        self.losses.found, self.clip = [], None
+        if not lockstep.skip and self.arriving is not None:
+            self._take(self.arriving)
+
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer, which servers have, as the optimizer itself would."""
+        if self.local:
+            raise ConfigurationError(
+                f'{type(optimizer).__name__}.state_dict() with strategy="local", where each worker has an optimizer '
+                "with a state of its own: steepest.run(..., checkpoints=) keeps them all"
+            )
+        assert self.prepared is not None
+        records = self.job.turns.ask(Errand(self._read_state))
+        found: dict[str, Any] = self.prepared.model.state_of(optimizer, records)
+        return found
+
+    def _read_state(self) -> list[Record]:
+        """Return what servers have of the optimizer's state; on the worker's thread."""
+        assert self.read_state is not None
+        return self.read_state()  # another one than before, where the job's processes have changed
+
+    def clip_norm(self, parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
+        """Have the mean gradient of all workers clipped by its norm; return that of this worker's own."""
+        given = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        by_optimizer = [] if self.prepared is None else self.prepared.trained()
+        if self.prepared is not None and self.prepared.closures:
+            raise ConfigurationError(
+                "steepest.clip_grad_norm_() with an optimizer whose step() needs a closure: it sees the mean gradient "
+                "of all workers by itself; leave clipping out"
+            )
+        trained = [p for each in by_optimizer for p in each]
+        of_one = [{id(p) for p in each} for each in by_optimizer]
+        if given not in (*of_one, {id(p) for p in trained}):
+            raise ConfigurationError(
+                "steepest.clip_grad_norm_() was given a part of the parameters: the norm is that of the whole "
+                "gradient; give model.parameters()"
+            )
+        self.clip = require_positive("max_norm", most)
+        return torch.nn.utils.get_total_norm(
+            [p.grad for p in trained if p.grad is not None and id(p) in given]
+        )
+
+    @property
+    def averaged(self) -> int:
+        """The number of samples of which a loss is to be the mean; 0 where it may be something else."""
+        if self.sums or self.job.size == 1 or not self.has_entered or self._own_weight is not None:
+            return 0
+        if self.lockstep is not None:
+            return self.lockstep.samples or 0
+        return self.taken.samples if self.taken is not None and self.weight == self.samples else 0
+
+    @property
+    def averages(self) -> bool:
+        """Whether an update is made of the mean of several workers' gradients."""
+        return self.job.size > 1 and self.together and not self.local
+
+    @property
+    def factor(self) -> float:
+        """By what the gradients of the step are multiplied, for their mean by samples over workers to be the sum."""
+        return self.whole / self.samples if self.sums and self.samples else 1.0
+
+    @property
+    def at_step(self) -> int:
+        """The number of the job's last step of which the loop has taken all batches; -1 before the first."""
+        if self.taken is None:
+            return self.job.passed - 1
+        return self.taken.where.step - self.taken.where.has_more
+
+    @property
+    def at_update(self) -> int:
+        """The number of the last update of which the loop has taken all batches, see `steepest.loop.ticks.Counts`."""
+        if self.local and self.taken is not None and self.taken.where.has_more:
+            return self._own_updates(self.taken.where, 1) - 1
+        return (self.at_step + 1) * (self.local or 1) - 1
+
+    def _own_updates(self, where: Where, more: int = 0) -> int:
+        """Return how many updates there are before a batch, and so many batches more: steps', or a worker's own."""
+        if not self.local:
+            return where.step
+        part, parts = where.part
+        each = parts // self.job.size  # batches of a round
+        return where.step * self.local + (part % each + more) * self.local // each
+
+    def report(self, values: Mapping[str, Any]) -> None:
+        """Take values of the user's, for the driver."""
+        if not self.counts:
+            return
+        found = checked_metrics({name: _number(value) for name, value in values.items()})
+        self.reports.add(Reported(*self.calls.called(), found))
+        self.fresh |= found
+
+
+def current() -> UserLoop | None:
+    """Return the loop in whose function the calling thread is; None outside of any."""
+    loop: UserLoop | None = getattr(_local, "loop", None)
+    return loop
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Have the calling thread be in no loop's function, in this context."""
+    loop, _local.loop = current(), None
+    try:
+        yield
+    finally:
+        _local.loop = loop
+
+
+def _losses_here() -> Losses | None:
+    """Return the losses of the loop in whose function the calling thread is."""
+    loop: UserLoop | None = getattr(_local, "loop", None)
+    return None if loop is None else loop.losses
+
+
+def _number(value: Any) -> Any:
+    """Return a value of a report as a number, if it is one."""
+    number = as_number(value)
+    return value if number is None else number
+
+
+def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether any of an optimizer's parameters has a gradient."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return True
+    return False
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    """Do what torch's `zero_grad` does, which takes 0.1 ms for a profiler that mostly does not run."""
+    if not set_to_none or torch._C._autograd._profiler_enabled():
+        torch.optim.Optimizer.zero_grad(optimizer, set_to_none)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def with_hooks(
+    optimizer: torch.optim.Optimizer, step: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
+    """Take a step of an optimizer between its hooks, as `torch.optim.Optimizer` does; return what the step returns."""
+    given: Any = (optimizer, *arguments)
+    for before in tuple(optimizer._optimizer_step_pre_hooks.values()):
+        if (others := before(optimizer, given, named)) is not None:
+            given, named = others
+    found = step(*given[1:], **named)
+    for after in tuple(optimizer._optimizer_step_post_hooks.values()):
+        after(optimizer, given, named)
+    return found
+
+
+def _refuse_state(name: str, *_: object, **__: object) -> None:
+    raise ConfigurationError(
+        f"{name}.load_state_dict() after steepest.prepare(), where its state lies in the job's processes, a part in "
+        "each: load it before; steepest.run(..., checkpoints=) goes on with it when the same program is started again"
+    )
+
+
+def _refuse_group(name: str, *_: object, **__: object) -> None:
+    raise ConfigurationError(
+        f"{name}.add_param_group() after steepest.prepare(): give the optimizer all of its parameters before, frozen "
+        "ones too (requires_grad_(False)), and unfreeze them in the loop"
+    )
