@@ -94,6 +94,11 @@ class ModelledProcess:
         """Return whether no message waits: what a task that works on between messages waits for."""
         return not self._inbox
 
+    def until(self, time: float) -> Callable[[], bool]:
+        """Have the task go on at a time, before which the thread is free: what a task that waits for it yields."""
+        self._events.at(time, self._go)
+        return lambda: self._events.now >= time
+
     def spend(self, seconds: float) -> None:
         """Let the thread work for some seconds, within a task or what was delivered."""
         self.cursor += seconds

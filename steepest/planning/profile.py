@@ -57,6 +57,7 @@ class Profile:
         holds_back: whether the last chunk for each server leaves at the end of the step only, as in a loop of one's own
             whose gradients leave by a guess.
         own_loop: whether the loop is the user's own, which some settings of a strategy exclude.
+        on_device: whether a device computes the passes, while the process' thread sends and receives.
     """
 
     samples: int
@@ -71,6 +72,7 @@ class Profile:
     codec_costs: Callable[[Codec], CodecCosts] = lambda codec: CodecCosts()
     holds_back: bool = False
     own_loop: bool = False
+    on_device: bool = False
 
     @cached_property
     def nbytes(self) -> int:

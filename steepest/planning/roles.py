@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -34,6 +34,32 @@ _PASSES = 3
 #: Of the passes of workers that do not wait for each other.
 _LEAST_VARIATION = 0.05
 _LEAST_PACE = 0.25  # times what a pass usually takes
+
+
+class SendingSchedule(NamedTuple):
+    """When new weights leave servers and when a worker uses them, where all workers contribute to each update.
+
+    The library's own schedule is the default; the others are for comparisons with systems that have them, and with
+    what could be built.
+
+    Attributes:
+        streams: whether the new weights of a chunk leave as soon as its gradients are added up, rather than when the
+            update is committed.
+        installs: whether weights that came early are used from the commit on only, of which each worker gets a message.
+        overlaps: whether a pass begins with its first weights, rather than when all are there.
+    """
+
+    streams: bool = False
+    installs: bool = False
+    overlaps: bool = True
+
+
+#: A chunk's result leaves at once, as in parameter servers that know of no commit (ps-lite, BytePS).
+STREAMED = SendingSchedule(streams=True)
+#: The same, but the next pass begins when the whole step's results are there (Horovod, Ray SGD).
+STREAMED_STEPS = SendingSchedule(streams=True, overlaps=False)
+#: Weights leave early, and are installed at the commit.
+STAGED = SendingSchedule(streams=True, installs=True)
 
 
 class ModelledPush(NamedTuple):
@@ -86,7 +112,13 @@ class ModelledServer:
     """A server: counts what is pushed, tells the coordinator, applies what is committed and sends new weights."""
 
     def __init__(
-        self, index: int, job: Job, profile: Profile, sizes: Sizes, process: ModelledProcess
+        self,
+        index: int,
+        job: Job,
+        profile: Profile,
+        sizes: Sizes,
+        process: ModelledProcess,
+        schedule: SendingSchedule,
     ) -> None:
         layout, holders = job.description.layout, job.holders
         self.index, self.process = index, process
@@ -98,6 +130,8 @@ class ModelledServer:
         )
         self._in_workers = job.servers_in_workers
         self._together = job.strategy.rule.together
+        self._streams = schedule.streams and self._together
+        self._everyone = [(worker, 0) for worker in range(job.num_workers)]
         self._checked = job.strategy.nonfinite != "pass" or job.strategy.clips_updates is not None
         # first layers first, as the next forward pass needs them
         held = [chunk for chunk in layout.trainable_chunks if index in holders[chunk]]
@@ -130,6 +164,9 @@ class ModelledServer:
             return
         del self._counts[pulled, chunk]
         self.process.spend(self._adding(nbytes, self._members) + nbytes * self._checking)
+        if self._streams and chunk in self._layout.changed_by(pulled + 1):
+            self._apply(chunk)
+            self._send(self._everyone, pulled + 1, [chunk])
         self._whole[pulled] += 1
         if self._whole[pulled] == len(self._order):
             del self._whole[pulled]
@@ -171,14 +208,21 @@ class ModelledServer:
 
     def _commit(self, commit: CommitOrder) -> None:
         """Apply a commit chunk by chunk, and send each to those who wait for it."""
+        if self._streams:
+            return  # done, when each was added up
         changed = self._layout.changed_by(commit.version)
         for chunk in (each for each in self._order if each in changed):
             nbytes = self._sizes.plain[chunk]
             if not self._together:
                 self.process.spend(self._adding(nbytes, len(commit.pushes)))
-            self.process.spend(nbytes * (self._costs.applied + self._sizes.pull_codec.packed))
-            self._changes[chunk] += 1
+            self._apply(chunk)
             self._send(commit.readers, commit.version, [chunk])
+
+    def _apply(self, chunk: int) -> None:
+        """Update a chunk."""
+        applying = self._costs.applied + self._sizes.pull_codec.packed
+        self.process.spend(self._sizes.plain[chunk] * applying)
+        self._changes[chunk] += 1
 
     def _send(self, readers: Sequence[Sequence[int]], version: int, chunks: Sequence[int]) -> None:
         """Send workers chunks: each gets one from its first holder, or from the server of its own process."""
@@ -197,13 +241,21 @@ class ModelledWorker:
     """A worker: computes, pushes chunks as they are complete, and goes on when its weights are here."""
 
     def __init__(
-        self, index: int, job: Job, profile: Profile, sizes: Sizes, process: ModelledProcess
+        self,
+        index: int,
+        job: Job,
+        profile: Profile,
+        sizes: Sizes,
+        process: ModelledProcess,
+        schedule: SendingSchedule,
     ) -> None:
         layout, strategy = job.description.layout, job.strategy
         self.index, self.process = index, process
         self._layout, self._sizes, self._profile = layout, sizes, profile
         self._strategy, self._holders = strategy, job.holders
-        self._early = strategy.rule.together and not strategy.local and job.num_workers > 1
+        together = strategy.rule.together and job.num_workers > 1
+        self._installs = schedule.streams and schedule.installs and together
+        self._early = together and not strategy.local and schedule.overlaps
         self._trained = layout.trainable_chunks
         self._needs = _by_time(layout, profile.needed, min)
         self._ready = _held_back(_by_time(layout, profile.ready, max), self._holders, profile)
@@ -214,7 +266,10 @@ class ModelledWorker:
         self._variation = max(profile.variation, least) if job.num_workers > 1 else 0.0
         self._random, self._pace = random.Random(index), 1.0
         self._here = dict.fromkeys(self._trained, 0)  # by chunk, the version of its weights
-        self._newest = 0
+        self._newest = self._committed = 0
+        self._device = (
+            0.0  # when a device that computes beside the thread has done what it was given
+        )
         self.to_coordinator: Callable[[ModelledProcess, Peer, Message], None]
         self.to_server: Callable[[ModelledProcess, int, ModelledPush], None]
         self.computed = 0.0  # seconds in which it has computed
@@ -238,8 +293,15 @@ class ModelledWorker:
         self._here[chunk] = max(self._here[chunk], version)
         self._newest = max(self._newest, version)
 
-    def _has(self, version: int, chunks: Sequence[int] | frozenset[int]) -> bool:
-        return all(self._here[chunk] >= version for chunk in chunks)
+    def install(self, version: int) -> None:
+        """Take the word that a version is committed, whose weights may have come before."""
+        self._committed = version
+
+    def _has(self, version: int, chunks: Collection[int]) -> bool:
+        if self._installs and self._committed < version:
+            return False
+        here = self._here
+        return all([here[chunk] >= version for chunk in chunks])  # noqa: C419 - half the time of a generator
 
     # -- what it does --------------------------------------------------------------------------
 
@@ -264,7 +326,9 @@ class ModelledWorker:
 
     def _may_begin(self, version: int) -> bool:
         """Return whether a share can be begun: with its first weights, where it can wait for others."""
-        return self._newest >= version if self._early else self._has_all(version)
+        if not self._early:
+            return self._has_all(version)
+        return self._newest >= version and self._has(version, ())
 
     def _has_all(self, version: int) -> bool:
         """Return whether all weights are here that the update to a version changes."""
@@ -290,12 +354,13 @@ class ModelledWorker:
                 self._push(version, chunk)
             self._push_nothing(version, exchanged)
             return
-        done, self._pace = 0.0, self._draw()
+        done, self._pace, self._device = 0.0, self._draw(), self.process.cursor
         for at, chunk in self._needs if self._early else ():
             yield from self._compute(at - done)
             done = max(done, at)
             if self._here[chunk] < version:
                 yield partial(self._has, version, (chunk,))
+                self._device = max(self._device, self.process.cursor)
         for at, chunk in self._ready:
             yield from self._compute(at - done)
             done = max(done, at)
@@ -318,10 +383,16 @@ class ModelledWorker:
         nbytes = sum(self._sizes.plain[chunk] for chunk in exchanged)
         yield from self._compute(_PASSES * nbytes * profile.costs.added)
 
-    def _compute(self, seconds: float) -> Iterator[float]:
-        if seconds > 0:
-            self.computed += seconds * self._pace
-            yield seconds * self._pace
+    def _compute(self, seconds: float) -> Task:
+        if seconds <= 0:
+            return
+        took = seconds * self._pace
+        self.computed += took
+        if self._profile.on_device:
+            self._device += took
+            yield self.process.until(self._device)
+        else:
+            yield took
 
     def _draw(self) -> float:
         """Return how many times as long as usual the next pass takes."""
