@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,14 @@ from torch import Tensor, nn
 from steepest import (
     DistributedSGD,
     EmbeddingBag,
+    FailureConfig,
     ParameterServerStrategy,
+    RunConfig,
     Table,
     TorchModel,
     connect,
 )
+from steepest.core.engine.job import ModelCreator
 from steepest.tables import Adagrad
 from tests.reference import difference, same_bits
 
@@ -78,3 +83,42 @@ def test_a_checkpoint_continues_in_a_new_trainer(tmp_path: Path) -> None:
         trainer.fit(epochs=2, progress=False)
         assert same_bits(trainer.weights(), weights)
         assert trainer.evaluate((IDS, TARGETS)).loss == expected
+
+
+def on_disk(folder: Path) -> ModelCreator:
+    """As `creator`, whose table has few rows in memory and all others in a directory."""
+
+    def create(worker: int, device: int) -> TorchModel:
+        table = Table(
+            "words", 4, optimizer=Adagrad(lr=0.3), dtype="float64",
+            directory=str(folder), memory_rows=8,
+        )  # fmt: skip
+        net = Net()
+        net.words = EmbeddingBag(table)
+        return TorchModel(net, loss=F.mse_loss, data=(IDS, TARGETS), batch_size=6, optimizer=sgd)
+
+    return create
+
+
+@pytest.mark.long
+def test_a_killed_servers_rows_come_from_the_disk_of_another(tmp_path: Path) -> None:
+    config = RunConfig(failure=FailureConfig(snapshot_every=2))
+    with DistributedSGD(creator, 2, strategy=TWO_SERVERS) as trainer:
+        trainer.fit(steps=16, progress=False)
+        expected = trainer.export_table("words")
+    create = on_disk(tmp_path)
+    with DistributedSGD(create, 2, strategy=TWO_SERVERS, run_config=config) as trainer:
+        trainer.fit(steps=8, progress=False)
+        copy = trainer._supervisor.snapshots.taken
+        assert copy is not None
+        of_rows = {
+            about["key"] for _, about, _ in copy.shared.records if "tables/" in about["name"]
+        }
+        assert of_rows == {"on_disk"}
+        server = next(p for p in trainer.processes() if (p.role, p.index) == ("server", 1))
+        os.kill(server.pid, signal.SIGKILL)
+        trainer.fit(steps=8, progress=False)
+        found = trainer.export_table("words")
+    assert same_bits({"ids": found.ids}, {"ids": expected.ids})
+    assert same_bits({"values": found.values}, {"values": expected.values})
+    assert list(tmp_path.iterdir()) == []
