@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ class TableChunk(ChunkStore):
         assert files is not None
         version, seed, clock = 0, None, 0
         states: list[TableState] = []
-        nothing = self.rows.export(self.rows.version).arrays()
+        nothing = replace(self.rows.export(self.rows.version), counters={}).arrays()
         for piece in files.records(number, self.chunk.index):
             found: dict[str, dict[int, npt.NDArray[Any]]] = {}
             for about, value in piece:
