@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,6 +29,8 @@ ON_DISK = "on_disk"
 Records = list[tuple[dict[str, Any], torch.Tensor]]
 #: The same as it lies in a file, and travels: descriptions with dtype and shape, and bytes.
 PackedPiece = list[tuple[dict[str, Any], Bytes]]
+#: Has a function run on the thread of a process' router.
+OnRouter = Callable[[Callable[[], None]], object]
 _ALIGNED = 64  # bytes, at a multiple of which an array begins
 
 
@@ -183,12 +185,18 @@ def snapshot_of(records: Sequence[torch.Tensor]) -> int:
 class KeepsSnapshots(Protocol):
     """A server's service that may keep snapshots in files."""
 
-    def use_files(self, files: RowFiles) -> None:
-        """Keep them in these, and find them there."""
+    def use_files(self, files: RowFiles, call: OnRouter | None) -> None:
+        """Keep them in these, and find them there; `call` has a function run on the server's thread."""
 
 
-def use_row_files(server: Server, files: RowFiles) -> None:
-    """Have a server keep snapshots of its rows, if it has any, in files of this process."""
+def use_row_files(server: Server, files: RowFiles, call: OnRouter | None) -> None:
+    """Have a server keep snapshots of its rows, if it has any, in files of this process.
+
+    Args:
+        server: in this process.
+        files: for snapshots.
+        call: has a function run on the server's thread, when others have read for it; None where no others may.
+    """
     service = server.service
     if isinstance(service, KeepsSnapshots):
-        service.use_files(files)
+        service.use_files(files, call)

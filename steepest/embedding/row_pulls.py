@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +13,8 @@ import torch
 
 from steepest.core.engine.incoming_weights import Key
 from steepest.core.messages.message import Peer, Send
+from steepest.core.system import system
+from steepest.embedding.row_files import OnRouter
 from steepest.embedding.row_memory import ROW_MEMORY
 from steepest.embedding.row_messages import PullRows, Rows
 from steepest.embedding.table_chunk import TableChunk
@@ -33,8 +38,36 @@ class _WantedRows(NamedTuple):
     form: RowFormat  # of the group
 
 
+@dataclass(eq=False)
+class _ReadAhead:
+    """A pull whose rows a disk is reading."""
+
+    source: Peer
+    wanted: _WantedRows
+    chunk: int  # the first shard with some of the rows
+    since: float
+    left: int  # reads that have not ended
+
+    def __post_init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def has_ended(self) -> bool:
+        """Note that a read ended; return whether all have."""
+        with self.lock:
+            self.left -= 1
+            return not self.left
+
+
 class RowPulls:
-    """The pulls of rows at one server, of which those of a version to come wait for it."""
+    """The pulls of rows at one server, of which those of a version to come wait for it.
+
+    Where `call` is set, a pull with many rows on disk waits until the system has them in its cache, and pulls that come
+    after it are answered meanwhile.
+
+    Attributes:
+        call: has a function run on the server's thread; None where no other thread may read.
+        seconds: by chunk, what such pulls have waited.
+    """
 
     def __init__(
         self,
@@ -45,19 +78,28 @@ class RowPulls:
     ) -> None:
         self._server = server
         self._tables = tables
+        self._on_disk = {
+            number for number, group in enumerate(tables.groups) if group[0].directory is not None
+        }
         self._forms = [group[0].form for group in tables.groups]
         self._shards = shards
         self._send = send
         self._waiting: list[tuple[Peer, _WantedRows]] = []
+        self.call: OnRouter | None = None
+        self.seconds: dict[int, float] = {}
+        self._reading: list[_ReadAhead] = []
+        self._at: Key = (0, 0)
 
     def receive(self, source: Peer, pull: PullRows, at: Key) -> None:
         """Answer a worker's pull, or keep it until its version is here; one of an old generation is dropped."""
         # ProtocolError: it asks for rows that this server does not hold, or the worker has asked too often.
+        self._at = at
         if pull.generation >= at[0]:
             self._answer_in_time(source, self._checked(pull), at)
 
     def answer(self, at: Key) -> None:
         """Answer the pulls whose version is here now."""
+        self._at = at
         waiting, self._waiting = self._waiting, []
         for source, wanted in waiting:
             if wanted.pull.generation >= at[0]:
@@ -66,12 +108,54 @@ class RowPulls:
     def lost(self, peer: Peer) -> None:
         """Forget the pulls of a peer that is lost."""
         self._waiting = [(source, wanted) for source, wanted in self._waiting if source != peer]
+        self._reading = [reading for reading in self._reading if reading.source != peer]
+
+    @property
+    def oldest(self) -> tuple[int, float] | None:
+        """The chunk whose rows a disk has been reading for longest, and since when."""
+        readings = list(self._reading)  # another thread may ask
+        return min(
+            ((each.chunk, each.since) for each in readings), key=lambda of: of[1], default=None
+        )
+
+    def _read_ahead(self, source: Peer, wanted: _WantedRows) -> bool:
+        """Begin to read the rows of a pull that are on disk; return whether it is answered when they are there."""
+        if (call := self.call) is None or wanted.pull.group not in self._on_disk:
+            return False
+        reads: list[Future[int]] = []
+        for shard, part in wanted.parts:
+            rows = self._shards[self._tables.chunk(wanted.pull.group, shard)].rows
+            reads += rows.read_ahead(wanted.tables[part], wanted.ids[part])
+        if not reads:
+            return False
+        chunk = self._tables.chunk(wanted.pull.group, wanted.parts[0][0])
+        reading = _ReadAhead(source, wanted, chunk, system().now(), len(reads))
+        self._reading.append(reading)
+
+        def ended(_: Future[int]) -> None:
+            if reading.has_ended():
+                call(lambda: self._answer_read(reading))
+
+        for read in reads:
+            read.add_done_callback(ended)
+        return True
+
+    def _answer_read(self, reading: _ReadAhead) -> None:
+        """Answer a pull whose rows are in the system's cache, unless its generation is over."""
+        if reading not in self._reading:
+            return
+        self._reading.remove(reading)
+        waited = system().now() - reading.since
+        self.seconds[reading.chunk] = self.seconds.get(reading.chunk, 0.0) + waited
+        if reading.wanted.pull.generation >= self._at[0]:
+            self._answer(reading.source, reading.wanted, self._at)
 
     def _answer_in_time(self, source: Peer, wanted: _WantedRows, at: Key) -> None:
         """Answer a pull, or keep it."""
         pull = wanted.pull
         if (pull.generation, pull.version) <= at:
-            self._answer(source, wanted, at)
+            if not self._read_ahead(source, wanted):
+                self._answer(source, wanted, at)
             return
         if sum(peer == source for peer, _ in self._waiting) >= _MOST_WAITING:
             raise ProtocolError(f"{source} has {_MOST_WAITING} pulls of rows that wait")

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from steepest.core.system import system
+from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.table_chunk import TableChunk
 
 log = logging.getLogger(__name__)
@@ -19,10 +20,11 @@ class SlowDisks:
     Args:
         server: its index.
         shards: that it holds, by index of the chunk.
+        pulls: of these, some of which wait for a disk while others are answered.
     """
 
-    def __init__(self, server: int, shards: Mapping[int, TableChunk]) -> None:
-        self._server = server
+    def __init__(self, server: int, shards: Mapping[int, TableChunk], pulls: RowPulls) -> None:
+        self._server, self._shards, self._pulls = server, shards, pulls
         self._on_disk = [held for held in shards.values() if held.directory is not None]
         self._before = dict.fromkeys((held.chunk.index for held in self._on_disk), 0.0)
         self._told: set[str] = set()
@@ -31,7 +33,8 @@ class SlowDisks:
         """Note that an update ends; log a warning for each table whose disk kept it waiting long."""
         waited: dict[str, float] = {}
         for held in self._on_disk:
-            at, now = held.chunk.index, held.rows.disk_seconds
+            at = held.chunk.index
+            now = held.rows.disk_seconds + self._pulls.seconds.get(at, 0.0)
             since, self._before[at] = self._before[at], now
             name = held.rows.tables[0].name
             waited[name] = waited.get(name, 0.0) + max(now - since, 0.0)
@@ -48,8 +51,10 @@ class SlowDisks:
 
     def doing(self) -> str:
         """Return which disk is being waited for, in words; any thread may ask."""
-        for held in self._on_disk:
-            if (since := held.rows.disk_since) is not None:
+        waits = [(held.chunk.index, held.rows.disk_since) for held in self._on_disk]
+        for chunk, since in (*waits, self._pulls.oldest or (0, None)):
+            if since is not None:
+                held = self._shards[chunk]
                 return (
                     f"waits for the disk of directory {held.directory!r}, table {held.rows.tables[0].name!r}, for "
                     f"{system().now() - since:.1f} s"

@@ -15,7 +15,7 @@ from steepest.core.messages.message import Kind, Message, MessageKind, Peer, Sen
 from steepest.core.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.tensors.layout import Chunk
-from steepest.embedding.row_files import RowFiles
+from steepest.embedding.row_files import OnRouter, RowFiles
 from steepest.embedding.row_messages import PullRows, RowKind
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.row_snapshots import RowSnapshots
@@ -65,10 +65,8 @@ class TableService:
         self, server: int, dealing: Dealing, stores: Mapping[int, ChunkStore], send: Send
     ) -> None:
         shards = _shards(stores.values())
-        self._pulls, self._disks = (
-            RowPulls(server, dealing, shards, send),
-            SlowDisks(server, shards),
-        )
+        self._pulls = RowPulls(server, dealing, shards, send)
+        self._disks = SlowDisks(server, shards, self._pulls)
         self._snapshots = RowSnapshots(send)
         self._shards = shards
         self._files: RowFiles | None = None
@@ -96,9 +94,9 @@ class TableService:
         shards = _shards(stores)
         self._snapshots.begin(order, [*shards.values()], end, self._files)
 
-    def use_files(self, files: RowFiles) -> None:
-        """Keep snapshots of rows, and find them, in files of this process."""
-        self._files = files
+    def use_files(self, files: RowFiles, call: OnRouter | None) -> None:
+        """Keep snapshots of rows, and find them, in files of this process; have `call` answer when a disk has read."""
+        self._files, self._pulls.call = files, call
         for held in self._shards.values():
             held.files = files
 

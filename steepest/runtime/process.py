@@ -420,7 +420,9 @@ class ProcessActor:
                     arriving=arriving,
                 )
             )
-            use_row_files(self._servers[-1], self._row_files)
+            # the reading threads of a simulation's processes would be no part of it
+            call = self.router.call if runtime().owns_process else None
+            use_row_files(self._servers[-1], self._row_files, call)
         for index in aggregators:
             shown = segment_of(weights) is not None  # else descriptors or memory had run out
             host_aggregator(self.router, job, index, weights, shown=shown)

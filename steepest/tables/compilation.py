@@ -82,6 +82,8 @@ def _compile_disk(table: Table) -> None:
             rows.enter(numbers, keys, values, slots)
             rows.update(table.optimizer, numbers, keys, values, 1, None)
             rows.gather(numbers, values)
+        for reading in rows.read_ahead(numbers):
+            reading.result()
         rows.release(numbers)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from weakref import WeakSet
 
 import numpy as np
@@ -91,6 +92,16 @@ class ShardRows:
             return {}
         names = ("looked_up", "read_from_disk", "bytes_on_disk")
         return dict(zip(names, (store.looked_up, store.read, store.nbytes_on_disk), strict=True))
+
+    def read_ahead(self, tables: Int32s, ids: Int64s) -> list[Future[int]]:
+        """Have those of some rows (n,) read ahead that are on disk; return reads into the system's cache.
+
+        Any number of pulls and pushes may be made meanwhile. Nothing is returned where there are few.
+        """
+        store = self._blocks.store
+        if not isinstance(store, TieredRows):
+            return []
+        return store.read_ahead(self._find_all(tables, ids)[0])
 
     @property
     def disk_seconds(self) -> float:

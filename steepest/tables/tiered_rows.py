@@ -6,6 +6,7 @@ Which rows are where changes no number: rows are updated in memory alone, and li
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from steepest.tables.row_store import Keys, PackedRows, WideRows
 
 _NONE = -1
 _TURN = 2048  # rows that are copied at once, past the places of rows in memory
+_FEW = 64  # rows that are not read ahead: some ms of a disk
 _LEAST = 256  # places for rows in memory
 _PLACE_BYTES = 5  # of what is known of a place
 _LISTED = -1  # in place of a place: that a row is among those that are missing
@@ -161,6 +163,12 @@ class TieredRows:
     def nbytes_on_disk(self) -> int:
         """The bytes on disk that are taken."""
         return self._log.nbytes
+
+    def read_ahead(self, numbers: Int32s) -> list[Future[int]]:
+        """Have rows read ahead that are on disk, see `RowLog.read_ahead`; nothing where they are few."""
+        numbers = numbers[numbers >= 0]
+        away = numbers[(self._place_of[numbers] == 0) & (self._record_of[numbers] > 0)]
+        return [] if len(away) < _FEW else self._log.read_ahead(away)
 
     def _places(self, numbers: Int32s, *, load: bool = True) -> Int32s:
         """Return the places in memory of rows, at most `_at_once`, which are brought there; -1 for none."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import queue
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,18 @@ import torch
 from steepest import AllreduceStrategy, ParameterServerStrategy
 from steepest.checkpoint import files
 from steepest.config.run import DeadlineConfig
+from steepest.core.messages.message import Peer
 from steepest.core.system import system
+from steepest.core.tensors.layout import Chunk, ElementType
+from steepest.embedding.row_messages import PullRows, Rows
 from steepest.embedding.row_pulls import RowPulls
+from steepest.embedding.slow_disks import SlowDisks
+from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import ConfigurationError, DeadlineError, ModelRaisedError, ResourcesError
 from steepest.tables import row_log, tiered_rows
+from steepest.tables.dealing import Dealing
 from steepest.tables.eviction import LFU, L2WeightEvict
+from steepest.tables.gradients import pack_keys
 from steepest.tables.kernels import Int32s
 from steepest.tables.local import LocalRows
 from steepest.tables.row_formats import RowFormat
@@ -431,3 +440,50 @@ def test_a_deadline_names_the_disk_that_a_server_waits_for(
         monkeypatch.setattr(RowLog, "_read", read)
         with pytest.raises(DeadlineError, match=rf"server {server} waits for the disk of dir.*tab"):
             sgd.fit(steps=20, progress=False)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_pull_that_needs_no_disk_is_answered_while_another_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads ahead end when the test lets them; `call` is the router's thread, which is the test's."""
+    one, chunk = table(directory=str(tmp_path), memory_rows=200), Chunk(
+        0, ElementType.of(torch.float32), True, 0, 0, ()
+    )  # fmt: skip
+    dealing = Dealing((one,), 1, 0, 0)
+    held, sent, calls = TableChunk(chunk, dealing), list[Rows](), queue.SimpleQueue[Any]()
+    for version in range(1, 11):
+        push(held.rows, np.arange(100 * version, 100 * version + 100), version)
+    pulls = RowPulls(0, dealing, {0: held}, lambda _, m: sent.append(Rows.unpack(m)))
+    disks, pulls.call = SlowDisks(0, {0: held}, pulls), calls.put
+    go_on, real = threading.Event(), row_log._touch
+
+    def touch(*arguments: Any) -> int:
+        assert go_on.wait(30.0)
+        return real(*arguments)
+
+    monkeypatch.setattr(row_log, "_touch", touch)
+    away, here = np.arange(100, 300), np.arange(1050, 1100)
+    expected = held.rows.export().values  # by id, from 100 on
+    for sequence, ids in enumerate((away, here)):
+        keys = torch.from_numpy(pack_keys(np.zeros(len(ids), np.int32), ids))
+        pull = PullRows(1, sequence, 10, 0, payload=keys)
+        pulls.receive(Peer("worker", sequence), pull, (1, 10))
+    assert [rows.sequence for rows in sent] == [1]  # rows on disk are still being read
+    assert f"directory '{tmp_path}', table 't'" in disks.doing()
+    go_on.set()
+    calls.get(timeout=30.0)()
+    assert [rows.sequence for rows in sent] == [1, 0]
+    assert disks.doing() == ""
+    for rows, ids in zip(sent, (here, away), strict=True):
+        assert rows.payload is not None
+        assert np.array_equal(
+            rows.payload.numpy().view(np.float32).reshape(-1, 4), expected[ids - 100]
+        )
+    go_on.clear()
+    keys = torch.from_numpy(pack_keys(np.zeros(200, np.int32), np.arange(400, 600)))
+    pulls.receive(Peer("worker", 0), PullRows(1, 2, 10, 0, payload=keys), (1, 10))
+    pulls.answer((2, 10))  # another generation
+    go_on.set()
+    calls.get(timeout=30.0)()
+    assert len(sent) == 2
