@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol, TypeVar
 
+from steepest.core.clock import RunningClock
+
 T = TypeVar("T")
 
 
@@ -87,7 +89,7 @@ class System(Protocol):
         """What is drawn by chance, such as tokens."""
 
     def now(self) -> float:
-        """Return the time in seconds, on a clock that does not go back."""
+        """Return the time in seconds, on a clock that does not go back, nor on while the process is stopped."""
 
     def time(self) -> float:
         """Return the seconds since the epoch."""
@@ -123,7 +125,6 @@ class System(Protocol):
 class PythonSystem:
     """Python's own clock, threads and waits, see `System`."""
 
-    now: Callable[[], float] = staticmethod(time.monotonic)
     time: Callable[[], float] = staticmethod(time.time)
     current = staticmethod(threading.current_thread)
     event, queue = threading.Event, queue.SimpleQueue
@@ -131,13 +132,16 @@ class PythonSystem:
 
     def __init__(self) -> None:
         self.chance: random.Random = random.SystemRandom()
+        self._clock = RunningClock()
+        self.now: Callable[[], float] = self._clock.now
 
     def sleep(self, seconds: float) -> None:
         """Let the calling thread wait."""
         time.sleep(seconds)
 
     def start(self, body: Callable[[], object], name: str, *, daemon: bool = True) -> Thread:
-        """Start a thread."""
+        """Start a thread; with the first one, that of the clock."""
+        self._clock.follow(_start_daemon)
         thread = threading.Thread(target=body, name=name, daemon=daemon)
         thread.start()
         return thread
@@ -148,11 +152,21 @@ class PythonSystem:
 
     def wait(self, futures: Collection[Future[Any]], seconds: float) -> None:
         """Wait for a future of several."""
-        wait(futures, seconds, FIRST_COMPLETED)
+        until = self.now() + seconds
+        while futures and not wait(futures, max(until - self.now(), 0.0), FIRST_COMPLETED).done:
+            if self.now() >= until:  # else the process was stopped meanwhile
+                return
 
     def result(self, future: Future[T], timeout: float | None = None) -> T:
         """Wait for a future."""
-        return future.result(timeout)
+        if timeout is not None:
+            self.wait([future], timeout)
+        return future.result(timeout if timeout is None else 0)
+
+
+def _start_daemon(body: Callable[[], object], name: str) -> None:
+    """Start a thread that ends with the process."""
+    threading.Thread(target=body, name=name, daemon=True).start()
 
 
 _used: System = PythonSystem()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -71,11 +72,12 @@ class Answer(Generic[T]):
         if not self.done():
             woken: Queue[Any] = system().queue()
             self.add_done_callback(woken.put)
-            try:
-                woken.get(timeout=timeout)
-            except queue.Empty:
-                with contextlib.suppress(ValueError):  # the answer comes at this moment
-                    self._callbacks.remove(woken.put)
+            until = math.inf if timeout is None else system().now() + timeout
+            while not self.done() and (left := until - system().now()) > 0:
+                with contextlib.suppress(queue.Empty):
+                    woken.get(timeout=None if timeout is None else left)
+            with contextlib.suppress(ValueError):  # it is told, or will be at this moment
+                self._callbacks.remove(woken.put)
         return self.done()
 
     def _tell(self) -> None:

@@ -252,7 +252,7 @@ class JobContext:
             try:
                 return runtime().get(refs, min(left, _SLICE_SECONDS))
             except Late:
-                if left <= _SLICE_SECONDS:
+                if system().now() >= deadline:
                     raise
             except CallError:
                 drop_calls(refs)

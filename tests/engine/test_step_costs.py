@@ -17,9 +17,9 @@ from tests.simulation.run import Simulation, run_config
 from tests.simulation.simulated_runtime import SimulatedRuntime
 from tests.socket_jobs import STEPS, STRATEGIES, WORKERS, running, steps
 
-#: (An allreduce makes 1,202: its COMMIT and LEASE have had a field more since rounds may be of fragments.)
-#: The most calls of the library's own functions in a step of two workers, all processes together.
-MOST_CALLS = {"ps": 1200, "allreduce": 1205}
+#: The most calls of the library's own functions in a step of two workers, all processes together; some 40 of them look
+#: at the clock.
+MOST_CALLS = {"ps": 1230, "allreduce": 1250}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

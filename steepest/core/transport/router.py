@@ -312,6 +312,8 @@ class Router:
         # Where one process has all roles, a worker's step has messages sent that let it take the next one, as long as
         # steps are granted: other processes have to be heard in between. What coordinator and servers have been sent is
         # always delivered, so that they agree then.
+        if not self._local:
+            return
         until = self._now() + _LOCAL_SECONDS
         while self._local:
             at = 0

@@ -1,0 +1,130 @@
+"""A clock on which no time passes while its process does not run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+import pytest
+
+from steepest.core.clock import MOST_SECONDS, RunningClock
+from steepest.core.system import PythonSystem
+
+
+class Seconds:
+    """A raw clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.at = 100.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+def test_it_counts_all_time_while_nothing_beats() -> None:
+    raw = Seconds()
+    clock = RunningClock(raw)
+    raw.at += 1000.0
+    assert clock.now() == 1100.0
+
+
+def test_of_a_stop_no_more_counts_than_may_be_between_two_beats() -> None:
+    raw = Seconds()
+    clock = RunningClock(raw)
+    clock.beat()
+    raw.at += 1.0
+    assert (clock.beat(), clock.now()) == (0.0, 101.0)
+    raw.at += 600.0  # stopped: whoever looks before the next beat is not told of it either
+    assert clock.now() == 101.0 + MOST_SECONDS
+    assert clock.beat() == 600.0 - MOST_SECONDS
+    assert clock.now() == 101.0 + MOST_SECONDS
+    raw.at += 1.0
+    assert clock.now() == 102.0 + MOST_SECONDS
+
+
+def test_it_never_goes_back() -> None:
+    raw, clock = Seconds(), RunningClock(Seconds())
+    clock = RunningClock(raw)
+    seen = [clock.now()]
+    for passed in (0.0, 0.5, 3.0, 0.1, 2.0, 2.1, 90.0, 0.0):
+        raw.at += passed
+        seen.append(clock.now())
+        clock.beat()
+        seen.append(clock.now())
+    assert seen == sorted(seen)
+
+
+def test_a_thread_beats_once_in_a_process() -> None:
+    clock, started = RunningClock(Seconds()), list[str]()
+    for _ in range(2):
+        clock.follow(lambda body, name: started.append(name))
+    assert started == ["steepest clock"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_without_the_thread_counts_all_time() -> None:
+    raw = Seconds()
+    clock = RunningClock(raw)
+    clock.beat()
+    child = os.fork()
+    if child == 0:
+        raw.at += 600.0
+        os._exit(clock.now() != 700.0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+class Hasty(PythonSystem):
+    """A system whose clock goes on by a second each time that it is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = Seconds()
+        self.now = RunningClock(self._read).now
+
+    def _read(self) -> float:
+        self.raw.at += 1.0
+        return self.raw.at
+
+
+def test_a_wait_for_a_future_ends_by_this_clock() -> None:
+    system, answer = Hasty(), Future[int]()
+    began = system.raw.at
+    with pytest.raises(FutureTimeoutError):
+        system.result(answer, 3.0)
+    assert system.raw.at >= began + 3.0
+    answer.set_result(7)
+    assert system.result(answer, 60.0) == 7
+    system.wait([], 60.0)
+
+
+PROGRAM = """
+import os, signal, sys, threading, time
+from steepest.core.system import system
+system().start(lambda: None, "any")
+began, raw = system().now(), time.monotonic()
+print("ready", flush=True)
+sys.stdin.readline()
+counted, passed = system().now() - began, time.monotonic() - raw
+print(counted < passed - 0.5, flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_process_that_is_stopped_does_not_count_it() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGSTOP)
+        assert threading.Event().wait(MOST_SECONDS + 1.5) is False
+        child.send_signal(signal.SIGCONT)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "True\n"
