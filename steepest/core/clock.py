@@ -49,7 +49,11 @@ class RunningClock:
         if self._followed_by != (here := os.getpid()):
             self._followed_by = here
             self.beat()
-            start(self._beat_on, "steepest clock")
+            try:
+                start(self._beat_on, "steepest clock")
+            except RuntimeError:  # the interpreter ends
+                self.stand_alone()
+                raise
 
     def stand_alone(self) -> None:
         """Count all time from now on, as in a forked child, where no thread beats."""

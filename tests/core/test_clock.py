@@ -66,6 +66,19 @@ def test_a_thread_beats_once_in_a_process() -> None:
     assert started == ["steepest clock"]
 
 
+def test_where_no_thread_can_be_started_all_time_counts() -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    raw = Seconds()
+    clock = RunningClock(raw)
+    with pytest.raises(RuntimeError, match="at interpreter shutdown"):
+        clock.follow(refuse)
+    raw.at += 600.0
+    assert clock.now() == 700.0
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_without_the_thread_counts_all_time() -> None:
     raw = Seconds()
