@@ -12,7 +12,8 @@ rows, SGD for the weights of the factors. Contenders:
 ``... replicated``    the same with tables that workers hold as weights
 
 Times are of one step, of 2,048 pairs, in milliseconds: by the wall clock, and of the processor in all processes
-together, also by kind of process. An asynchronous step is two updates of half as many pairs. The contenders take
+together, also by kind of process. An asynchronous step is two updates of half as many
+pairs. The contenders take
 turns, odd rounds in reverse order; a ratio is the median over rounds of a contender's time over that of ``torch`` in
 the same round. On a machine that does other things at the same time, processor time says more.
 """
@@ -175,8 +176,7 @@ class Job:
 
     def turn(self, steps: int) -> Spent:
         before, begin = seconds_by_process(), time.perf_counter()
-        for _ in range(steps):
-            self.sgd.step()
+        self.sgd.fit(steps=steps, progress=False)
         wall, after = time.perf_counter() - begin, seconds_by_process()
         spent = {"wall": 1e3 * wall / steps, "processor": 0.0}
         for name, seconds in after.items():

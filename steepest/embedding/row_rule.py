@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from steepest.tables.kernels import read_only
-from steepest.tables.replicated import touched
+from steepest.tables.replicated import put_back, take_touched
 from steepest.tables.table import Table
 
 
@@ -42,29 +42,25 @@ class RowRule:
         self, values: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], factor: float
     ) -> None:
         """Update the rows that have a gradient; the state is "step", and "slots", (num_embeddings, k)."""
-        optimizer, dim = self.table.optimizer, self.table.dim
-        gradients = read_only(gradient.cpu().numpy(), self.table.form.dtype)
-        numbers = np.empty(len(gradients), np.int32)
-        numbers = numbers[: touched(gradients, numbers)]
+        optimizer, (count, dim) = self.table.optimizer, values.shape
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float64)
         if "slots" not in state and (first := optimizer.first_slots(dim)):
-            state["slots"] = torch.tensor(first, dtype=values.dtype).repeat(len(values), 1)
+            state["slots"] = torch.tensor(first, dtype=values.dtype).repeat(count, 1)
         state["step"] += 1
         now = values.detach().cpu().numpy()
-        parts = [now[numbers]]
-        if "slots" in state:
-            parts.append(state["slots"].numpy()[numbers])
-        rows = np.concatenate(parts, axis=1)
-        mine, rate = gradients[numbers], None
+        slots = state["slots"].numpy() if "slots" in state else np.empty((count, 0), now.dtype)
+        gradients = read_only(gradient.cpu().numpy(), now.dtype)
+        numbers, mine = np.empty(count, np.int32), np.empty((count, dim), now.dtype)
+        rows = np.empty((count, dim + slots.shape[1]), now.dtype)
+        found = take_touched(now, slots, gradients, numbers, rows, mine)
+        rows, mine, rate = rows[:found], mine[:found], None
         if not optimizer.takes_rate() and factor != 1.0:
             mine = mine * mine.dtype.type(factor)
         elif factor != 1.0:
             rate = optimizer.lr * factor
-        every = np.arange(len(numbers), dtype=np.int32)
+        every = np.arange(found, dtype=np.int32)
         optimizer.update(rows, every, read_only(mine, mine.dtype), int(state["step"]), rate)
-        now[numbers] = rows[:, :dim]
-        if "slots" in state:
-            state["slots"].numpy()[numbers] = rows[:, dim:]
+        put_back(numbers[:found], rows, now, slots)
         if values.device.type != "cpu":
             values.copy_(torch.from_numpy(now))

@@ -241,8 +241,7 @@ class TableChunk(ChunkStore):
                 mean = mean.times(rate)
             elif rate != 1.0:
                 lr = optimizer.lr * rate
-            keys = mean.tables, mean.ids, mean.gradients
-            rows.push(*keys, version, lr, mean.sightings, lives=mean.lives, strict=False)
+            rows.push_checked(mean, version, lr)
             self._tell_of_full_tables(rows)
         if version % UPDATES_BETWEEN_EVICTIONS == 0:
             rows.evict(version)

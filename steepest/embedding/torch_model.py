@@ -38,7 +38,8 @@ class TorchModel(dense.TorchModel):
         module: the network. One with embedding tables and no parameter to train gets a parameter
             "anchor", which stays 0.
         table_shards: parts into which the rows of the module's embedding tables are dealt, of which
-            servers hold equally many; at least the number of servers that the job may ever have.
+            servers hold equally many; at least the number of servers that the job may ever have. Fewer where
+            all tables are small: one of less than 32,768 rows at most is one part.
 
     Attributes:
         tables: of the module's embedding modules, each once, see `steepest.embedding.modules`, but for
@@ -159,12 +160,12 @@ def _count_shards(tables: tuple[Table, ...], each: Any) -> int:
     require_count("table_shards", each)
     if not tables:
         return 0
-    from steepest.tables.table import disk_of, groups, spread_of
+    from steepest.tables.table import disk_of, groups, shards_for, spread_of
 
-    found = groups(tables)
+    found, count = groups(tables), shards_for(tables, int(each))
     for group in found:
-        disk_of(group, spread_of(group, each), 0)
-    return int(each) * len(found)
+        disk_of(group, spread_of(group, count), 0)
+    return count * len(found)
 
 
 class _ScaledRows:

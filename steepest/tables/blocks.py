@@ -69,6 +69,8 @@ class Blocks:
             self.kept = self._known[-1].array
         self._free = Reserved(most, np.int32)
         self._several = len(salts) > 1
+        # rows for which there is room without a look: none where it depends on a disk
+        self._surely = 0 if isinstance(self.store, TieredRows) else self._capacity()
         # rows 0 to `top` - 1 have been used
         self.dim, self.top, self.freed = form.dim, 0, 0
         # of each row: id, table, the version that wrote it last (`FREE`: not in use), pushes with its id
@@ -82,7 +84,10 @@ class Blocks:
     @property
     def room(self) -> int:
         """For how many more rows there is room."""
-        return min(memory.capacity for memory in (self.store.memory, *self._known)) - len(self)
+        return self._capacity() - len(self)
+
+    def _capacity(self) -> int:
+        return min(memory.capacity for memory in (self.store.memory, *self._known))
 
     def require(self, count: int) -> None:
         """Check that there is room for so many more rows; ResourcesError otherwise."""
@@ -91,6 +96,8 @@ class Blocks:
 
     def has_room(self, count: int) -> bool:
         """Return whether there is room for so many more rows, and take room on disk for more than these if there is."""
+        if len(self) + _AHEAD * count <= self._surely:
+            return True
         try:
             self.require(count)
         except ResourcesError:

@@ -45,7 +45,7 @@ def _compile(tables: tuple[Table, ...]) -> None:
             shard.push(numbers, np.full(len(group), version), gradients, version)
             shard.pull(numbers, numbers)
             sent = np.empty((len(group), form.sent_bytes), np.uint8)
-            shard.pull_sent(numbers, np.full(len(group), version), sent)
+            shard.pull_sent(numbers, np.full(len(group), version, np.int64), sent)
             form.received(sent.reshape(-1))
         cut.take(1)
         shard.evict(2)

@@ -46,16 +46,39 @@ def first_values(table: Table, seed: int) -> Floats:
 
 
 @kernel
-def touched(gradients: Floats, numbers: Int32s) -> int:
-    """Write the numbers of the rows whose gradient is not all zeros; return how many there are."""
-    count = 0
+def take_touched(
+    values: Floats, slots: Floats, gradients: Floats, numbers: Int32s, rows: Floats, mine: Floats
+) -> int:
+    """Copy the rows whose gradient is not all zeros, in a table of (n, dim) values; return how many there are.
+
+    Their numbers, (n,), values with slots, (n, dim + k), and gradients are written to the beginnings of the last three.
+    """
+    count, dim = 0, values.shape[1]
     for row in range(len(gradients)):
-        for column in range(gradients.shape[1]):
-            if gradients[row, column] != 0.0:  # NaN, too
+        gradient = gradients[row]
+        for column in range(dim):
+            if gradient[column] != 0.0:  # NaN, too
                 numbers[count] = row
+                for each in range(dim):
+                    mine[count, each] = gradient[each]
+                    rows[count, each] = values[row, each]
+                for each in range(slots.shape[1]):
+                    rows[count, dim + each] = slots[row, each]
                 count += 1
                 break
     return count
+
+
+@kernel
+def put_back(numbers: Int32s, rows: Floats, values: Floats, slots: Floats) -> None:
+    """Write rows that `take_touched` has copied to where they were."""
+    dim = values.shape[1]
+    for at in range(len(numbers)):
+        row = numbers[at]
+        for each in range(dim):
+            values[row, each] = rows[at, each]
+        for each in range(slots.shape[1]):
+            slots[row, each] = rows[at, dim + each]
 
 
 def require_range(table: Table, ids: Any) -> None:

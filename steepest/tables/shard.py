@@ -22,9 +22,9 @@ from steepest.tables.checks import (
 from steepest.tables.cut import RowCut
 from steepest.tables.eviction import worn
 from steepest.tables.first_values import FirstValues
-from steepest.tables.gradients import Bytes
+from steepest.tables.gradients import Bytes, RowGradients
 from steepest.tables.hashing import Distinct, salt_of, shard_of
-from steepest.tables.kernels import Floats, Int32s, Int64s, kernel
+from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
 from steepest.tables.removals import Removals
 from steepest.tables.shard_rows import ShardRows
 from steepest.tables.state import TableState, joined
@@ -142,16 +142,16 @@ class TableShard(ShardRows):
             )
         return values
 
-    def pull_sent(
-        self, tables: npt.ArrayLike, ids: npt.ArrayLike, out: Bytes, *, training: bool = False
-    ) -> None:
-        """Write what `pull` returns as it travels to `out`, (n, `RowFormat.sent_bytes`), contiguous."""
-        numbers_of, checked = require_keys(tables, ids, self._names)
-        found, missing = self._find_all(numbers_of, checked)
+    def pull_sent(self, tables: Int32s, ids: Int64s, out: Bytes, *, training: bool = False) -> None:
+        """Write what `pull` returns as it travels to `out`, (n, `RowFormat.sent_bytes`), contiguous.
+
+        The keys are as `require_keys` returned them.
+        """
+        found, missing = self._find_all(tables, ids)
         self._blocks.store.send(found, out)
         if missing:
             at = np.flatnonzero(found < 0)
-            out[at] = self._first.sent(numbers_of[at], checked[at], training)
+            out[at] = self._first.sent(tables[at], ids[at], training)
 
     def push(
         self,
@@ -193,6 +193,26 @@ class TableShard(ShardRows):
         if learning_rate is not None:
             require_number("learning_rate", learning_rate)
         seen = require_sightings(sightings, len(checked))
+        self._apply(
+            RowGradients(numbers_of, checked, changes, seen, lives), version, learning_rate, strict
+        )
+
+    def push_checked(
+        self, pushed: RowGradients, version: int, learning_rate: float | None = None
+    ) -> None:
+        """Do what `push` does without being `strict`, with gradients of which `RowGradients.require` was called."""
+        self._apply(pushed, version, learning_rate, strict=False)
+
+    def _apply(
+        self, pushed: RowGradients, version: int, learning_rate: float | None, strict: bool
+    ) -> None:
+        numbers_of, checked, changes, seen, lives = (
+            read_only(pushed.tables, np.int32),
+            read_only(pushed.ids, np.int64),
+            read_only(pushed.gradients, self.dtype),
+            read_only(pushed.sightings, np.int32),
+            pushed.lives,
+        )
         rows, _ = self._index.find(numbers_of, checked)
         if self._frozen:
             rows = self._leave_frozen(numbers_of, rows)

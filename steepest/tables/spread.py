@@ -16,7 +16,7 @@ _ROWS_OF_A_PART = 1 << 14
 class Spread(NamedTuple):
     """The shards over which each table's keys are spread, evenly by hash.
 
-    A table without a capacity has a part in every shard. One with a capacity has as many parts as its capacity
+    A table without a capacity or `num_embeddings` has a part in every shard. One with a bound has as many parts as that
     has times 16,384 rows, at least one and at most one in each shard: so the bound of a small table is exact, and
     the parts of a large one fill up at nearly the same time.
 
@@ -28,12 +28,11 @@ class Spread(NamedTuple):
     parts: Int32s  # (tables,), how many a table has
 
     @classmethod
-    def of(cls, capacities: Sequence[int | None], begin: int, count: int) -> Spread:
-        """Return that of tables of these capacities over `count` shards; those in one part begin at shard `begin`."""
+    def of(cls, bounds: Sequence[int | None], begin: int, count: int) -> Spread:
+        """Return that of tables of so many rows at most over `count` shards; small ones begin at shard `begin`."""
         firsts, parts = [], []
-        for number, capacity in enumerate(capacities):
-            most = count if capacity is None else capacity // _ROWS_OF_A_PART
-            parts.append(min(max(most, 1), count))
+        for number, bound in enumerate(bounds):
+            parts.append(parts_of(bound, count))
             firsts.append(0 if parts[-1] == count else (begin + number) % count)
         return cls(count, _read_only(firsts), _read_only(parts))
 
@@ -48,6 +47,11 @@ class Spread(NamedTuple):
         parts: Int64s = self.parts.astype(np.int64)
         each, rest = np.divmod(capacities, parts)
         return np.where(part < parts, each + (part < rest), 0)
+
+
+def parts_of(bound: int | None, count: int) -> int:
+    """Return how many parts a table of so many rows at most has in `count` shards."""
+    return count if bound is None else min(max(bound // _ROWS_OF_A_PART, 1), count)
 
 
 def _read_only(numbers: Sequence[int]) -> Int32s:

@@ -15,7 +15,7 @@ from steepest.tables.initial import Initial, Normal
 from steepest.tables.lives import seconds_of
 from steepest.tables.row_formats import DTYPES, RowFormat
 from steepest.tables.row_optimizers import Adagrad, RowOptimizer, require_optimizer
-from steepest.tables.spread import Spread
+from steepest.tables.spread import Spread, parts_of
 from steepest.tables.tiered_rows import bytes_of, rows_in
 from steepest.validation import require_count
 
@@ -142,6 +142,12 @@ class Table:
         if self.dtype not in ("float32", "float64") or self.slots_dtype is not None:
             return f"has dtype={self.dtype!r} and slots_dtype={self.slots_dtype!r}: weights are of float32 or float64"
         return ""
+
+    @property
+    def most_rows(self) -> int | None:
+        """How many rows there are at most, by `capacity` and `num_embeddings`; None without either."""
+        known = [most for most in (self.capacity, self.num_embeddings) if most is not None]
+        return min(known, default=None)
 
     @property
     def life(self) -> int:
@@ -273,7 +279,15 @@ def disk_of(group: Sequence[Table], spread: Spread, shard: int) -> tuple[str, in
     return one.directory, int(rows[0])
 
 
+def shards_for(tables: Sequence[Table], most: int) -> int:
+    """Return into how many shards each group of some tables is dealt: `most`, or as few as have all their parts."""
+    return max(
+        min(most, sum(parts_of(table.most_rows, most) for table in group))
+        for group in groups(tables)
+    )
+
+
 def spread_of(group: Sequence[Table], num_shards: int) -> Spread:
     """Return how the keys of a group of tables are spread over its shards."""
     begin = salt_of(group[0].name, 0)  # so that small tables of other groups are in other shards
-    return Spread.of([table.capacity for table in group], begin, num_shards)
+    return Spread.of([table.most_rows for table in group], begin, num_shards)

@@ -20,7 +20,7 @@ from steepest.tables.hashing import deal, shard_of
 from steepest.tables.local import LocalRows
 from steepest.tables.shard import TableShard
 from steepest.tables.spread import Spread
-from steepest.tables.table import spread_of
+from steepest.tables.table import shards_for, spread_of
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation
 from tests.table_jobs import trainer, words
@@ -32,6 +32,15 @@ PART = 1 << 14  # rows of a capacity for each part
 
 def spread_over(capacities: list[int | None], count: int) -> Spread:
     return spread_of([table(f"t{at}", capacity=each) for at, each in enumerate(capacities)], count)
+
+
+def test_small_tables_are_dealt_into_as_few_shards_as_have_their_parts() -> None:
+    small = [table(f"t{at}", num_embeddings=each) for at, each in enumerate([5, PART, 2 * PART])]
+    assert spread_of(small, 8).parts.tolist() == [1, 1, 2]
+    assert shards_for(small, 8) == 4
+    assert shards_for(small[:1], 8) == 1
+    assert shards_for([*small, table("other", 3)], 8) == 8
+    assert shards_for(small, 2) == 2
 
 
 def test_tables_have_as_many_parts_as_their_capacity_asks_for() -> None:
