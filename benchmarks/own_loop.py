@@ -2,6 +2,7 @@
 
     python -m benchmarks.own_loop                       # both workloads, about four minutes
     python -m benchmarks.own_loop --model convnet --rounds 5 --shipped
+    python -m benchmarks.own_loop --start 5             # the time up to the first step, alone
     python -m benchmarks.own_loop --model mlp --strategies allreduce --rivals accelerate fabric    # in 12 GB
 
 The same script in each: a DataLoader whose data set reads a batch at once, zero_grad, forward, backward, step. ``fit``
@@ -12,6 +13,9 @@ included, in DistributedDataParallel, Hugging Face's Accelerate and Lightning Fa
 ``--shipped`` as they come, too. Those that are not installed are left out. Workloads, threads and turns are those of
 that benchmark: ratios are of the same round. Beside the time there is the processor time of a contender's processes but
 the driver, which says more where others use the machine.
+
+``--start N`` runs ``steepest run benchmarks/own_loop_start.py --workers 2`` so many times, each in a fresh interpreter
+which starts Ray, and prints the seconds from before that process exists until its first step has returned.
 """
 
 from __future__ import annotations
@@ -27,52 +31,29 @@ import contextlib
 import functools
 import importlib
 import itertools
-from collections.abc import Iterator, Sequence
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.overhead import Times, alternate, progress, ratios, ray_started, turn
+from benchmarks.own_loop_data import Rows, as_it_is, loader
 from benchmarks.rivals import DEADLINE, KEPT, WORKERS, Local, Steepest, Step, StepMaker, Trainer
 
 INSTALL = {"accelerate": "pip install accelerate", "fabric": "pip install lightning"}
 MODULES = {"accelerate": "accelerate", "fabric": "lightning.fabric"}
 STRATEGIES = ("ps", "allreduce")
-
-
-class Rows(Dataset[Any]):
-    """Arrays of which a batch is read at once."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._x, self._y = workload.data()
-
-    def __len__(self) -> int:
-        return len(self._x)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._x[index], self._y[index]
-
-    def __getitems__(self, indices: Sequence[int]) -> Any:
-        rows = torch.as_tensor(indices)
-        return self._x[rows], self._y[rows]
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def loader(workload: Workload) -> DataLoader[Any]:
-    """The loader of every contender."""
-    return DataLoader(
-        Rows(workload), batch_size=workload.batch_size, shuffle=True, collate_fn=_as_it_is
-    )
+FIRST_STEP = 7.0  # seconds from a script's start to its first step that are wanted, on two cores
 
 
 class Fit(Steepest):
@@ -158,7 +139,7 @@ def ddp_loop(workload: Workload, rank: int, store: Path) -> Step:
             rows,
             batch_size=workload.batch_size,
             sampler=DistributedSampler(rows),
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
         )
     )
 
@@ -233,7 +214,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--shipped", action="store_true", help="others with the C library as it is, too"
     )
+    parser.add_argument(
+        "--start", type=int, metavar="N", help="times to start a script, and nothing else"
+    )
     chosen = parser.parse_args(arguments)
+    if chosen.start:
+        found = sorted(first_step() for _ in range(chosen.start))
+        progress(
+            f"{found[len(found) // 2]:.1f} s from start to the first step, of {len(found)} starts "
+            f"({found[0]:.1f} to {found[-1]:.1f}; wanted {FIRST_STEP:.0f})"
+        )
+        return
     for name in chosen.model:
         workload = WORKLOADS[name]
         contenders: list[Trainer] = [Local(f"ddp{KEPT}", workload)]
@@ -260,6 +251,23 @@ def main(arguments: list[str] | None = None) -> None:
                     shares = ratios(seconds, times[other])
                     line += f"   {other}: " + " ".join(f"{v:.3f}" for v in shares.values())
                 progress(line)
+
+
+def first_step() -> float:
+    """Return the seconds from a script's start to the return of its first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "stepped")
+        script = Path(__file__).with_name("own_loop_start.py")
+        command = [sys.executable, "-m", "steepest", "run", str(script), "--workers", str(WORKERS)]
+        began = time.time()
+        subprocess.run(
+            [*command, "--no-progress", "--", str(found)],
+            check=True,
+            timeout=DEADLINE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        return float(found.read_text()) - began
 
 
 def compared(contender: str, times: Times) -> list[str]:
