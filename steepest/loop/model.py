@@ -217,6 +217,13 @@ class LoopModel(TorchModel):
             self._overlap = Overlap()  # entries have other numbers
         super().relayout(cut)
 
+    def names_of(self, parameters: Iterable[torch.Tensor]) -> tuple[set[str], list[torch.Tensor]]:
+        """Return the names of those parameters that are the model's, and the others."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        given = list(parameters)
+        own = {names[id(each)] for each in given if id(each) in names}
+        return own, [each for each in given if id(each) not in names]
+
     @property
     def frozen(self) -> list[str]:
         """The names of the optimizer's parameters that require no gradient for now."""

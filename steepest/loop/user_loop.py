@@ -211,7 +211,7 @@ class UserLoop:
         for index, each in enumerate(prepared.optimizers):
             optimizer: Any = each
             name = type(optimizer).__name__
-            optimizer.add_param_group = partial(_refuse_group, name)
+            optimizer.add_param_group = partial(self._refuse_group, name)
             if index in prepared.closures:
                 user: Any = prepared.closures[index].optimizer
                 user.step = step_by_closure(
@@ -227,6 +227,33 @@ class UserLoop:
         self.gatherer.among_batches |= bool(prepared.closures)
         self.schedules = Schedules(self, prepared.schedulers)
         self.job.turns.ask(Ask.BEGIN)
+
+    def _refuse_group(self, name: str, param_group: Mapping[str, Any]) -> None:
+        """Refuse parameters that an optimizer gets after `prepare`: say what to do in place of it."""
+        assert self.prepared is not None
+        params = param_group["params"]
+        found = self.prepared.model.names_of(
+            [params] if isinstance(params, torch.Tensor) else params
+        )
+        own, others = found
+        if others:
+            shapes = ", ".join(str(tuple(each.shape)) for each in others)
+            do = (
+                f"of shape {shapes:.200} the model that prepare() was given has none: give it a module that has all "
+                "parameters, and the optimizer this group, before"
+            )
+        elif own - self.prepared.model.optimizer_spec.trainable():
+            do = (
+                f"give the optimizer this group, of {min(own)!r} and {len(own) - 1} more, before prepare(), with its "
+                "learning rate, and freeze the parameters until then (requires_grad_(False)); in the loop, unfreeze "
+                "them in place of this call"
+            )
+        else:
+            do = (
+                f"{min(own, default='')!r} and {max(len(own) - 1, 0)} more are the optimizer's already: unfreeze them "
+                "(requires_grad_(True)), and set their group's values in optimizer.param_groups"
+            )
+        raise ConfigurationError(f"{name}.add_param_group() after steepest.prepare(): {do}")
 
     def epochs(self, count: int, first: int = 0) -> Iterator[int]:
         """Yield the numbers of the epochs that are still to come, of `count`, where the user counts from `first`."""
@@ -778,11 +805,4 @@ def _refuse_state(name: str, *_: object, **__: object) -> None:
     raise ConfigurationError(
         f"{name}.load_state_dict() after steepest.prepare(), where its state lies in the job's processes, a part in "
         "each: load it before; steepest.run(..., checkpoints=) goes on with it when the same program is started again"
-    )
-
-
-def _refuse_group(name: str, *_: object, **__: object) -> None:
-    raise ConfigurationError(
-        f"{name}.add_param_group() after steepest.prepare(): give the optimizer all of its parameters before, frozen "
-        "ones too (requires_grad_(False)), and unfreeze them in the loop"
     )

@@ -414,6 +414,20 @@ def further_group(parts: Parts, epochs: int) -> None:
     parts.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
+def later_group(parts: Parts, epochs: int) -> None:
+    parts.optimizer.add_param_group({"params": parts.model[0].parameters(), "lr": 0.01})
+
+
+def known_group(parts: Parts, epochs: int) -> None:
+    parts.optimizer.add_param_group({"params": parts.model[0].weight})
+
+
+def of_the_last_layer(module: nn.Module) -> torch.optim.Optimizer:
+    first, *_, last = module.children()
+    first.requires_grad_(requires_grad=False)
+    return torch.optim.SGD(last.parameters(), lr=0.1)
+
+
 def writing(parts: Parts, epochs: int) -> None:
     for _ in steepest.epochs(epochs):
         for x, y in parts.loader:
@@ -460,7 +474,13 @@ WRONG = {
     "was left in epoch 0 before its end": Script(left_early),
     r"prepare\(\) was called twice": Script(prepared_again),
     r"SGD.load_state_dict\(\) after steepest.prepare\(\), where its state lies": Script(own_state),
-    r"SGD.add_param_group\(\) after steepest.prepare": Script(further_group),
+    r"SGD.add_param_group\(\) after steepest.prepare\(\): of shape \(2,\) the model": Script(
+        further_group
+    ),
+    "give the optimizer this group, of '0.bias' and 1 more, before prepare": Script(
+        later_group, optimizer=of_the_last_layer
+    ),
+    "'0.weight' and 0 more are the optimizer's already: unfreeze": Script(known_group),
     "the end of epochs=5: give an integer of at least 6": Script(backwards),
     "written to the trained parameter '0.weight'": Script(writing),
     "that is not a parameter of the module": foreign_optimizer,
