@@ -50,17 +50,18 @@ class RowRule:
         state["step"] += 1
         now = values.detach().cpu().numpy()
         slots = state["slots"].numpy() if "slots" in state else np.empty((count, 0), now.dtype)
-        gradients = read_only(gradient.cpu().numpy(), now.dtype)
-        numbers, mine = np.empty(count, np.int32), np.empty((count, dim), now.dtype)
-        rows = np.empty((count, dim + slots.shape[1]), now.dtype)
-        found = take_touched(now, slots, gradients, numbers, rows, mine)
-        rows, mine, rate = rows[:found], mine[:found], None
+        gradients, rate = read_only(gradient.cpu().numpy(), now.dtype), None
         if not optimizer.takes_rate() and factor != 1.0:
-            mine = mine * mine.dtype.type(factor)
+            gradients = read_only(gradients * gradients.dtype.type(factor), now.dtype)
         elif factor != 1.0:
             rate = optimizer.lr * factor
-        every = np.arange(found, dtype=np.int32)
-        optimizer.update(rows, every, read_only(mine, mine.dtype), int(state["step"]), rate)
-        put_back(numbers[:found], rows, now, slots)
+        if not optimizer.update_everywhere(now, slots, gradients, rate):
+            numbers, mine = np.empty(count, np.int32), np.empty((count, dim), now.dtype)
+            rows = np.empty((count, dim + slots.shape[1]), now.dtype)
+            found = take_touched(now, slots, gradients, numbers, rows, mine)
+            rows, own = rows[:found], read_only(mine[:found], now.dtype)
+            every = np.arange(found, dtype=np.int32)
+            optimizer.update(rows, every, own, int(state["step"]), rate)
+            put_back(numbers[:found], rows, now, slots)
         if values.device.type != "cpu":
             values.copy_(torch.from_numpy(now))

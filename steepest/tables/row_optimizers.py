@@ -143,6 +143,23 @@ def _ftrl(rows: Floats, numbers: Int32s, gradients: Floats, common: Floats, own:
                 row[column] = over / ((beta + np.sqrt(total)) / rate + l2)
 
 
+@kernel
+def _sgd_everywhere(values: Floats, slots: Floats, gradients: Floats, common: Floats) -> None:
+    rate = common[0]
+    for at in range(len(values)):
+        values[at] -= rate * gradients[at]
+
+
+@kernel
+def _adagrad_everywhere(values: Floats, slots: Floats, gradients: Floats, common: Floats) -> None:
+    rate, eps = common[0], common[1]
+    for at in range(len(values)):
+        gradient = gradients[at]
+        total = slots[at] + gradient * gradient
+        slots[at] = total
+        values[at] -= rate * (gradient / (np.sqrt(total) + eps))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowOptimizer:
     """How a push changes rows; one of the classes below.
@@ -202,6 +219,29 @@ class RowOptimizer:
         common = np.array([rate, self.weight_decay, self.clip_norm or 0.0], rows.dtype)
         self._kernel()(rows, numbers, gradients, common, np.array(own, rows.dtype))
 
+    def update_everywhere(
+        self, values: Floats, slots: Floats, gradients: Floats, learning_rate: float | None = None
+    ) -> bool:
+        """Update all rows in place as `update` does, if that leaves those alone that have no gradient.
+
+        A loop over elements is several times as fast as one over rows.
+
+        Args:
+            values, gradients: (n, dim), contiguous.
+            slots: (n, k), contiguous.
+            learning_rate: instead of `lr`.
+
+        Returns:
+            Whether the rows are updated.
+        """
+        rate = self.lr if learning_rate is None else learning_rate
+        run, own = self._everywhere()
+        if run is None or self.clip_norm is not None or self.moves_by_itself:
+            return False
+        common = np.array([rate, own], values.dtype)
+        run(values.reshape(-1), slots.reshape(-1), gradients.reshape(-1), common)
+        return True
+
     def takes_rate(self) -> bool:
         """Return whether a factor of an update is one of `lr`, rather than of its gradients."""
         return True
@@ -221,6 +261,10 @@ class RowOptimizer:
 
     def _kernel(self) -> Any:
         raise NotImplementedError
+
+    def _everywhere(self) -> tuple[Any, float]:
+        """Return the kernel of `update_everywhere` with a number for it; None where there is none."""
+        return None, 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +295,9 @@ class SGD(RowOptimizer):
     def _kernel(self) -> Any:
         return _momentum if self.momentum else _sgd
 
+    def _everywhere(self) -> tuple[Any, float]:
+        return _sgd_everywhere, 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(RowOptimizer):
@@ -272,6 +319,9 @@ class Adagrad(RowOptimizer):
     def _kernel(self) -> Any:
         return _adagrad
 
+    def _everywhere(self) -> tuple[Any, float]:
+        return (_adagrad_everywhere if self.eps else None), self.eps  # 0 over 0 is NaN
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowWiseAdagrad(Adagrad):
@@ -287,6 +337,9 @@ class RowWiseAdagrad(Adagrad):
 
     def _kernel(self) -> Any:
         return _row_wise_adagrad
+
+    def _everywhere(self) -> tuple[Any, float]:
+        return None, 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

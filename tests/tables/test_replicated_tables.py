@@ -13,10 +13,12 @@ from steepest import DistributedSGD, LocalStrategy, Table, TorchModel
 from steepest.core.engine.job import ModelCreator
 from steepest.embedding.collection import EmbeddingCollection
 from steepest.embedding.modules import Embedding, EmbeddingBag, hold_replicated
+from steepest.embedding.row_rule import RowRule
 from steepest.errors import CheckpointError, ConfigurationError, ModelRaisedError
 from steepest.tables import SGD, Adagrad, Adam, Constant, RowWiseAdagrad
-from steepest.tables.replicated import REPLICATED_BYTES, replicated
+from steepest.tables.replicated import REPLICATED_BYTES, first_values, replicated
 from steepest.tables.row_optimizers import RowOptimizer
+from steepest.tables.shard import TableShard
 from tests.table_jobs import trainer
 
 USERS, ITEMS, COUNT = 30, 20, 36
@@ -182,6 +184,19 @@ def test_ids_beyond_the_range_are_refused_by_name(replicate: bool) -> None:
         pytest.raises(ModelRaisedError, match=r"ids of table '.*' hold .* num_embeddings=7"),
     ):
         sgd.step()
+
+
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.3), Adagrad(lr=0.3), Adagrad(lr=0.3, eps=0.0)])
+def test_rows_without_a_gradient_stay_to_the_bit(optimizer: RowOptimizer) -> None:
+    table = Table("t", 3, num_embeddings=40, optimizer=optimizer)
+    values, gradient = torch.from_numpy(first_values(table, 0)), torch.zeros(40, 3)
+    before, state, shard = values.clone(), dict[str, Any](), TableShard([table])
+    gradient[[3, 17]] = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
+    for version, factor in ((1, 1.0), (2, 0.3)):
+        RowRule(table).update(values, gradient, state, factor)
+        shard.push([0, 0], [3, 17], gradient[[3, 17]].numpy(), version, optimizer.lr * factor)
+    assert (values != before).any(1).nonzero().flatten().tolist() == [3, 17]
+    assert torch.equal(values, torch.from_numpy(shard.pull([0] * 40, range(40))))
 
 
 def test_small_tables_are_held_by_workers_smallest_first() -> None:
