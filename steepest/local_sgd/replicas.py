@@ -25,6 +25,7 @@ from steepest.core.engine.server_chunk import ServerChunk
 from steepest.core.models.protocol import (
     Arrive,
     FollowsOwnUpdates,
+    FollowsRounds,
     Model,
     all_here,
     arriving_with,
@@ -128,6 +129,8 @@ class LocalReplicas(Replicas):
         if (arriving := arriving_with(models[0])) is not None:
             self._load(disassemble(self.layout, arriving.state, arriving.plain))
         self._followers = [each for each in models if isinstance(each, FollowsOwnUpdates)]
+        rounds = [each for each in models if isinstance(each, FollowsRounds)]
+        self._of_rounds = rounds if share.leased else []
         self._own_weights = OwnWeights()
         self._before: _Before | None = None  # the last share
         # the one before that, until it is known to be committed; None without a delay
@@ -135,6 +138,7 @@ class LocalReplicas(Replicas):
         self._pushed = -1  # number of the last share that was pushed
         # whether it is open, where shares are leased, if the last one counts
         self._is_open = False
+        self._is_again = False  # whether it was given up
         self._computing = False
         self._is_void = False  # whether the share is computed from one that was left out
         self._has_come = False  # whether all weights of the share's version are here
@@ -205,6 +209,9 @@ class LocalReplicas(Replicas):
         if not self.places(number):
             self._tell_place((number, 0, 0), empty=True)
         self._begin(number)
+        for model in self._of_rounds:
+            model.begin_round(again=self._is_again)
+        self._is_again = False
         if self.leased and not self.delays:
             self._own_weights = self._shift(self._own_weights)
         if not (self.leased and self.delays) or self._base_is_due or not self._own_weights.values:
@@ -402,7 +409,7 @@ class LocalReplicas(Replicas):
             self._before = self._earlier = None
             self._is_open = False
 
-    def decided(self, *, counts: bool) -> None:
+    def decided(self, *, counts: bool, again: bool = False) -> None:
         """Keep what the last leased share has changed, or set it back; calls may repeat."""
         if self._computing:
             self._is_void |= not counts and self._earlier is not None
@@ -412,8 +419,22 @@ class LocalReplicas(Replicas):
         if not counts:
             assert self._before is not None, "a share was begun"
             self._restore(self._before)
-            self._before = None
+            self._before, self._is_again = None, again
         self._is_open = False
+
+    def go_on(self, version: int) -> None:
+        """Tell models of a commit, or of a leased share that is decided on."""
+        super().go_on(version)
+        places = self.batches.places
+        for model in () if self._is_open or self._is_again else self._of_rounds:
+            step = places.step_of(version)
+            model.end_round(None if places.plan is None else places.plan.position(step).epoch)
+
+    def take_over(self, other: Replicas) -> None:
+        """Continue with the models of earlier replicas, of which a leased share that is not decided on was given up."""
+        super().take_over(other)
+        if isinstance(other, LocalReplicas):
+            self._is_again = other._is_open or other._is_again
 
     def take_servers_weights(self, names: Collection[str]) -> None:
         """Forget the worker's own weights of some parameters, which have been set."""

@@ -35,7 +35,8 @@ class JobView:
     def see(self, where: Where) -> None:
         """Note what the place of a step says of the epoch after it."""
         if where.epoch is not None:
-            over = where.is_last and not where.has_more
+            # a step of leased shares may have a further one for this worker
+            over = where.is_last and not (where.has_more or where.leased)
             self.next_epoch = max(self.next_epoch, where.epoch + over)
 
     def pass_by(self, where: Where) -> None:

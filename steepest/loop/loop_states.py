@@ -53,6 +53,35 @@ class HasStates(Protocol):
         ...
 
 
+class Rounds:
+    """Where a loop is in rounds of own updates in which workers do not wait for each other.
+
+    Attributes:
+        is_open: whether the loop has begun a round that is not decided on.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._is_given_up = False
+
+    def begin(self, *, again: bool) -> None:
+        """Note that the engine begins a round; `again`: the one before was given up, and the loop is to undo it."""
+        self._is_given_up |= again
+        self.is_open &= self._is_given_up
+
+    def take_given_up(self) -> bool | None:
+        """Return whether the loop has to undo a round, if one was given up since this was asked; else None."""
+        if not self._is_given_up:
+            return None
+        self._is_given_up = False
+        return self.is_open
+
+    def opens(self) -> bool:
+        """Note that the loop takes a batch; return whether it is the first of a round."""
+        before, self.is_open = self.is_open, True
+        return not before
+
+
 class LoopStates:
     """The states of one loop; either side asks for them, while the other waits.
 
@@ -62,12 +91,14 @@ class LoopStates:
 
     Attributes:
         boundary: the state from which another worker takes part in what is gathered.
+        rounds: where the loop is in rounds of own updates.
     """
 
     def __init__(self, loop: HasStates, job: JobView) -> None:
         self._loop, self._job = loop, job
         self._before: dict[str, Any] = {"kept": {}}  # see `begin_step`
         self._round: torch.Tensor | None = None  # the state where a round of own updates begins
+        self.rounds = Rounds()
         self.boundary = Boundary(loop, loop.gatherer, self.state_at)
 
     def state(self) -> dict[str, Any]:
@@ -138,6 +169,8 @@ class LoopStates:
         begun = self._loop.taken is not None and self._round is not None
         if not (self._loop.local and begun and self._job.asked) or self._loop.taken is None:
             return False
+        if not self._loop.together:
+            return self.rounds.is_open
         return self._loop.taken.where.has_more or self._job.asked is Ask.COMMIT
 
     def begin_step(self) -> None:

@@ -429,6 +429,17 @@ class LoopModel(TorchModel):
         except ModelError as error:
             self.session.fail(error)
 
+    def begin_round(self, *, again: bool) -> None:
+        """Note that a round of the worker's own updates begins, see `Session.begin_round`."""
+        self.session.begin_round(again=again)
+
+    def end_round(self, epoch: int | None) -> None:
+        """Let the loop go on behind the last `optimizer.step()` of a round, see `Session.end_round`."""
+        try:
+            self._in_turn(self.session.end_round, epoch)
+        except ModelError as error:
+            self.session.fail(error)
+
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
         """Move the parameters into flat vectors; gradients that the loop has computed stay its own."""
         kept = {name: parameter.grad for name, parameter in self._parameters.items()}
@@ -541,17 +552,20 @@ class LoopCreator:
         seed: of the job.
         together: whether every worker contributes to each update.
         local: batches of a round of updates that workers make by themselves; 0 where servers make each update.
+        paced: whether a worker makes as many of them in a round as it manages.
     """
 
     function: Callable[[], Any]
     seed: int = 0
     together: bool = True
     local: int = 0
+    paced: bool = False
 
     def __call__(self, worker_index: int, device_index: int) -> LoopModel:
         """Begin the function in a worker's process; see `steepest.core.engine.job.ModelCreator`."""
         spare_compiler()
         size = step_size().batches
-        session = Session(self.function, worker_index, size, self.seed, self.together, self.local)
+        kind = self.together, self.local, self.paced
+        session = Session(self.function, worker_index, size, self.seed, *kind)
         model: LoopModel = session.begin()
         return model

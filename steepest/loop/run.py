@@ -119,17 +119,12 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
             "round counts: leave delay out (fragments= lets a link carry less at a time); or train by DistributedSGD "
             "and TorchModel"
         )
-    if chosen.local and not chosen.rule.together:
-        raise ConfigurationError(
-            "a quorum, or pace='speed', with a loop of your own: workers go through epochs at other times than each "
-            "other then, in the middle of which a loop may stand; leave them out, or train by DistributedSGD and "
-            "TorchModel"
-        )
     local = chosen.updates if chosen.local else 0
+    paced = chosen.local and chosen.updates_of_share < chosen.updates
     with contextlib.ExitStack() as whole:
         sgd = whole.enter_context(
             DistributedSGD(
-                LoopCreator(function, seed, chosen.rule.together, local),
+                LoopCreator(function, seed, chosen.rule.together, local, paced),
                 num_workers,
                 gpu=gpu,
                 strategy=strategy,

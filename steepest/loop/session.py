@@ -31,6 +31,7 @@ class Session:
         seed: of the job.
         together: whether every worker contributes to each update.
         local: batches of each round of updates that workers make by themselves; 0 where servers make each update.
+        paced: whether a worker makes as many of them in a round as it manages.
 
     Attributes:
         job: what both sides know of the job.
@@ -45,11 +46,12 @@ class Session:
         seed: int = 0,
         together: bool = True,
         local: int = 0,
+        paced: bool = False,
     ) -> None:
         self._error: BaseException | None = None  # that it has raised, or with which it has ended
         self._errand: Errand | None = None  # that the loop awaits
         self.job = JobView(self._turns(rank), rank, size)
-        self.loop = UserLoop(function, self.job, seed, together, local)
+        self.loop = UserLoop(function, self.job, seed, together, local, paced)
 
     def _turns(self, rank: int) -> Turns:
         """Return the turns of a function that has not run yet."""
@@ -118,6 +120,8 @@ class Session:
 
     def is_undone(self, where: Where) -> bool:
         """Return whether the loop has to begin anew: the step that it awaits was dealt out in another way."""
+        if (given_up := self.loop.states.rounds.take_given_up()) is not None:
+            return given_up
         taken = None if self.loop.taken is None else self.loop.taken.where
         in_batch = taken == where if self.loop.lockstep is None else self.loop.lockstep.inside
         if self.loop.gatherer.has_lost_its_seat(in_batch=in_batch):
@@ -154,6 +158,18 @@ class Session:
             and self.loop.taken is not None
             and self.loop.taken.where.has_more
         ):
+            self._go_on(waits=False)
+
+    def begin_round(self, *, again: bool) -> None:
+        """Note that a round of own updates begins; `again`: the one before it was given up, and is undone."""
+        self.loop.states.rounds.begin(again=again)
+
+    def end_round(self, epoch: int | None) -> None:
+        """Let the loop go on behind a round of own updates that was decided on, and into the epoch of the job."""
+        self.loop.states.rounds.is_open = False
+        self.loop.reports.note()
+        self.job.next_epoch = max(self.job.next_epoch, epoch or 0)
+        if self.job.asked is Ask.COMMIT or (self.job.asked is Ask.BATCH and self.loop.is_over):
             self._go_on(waits=False)
 
     def fail(self, error: BaseException) -> None:
@@ -195,7 +211,10 @@ class Session:
         """
         self.loop.gatherer.among_batches |= state["gathers"]
         if self.job.asked is not Ask.BEGIN:
-            if state["step"] == self.loop.states.steps:
+            # where workers do not wait for each other, a loop may take several shares of a step
+            counts = self.loop.local and not self.loop.together
+            elsewhere = counts and state["batches"] != self.loop.batches
+            if state["step"] == self.loop.states.steps and not elsewhere:
                 return
             self.loop.gatherer.gatherings.drop()
             self.begin_anew(state)

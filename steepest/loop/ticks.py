@@ -81,7 +81,8 @@ class Ticks:
         self._counts_calls |= since > 1
         by_step = since == 1 and not (self._counts_calls or arguments or named)
         times = max(now - self.at, 0) if by_step else 1
-        self.at, self._batches, self.by_step = now, batches, by_step
+        # where workers do not wait for each other, steps come in any order
+        self.at, self._batches, self.by_step = max(now, self.at), batches, by_step
         for _ in range(times):
             self._step(*arguments, **named)
 
@@ -123,7 +124,10 @@ class Schedules:
     def begin(self, step: int, *, together: bool) -> None:
         """Have schedulers count after an update; those of the worker whose state was taken may be behind."""
         none: list[int | None] = [None] * len(self._ticks)
-        found = self._ticked if together and self._ticked else none
         unticked = self._unticked or none
-        for ticks, at, batches in zip(self._ticks, found, unticked, strict=True):
-            ticks.begin(step, 0 if at is None else step - at, batches)
+        for ticks, at, batches in zip(self._ticks, self._ticked or none, unticked, strict=True):
+            if together or at is None:
+                ticks.begin(step, 0 if at is None else step - at, batches)
+            else:  # a worker's steps come in any order: it goes on from what the scheduler had counted
+                ticks.begin(at, 0, batches)
+                ticks.by_step = True

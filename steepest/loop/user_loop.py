@@ -49,7 +49,7 @@ class UserLoop:
     Args:
         function: the user's.
         job: what is known of the job.
-        seed, together, local: see `steepest.loop.session.Session`.
+        seed, together, local, paced: see `steepest.loop.session.Session`.
 
     Attributes:
         states: what another worker goes on with.
@@ -66,9 +66,16 @@ class UserLoop:
     """
 
     def __init__(
-        self, function: Callable[[], Any], job: JobView, seed: int, together: bool, local: int
+        self,
+        function: Callable[[], Any],
+        job: JobView,
+        seed: int,
+        together: bool,
+        local: int,
+        paced: bool = False,
     ) -> None:
         self.job, self.seed, self.together, self.local = job, seed, together, local
+        self._paced = paced
         self._function = function
         self.unseen = Unseen()  # writes to gradients that torch does not count
         self.prepared: Prepared | None = None
@@ -103,7 +110,7 @@ class UserLoop:
         self.pending: Batch | None = None  # a batch that the loop has yet to take
         self.taken: Batch | None = None
         self.wanted_epochs: int | None = None
-        self.epoch = 0  # in which the loop is
+        self.epoch, self._left = 0, -1  # in which the loop is; through which it has gone last
         self.stepped = False
         self.stepping: set[int] = set()
         self.changed: list[dict[str, Any]] | None = None  # as `hyper`, right behind a step
@@ -271,6 +278,7 @@ class UserLoop:
         self.wanted_epochs = count
         pending = self.pending
         self.epoch = self.job.next_epoch if pending is None else pending.where.epoch or 0
+        self._left = self.epoch - 1
         lockstep = self.prepared.lockstep
         if lockstep is not None:
             yield from self._locked_epochs(lockstep, count)
@@ -425,10 +433,13 @@ class UserLoop:
             return back
         taken = None if self.taken is None else self.taken.where
         new = taken is None or taken.step != pending.where.step
+        if self.local and not self.together:
+            new = self.states.rounds.opens()
         opens = self.window.opens(pending.where, stepped=self.stepped)
         if new and (opens or not self.states.keeps_windows):
             self.states.begin_step()
-        if taken is None or self._own_updates(taken) != self._own_updates(pending.where):
+        same = taken is not None and self._own_updates(taken) == self._own_updates(pending.where)
+        if not (same and self.whole):
             self.whole += pending.whole
         self.pending, self.taken = None, pending
         self.calls.begin_batch()
@@ -450,7 +461,9 @@ class UserLoop:
         epoch = self.pending.where.epoch or 0
         if epoch > self.epoch:
             self._end_epoch()
-        if epoch < self.epoch:
+        # what a dead worker has left over comes late
+        late = self.pending.where.leased and self._left == self.epoch - 1
+        if epoch < self.epoch and not late:
             raise ConfigurationError(
                 f"the loop over the loader was left in epoch {epoch} before its end, and begun anew: go through all "
                 "batches of an epoch, or return"
@@ -493,6 +506,7 @@ class UserLoop:
         """Raise StopIteration: the epoch has no further batch."""
         locked = self.lockstep
         number = locked.number if locked is not None else max(self.at_step + 1, self.job.passed)
+        self._left = self.epoch
         if (self.gatherer.region, self.gatherer.number) != (Region.END, number):
             self.gatherer.enter(Region.END, number)
             self.states.boundary.mark("end")
@@ -719,8 +733,9 @@ class UserLoop:
     @property
     def at_update(self) -> int:
         """The number of the last update of which the loop has taken all batches, see `steepest.loop.ticks.Counts`."""
-        if self.local and self.taken is not None and self.taken.where.has_more:
-            return self._own_updates(self.taken.where, 1) - 1
+        taken = self.taken
+        if self.local and taken is not None and (self._paced or taken.where.has_more):
+            return self._own_updates(taken.where, 1) - 1
         return (self.at_step + 1) * (self.local or 1) - 1
 
     def _own_updates(self, where: Where, more: int = 0) -> int:
@@ -728,6 +743,8 @@ class UserLoop:
         if not self.local:
             return where.step
         part, parts = where.part
+        if self._paced:
+            return where.step * self.local + (part + more) * self.local // parts
         each = parts // self.job.size  # batches of a round
         return where.step * self.local + (part % each + more) * self.local // each
 

@@ -241,11 +241,10 @@ def gathering(parts: Parts, epochs: int) -> None:
     [
         (ADAM, LocalStrategy(sync_every=4, delay=1), "delay=1 with a loop of your own"),
         (
-            ADAM,
+            Script(watching, data=samples(48)),
             LocalStrategy(sync_every=3, pace="speed", num_servers=1),
-            "a quorum, or pace='speed', with a loop of your own",
+            "where workers do not wait for each other",
         ),
-        (ADAM, LocalStrategy(quorum=1, num_servers=1), "a quorum, or pace='speed', with a loop"),
         (replace(ADAM, any_steps=True), "local", "any_steps=True with strategy=.local"),
         (without_loader, "local", "a loop without a loader with strategy=.local"),
         (Script(gathering), "local", "between the batches of an epoch"),

@@ -238,7 +238,15 @@ def test_a_run_that_is_started_again_goes_on_and_its_rows_can_be_read(tmp_path: 
     assert (first.values == last.values).all()
 
 
-@pytest.mark.parametrize("strategy", ["async", LocalStrategy(sync_every=2)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "async",
+        LocalStrategy(sync_every=2),
+        LocalStrategy(sync_every=2, quorum=1, outer_lr=0.5, num_servers=1),
+        LocalStrategy(sync_every=2, pace="speed", num_servers=1),
+    ],
+)
 def test_other_strategies_train_rows(strategy: Any) -> None:
     FOUND.clear()
     script = replace(SCRIPTS["usual"], epochs=6)

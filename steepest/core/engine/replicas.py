@@ -487,8 +487,9 @@ class Replicas:
     def left_out(self) -> None:
         """Undo what the last share changed here, of which servers made no update: nothing."""
 
-    def decided(self, *, counts: bool) -> None:
+    def decided(self, *, counts: bool, again: bool = False) -> None:
         """Note whether the last leased share is part of the servers' weights, if any was begun: it changes nothing."""
+        # again: whether it is not because it was given up, and is dealt out anew
 
     def inner_state(self, step: int) -> InnerOptimizerState | None:
         """Return the state of the worker's own optimizer after so many steps: None, it has none."""

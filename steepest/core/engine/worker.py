@@ -411,7 +411,11 @@ class Worker:
                 self._ahead = range(lease.ahead[0], sum(lease.ahead)) if lease.ahead else range(0)
                 self._replicas.turn = lease.turn
                 self._exchange.committed(lease.committed)
-                self._replicas.decided(counts=lease.committed == self._exchange.sequence)
+                counts, again = (
+                    lease.committed == self._exchange.sequence,
+                    self._pushed[0] != self.generation,
+                )
+                self._replicas.decided(counts=counts, again=again)
 
     def _next_share(self, version: int) -> int | None:
         """Return the number of the share to compute from the weights of a version; None if none."""

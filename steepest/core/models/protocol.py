@@ -304,6 +304,26 @@ class FollowsOwnUpdates(Protocol):
 
 
 @runtime_checkable
+class FollowsRounds(Protocol):
+    """An ability of a model: it follows rounds of such updates, where workers do not wait for each other."""
+
+    def begin_round(self, *, again: bool) -> None:
+        """Note that a round of such updates begins.
+
+        Args:
+            again: whether the round before was given up: it is no part of the weights, and its samples are dealt out
+                anew.
+        """
+
+    def end_round(self, epoch: int | None) -> None:
+        """Note that a round is decided on, and new weights are here.
+
+        Args:
+            epoch: of the job by now; None where the data choose their own batches.
+        """
+
+
+@runtime_checkable
 class SaysHyper(Protocol):
     """An ability of a model: the updates of its gradients have hyperparameters that no schedule says."""
 
