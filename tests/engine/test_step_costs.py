@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from steepest.testing.models import linear_model_creator
 from tests.simulation.run import Simulation, run_config
 from tests.simulation.simulated_runtime import SimulatedRuntime
 from tests.socket_jobs import STEPS, STRATEGIES, WORKERS, running, steps
+from tests.step_calls import calls_of
 
 #: The most calls of the library's own functions in a step of two workers, all processes together; some 40 of them look
 #: at the clock.
@@ -57,25 +56,8 @@ def test_a_step_calls_no_more_functions_than_it_did(name: str) -> None:
     )
     cluster.step(STEPS)
     # of a slow machine the coordinator's clock asks now and then whether somebody is late
-    least = min((calls_of(cluster) for _ in range(3)), key=lambda calls: calls.total())
+    least = min((calls_of(cluster, STEPS) for _ in range(3)), key=lambda calls: calls.total())
     assert least.total() / STEPS <= MOST_CALLS[name], least.most_common(20)
-
-
-def calls_of(cluster: InProcessCluster) -> Counter[str]:
-    """The calls of the library's functions in some steps."""
-    calls: Counter[str] = Counter()
-
-    def see(frame: FrameType, event: str, argument: object) -> None:
-        code = frame.f_code
-        if (event == "call" and "/steepest/" in code.co_filename) or code.co_filename == "<string>":
-            calls[f"{code.co_filename.rpartition('/steepest/')[2]}:{code.co_name}"] += 1
-
-    sys.setprofile(see)
-    try:
-        cluster.step(STEPS)
-    finally:
-        sys.setprofile(None)
-    return Counter({who: count for who, count in calls.items() if not who.startswith("testing/")})
 
 
 @pytest.mark.parametrize("workers", [1, 3])
