@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from steepest.strategies.local import LocalStrategy
 from steepest.testing import InProcessCluster, replay
 from tests.modes import check_counts
 from tests.pairs import grid
+from tests.random_examples import seeds
 from tests.reference import difference, same_bits, sgd
 from tests.rounds import by_hand, check_samples, run_rounds, simulated, timed, wide_task
 from tests.simulation.run import Simulation
@@ -229,3 +231,50 @@ def test_changes_are_kept_while_they_are_fewer_bytes_than_the_weights() -> None:
         assert last.after(None) is parts[version]
     assert last.after(1) is parts[2]
     assert last.after(0) is None
+
+
+@pytest.mark.long
+@seeds(8)
+def test_whatever_dies_the_log_has_the_bits(seed: int) -> None:
+    """Any settings together, workers of unequal speed, of which some die; also a server whose chunks have copies."""
+    draw = random.Random(seed)
+    fragments, workers = draw.choice([1, 2, 4]), draw.choice([2, 3])
+    of_share = draw.choice([2, 3])
+    strategy = LocalStrategy(
+        sync_every=of_share * fragments,
+        fragments=fragments,
+        delay=draw.randrange(of_share),
+        quorum=draw.choice([None, 1, workers]),
+        pace="speed",
+        num_servers=2,
+        replication=draw.choice([1, 2]),
+        compression=draw.choice([None, Int8(16)]),
+        weights_compression=draw.choice([*CHOICES.values()]),
+        chunk_bytes=1024,
+        transport="tcp",
+    )
+    if strategy.quorum is not None:
+        strategy = replace(strategy, pace=draw.choice(["equal", "speed"]))
+    task = wide_task("adam", 150)
+    create, _ = timed(task, [draw.choice([0.05, 0.1, 0.4]) for _ in range(workers)], lambda: 0.0)
+    victims = [f"worker {draw.randrange(workers)}" for _ in range(draw.randrange(3))]
+    if strategy.replication == 2 and draw.random() < 0.5:
+        victims.append("server 1")
+
+    def act(trainer: DistributedSGD, simulation: Simulation) -> None:
+        def kill(name: str) -> None:
+            living = (each for each in simulation.living() if name in str(each))
+            if (victim := next(living, None)) is not None:
+                simulation.world.kill(victim, "it was killed.")
+
+        at = 0
+        for name in victims:
+            at += draw.randrange(50, 300)
+            simulation.at_event(at, lambda name=name: kill(name))
+        assert trainer.fit(steps=12, progress=False).step == 12
+        assert trainer.fit(steps=12, progress=False).step == 24
+
+    found, log = simulated(task, workers, strategy, act, create, seed)
+    check_samples(log)
+    if len(log.parts) == 1:
+        assert same_bits(replay(log, task.creator()), found)
