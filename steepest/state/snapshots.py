@@ -269,7 +269,7 @@ class Snapshots:
             lost = lost or request.log.exception() is not None
             if not lost:
                 self._commits += request.log.result()
-        lost = lost or self._is_disk_at_fault(request)
+        lost = self._is_disk_at_fault(request) or lost
         if lost or request.job is not self._cluster.job:
             self._keep_rows(*self._on_disk)
             return

@@ -117,18 +117,34 @@ def test_two_deaths_at_once_leave_no_snapshot_and_say_so(tmp_path: Path) -> None
             sgd.fit(steps=7, progress=False)
 
 
+@pytest.mark.parametrize("who", ["a server", "who has the copies"])
 def test_a_full_disk_keeps_the_last_snapshot_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, who: str
 ) -> None:
     strategy = ParameterServerStrategy(num_servers=2)
     with trainer(on_disk(tmp_path), strategy, run_config=EVERY) as sgd:
         sgd.fit(steps=4, progress=False)
-        before = sgd._supervisor.snapshots.taken
+        for _ in range(5):  # that which is under way comes
+            before = sgd._supervisor.snapshots.taken
+            system().event().wait(0.5)
+
+        taking: list[int] = []
+        take = RowFiles.take
+
+        def counted(*arguments: Any) -> None:
+            taking.append(1)
+            take(*arguments)
+            taking.pop()
 
         def pwrite(descriptor: int, data: Any, at: int) -> int:
+            if bool(taking) == (who == "a server"):
+                return write(descriptor, data, at)
+            taking.clear()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+        write = os.pwrite
         with monkeypatch.context() as patched:
+            patched.setattr(RowFiles, "take", counted)
             patched.setattr(row_files.os, "pwrite", pwrite)
             for _ in range(3):
                 sgd.fit(steps=4, progress=False)
@@ -136,6 +152,7 @@ def test_a_full_disk_keeps_the_last_snapshot_and_training_goes_on(
             assert sgd._supervisor.snapshots.taken is before
         said = [text for text in caplog.messages if "no new snapshot" in text]
         assert len(said) == 1
+        assert ("gave up a snapshot" in said[0]) == (who == "a server")
         assert f"directory '{tmp_path}' of " in said[0]
         assert "No space left on device. It wants" in said[0]
         for _ in range(3):
