@@ -19,10 +19,7 @@ class HandMovedClock(PythonSystem):
     def __init__(self, seconds: float = 100.0) -> None:
         super().__init__()
         self.seconds = seconds
-
-    def now(self) -> float:
-        """Return what the clock shows."""
-        return self.seconds
+        self.now = lambda: self.seconds  # an attribute of Python's, too
 
 
 @pytest.fixture
