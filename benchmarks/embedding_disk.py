@@ -41,6 +41,10 @@ class PowerLaw:
         self._edges = weights.cumsum()
         self.count = count
 
+    @property
+    def nbytes(self) -> int:
+        return self._edges.nbytes
+
     def rows_with(self, share: float) -> int:
         """Return how many of the most frequent ids have a share of all look-ups."""
         return int(np.searchsorted(self._edges, share * self._edges[-1])) + 1
@@ -154,6 +158,46 @@ def run_disk(
         f"{work['median']:.2f} times ({work['min']:.2f} to {work['max']:.2f})"
     )
     return [row]
+
+
+def run_large(rounds: int, count: int, few: int, directory: Path) -> list[dict[str, Any]]:
+    """Make so many rows of which few are in memory, and take steps with them; no rival holds as many."""
+    law, random = PowerLaw(count), np.random.default_rng(0)
+    begun = time.perf_counter()
+    one = Trained(count, directory=str(directory), memory_rows=few)
+    made, anonymous = time.perf_counter() - begun, resident("RssAnon") - law.nbytes
+    store = one.store
+    assert store is not None
+    seconds, waited, shares = [], [], []
+    for _ in range(rounds):
+        batch = torch.from_numpy(ids_of(law.draw(random)).reshape(FEATURES, BATCH))
+        gradients = torch.from_numpy(random.normal(size=(FEATURES, BATCH, DIM)).astype(np.float32))
+        before = store.looked_up, store.read, store.disk.seconds, time.perf_counter()
+        one.step(batch, gradients)
+        seconds.append(time.perf_counter() - before[3])
+        waited.append(store.disk.seconds - before[2])
+        shares.append((store.read - before[1]) / (store.looked_up - before[0]))
+    row = {
+        "title": f"{count:,} rows, {few:,} in memory",
+        "seconds to make": made,
+        "bytes of memory": anonymous,
+        "bytes on disk": store.nbytes_on_disk,
+        "seconds": statistics.median(seconds),
+        "seconds of the disk": statistics.median(waited),
+        "read from disk": statistics.median(shares),
+    }
+    print(
+        f"{row['title']}: made in {made:.0f} s, {anonymous / 1e9:.2f} GB of memory, "
+        f"{store.nbytes_on_disk / 1e9:.2f} GB on disk; a step {row['seconds']:.2f} s, of which the disk "
+        f"{row['seconds of the disk']:.2f}, which read {100 * row['read from disk']:.0f} % of its rows"
+    )
+    return [row]
+
+
+def resident(what: str) -> int:
+    """Return bytes of this process' memory of a kind that the kernel tells."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{what}:")[1].split()[0]) << 10
 
 
 # -- stores --------------------------------------------------------------------------------------
