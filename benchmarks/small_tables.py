@@ -179,7 +179,10 @@ class Job:
         self.sgd.fit(steps=steps, progress=False)
         wall, after = time.perf_counter() - begin, seconds_by_process()
         spent = {"wall": 1e3 * wall / steps, "processor": 0.0}
-        for name, seconds in after.items():
+        for name in sorted(
+            after.keys() & before.keys()
+        ):  # not those of which a start is in the figures
+            seconds = after[name]
             took = 1e3 * (seconds - before[name]) / steps
             spent["processor"] += took
             kind = name.split(" ")[0]

@@ -19,6 +19,8 @@ from steepest.tables import SGD, Adagrad, Adam, Constant, RowWiseAdagrad
 from steepest.tables.replicated import REPLICATED_BYTES, first_values, replicated
 from steepest.tables.row_optimizers import RowOptimizer
 from steepest.tables.shard import TableShard
+from steepest.testing import InProcessCluster, replay
+from tests.modes import mode
 from tests.table_jobs import trainer
 
 USERS, ITEMS, COUNT = 30, 20, 36
@@ -101,6 +103,16 @@ def test_workers_hold_the_rows_that_servers_would_have(
         trained(strategy, optimizer=optimizer, replicate=replicate) for replicate in (True, False)
     )
     assert same(held, served)
+
+
+@pytest.mark.parametrize("name", ["sync", "async"])
+def test_a_replay_has_the_rows_of_the_run(name: str) -> None:
+    create = tastes(optimizer=Adam(lr=0.1))
+    cluster = InProcessCluster(create, num_workers=2, strategy=mode(name), keep_log=True)
+    cluster.step(5)
+    weights, again = cluster.weights(), replay(cluster.log(), create)
+    assert "users.rows_of_users" in weights
+    assert same(weights, {name: again[name] for name in weights})
 
 
 def test_rows_are_parameters_that_the_models_optimizer_does_not_see() -> None:
