@@ -1,13 +1,21 @@
 """What it costs to look at a job: the time of a step while its timeline is recorded, or its page is open.
 
-    python -m benchmarks.observing                       # the ConvNet under "ps", about two minutes
-    python -m benchmarks.observing --strategy allreduce --model mlp --rounds 9
+    python -m benchmarks.observing                       # the ConvNet under "ps", about four minutes
+    python -m benchmarks.observing --strategy allreduce --model mlp --rounds 61 --json observing.json
 
-One job of two workers trains in turns, odd rounds in reverse order: ``off``, ``timeline`` (recorded from before
-the turn; the file is written after it, and is not timed) and, where plotly is installed, ``page``, whose data
-another process fetches twice a second. The ratio is that of a turn to ``off`` of the same round. A second
-table has the processor time of the job's processes and the driver instead of what a clock shows: other programs of
-the machine disturb it less.
+One job of two workers trains in many short turns. A pair of turns, one without and one with ``timeline`` (recorded from
+before the turn; the file is written after it, and is not counted) or, where plotly is installed, ``page``, whose data
+another process fetches twice a second, lies next to each other, in the one order and then in the other. Of pairs the
+median is told, with the interval in which it lies with 95 % by resampling (Efron 1979):
+
+- ``clock``: the ratio of the times of a step, which other programs of a machine disturb the most;
+- ``processors``: the ratio of the processor time of all processes of the job and the driver; of a page the
+  reader's own process does not count;
+- of each process, the processor time of a step without, and the microseconds that are added: of all its threads, and of
+  the busiest, which takes the steps.
+
+Last stand the calls of the library's functions in a step of two workers, without and with a recorded timeline, which no
+other program changes; a page makes none in processes of workers and servers but "counters", every five seconds.
 """
 
 from __future__ import annotations
@@ -15,21 +23,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import os
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
+from types import FrameType
 
 import torch
 
 from benchmarks.models import WORKLOADS
-from benchmarks.overhead import alternate, compare, comparison, positive
+from benchmarks.overhead import positive
 from benchmarks.rivals import WORKERS
 from steepest import DistributedSGD, TorchModel
+from steepest.core.engine.spans import SpanRing, record_roles
 from steepest.errors import ConfigurationError
+from steepest.strategies.named import as_strategy
+from steepest.testing import InProcessCluster
+from steepest.testing.models import linear_model_creator
 
 #: A program that fetches the page's data as an open page does, given its address, until it is killed.
 LOOK = """
@@ -46,15 +64,36 @@ while True:
     print("seen", flush=True)
     time.sleep(0.5)
 """
-Spent = tuple[float, float]  # seconds of a step, by the clock and of processors
+WANTED = {"timeline": 1.02, "page": 1.01}
+RESAMPLED = 2000
+Interval = tuple[float, float, float]  # median, and between what it lies
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a step.
+
+    Attributes:
+        clock: by the clock.
+        processes: processor time by process.
+        threads: that of its busiest thread.
+    """
+
+    clock: float
+    processes: dict[str, float]
+    threads: dict[str, float]
+
+
+Pair = tuple[Spent, Spent]  # without, with
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.observing")
     parser.add_argument("--model", choices=[*WORKLOADS], default="convnet")
     parser.add_argument("--strategy", default="ps")
-    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--rounds", type=positive, default=41, help="pairs of turns of each")
     parser.add_argument("--steps", type=positive, help="steps of one turn")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
     options = parser.parse_args(arguments)
     workload = WORKLOADS[options.model]
     steps = options.steps or workload.steps
@@ -63,49 +102,81 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(1)
         return workload.model()
 
+    found: dict[str, list[Pair]] = {}
     with (
         DistributedSGD(creator, WORKERS, strategy=options.strategy) as sgd,
         tempfile.TemporaryDirectory() as folder,
     ):
         trace = Path(folder) / "trace.json"
+        off = functools.partial(spent_by, sgd, steps)
         turns: dict[str, Callable[[], Spent]] = {
-            "off": functools.partial(seconds_of, sgd, steps),
-            "timeline": functools.partial(with_timeline, sgd, steps, trace),
+            "timeline": functools.partial(with_timeline, sgd, steps, trace)
         }
         with contextlib.suppress(ConfigurationError):  # plotly is not installed
             turns["page"] = functools.partial(with_page, sgd, steps, sgd.page().url)
-        for turn in turns.values():
+        for turn in (off, *turns.values()):
             turn()
-        spent = alternate(turns, options.rounds)
+        for number in range(options.rounds):
+            for name, turn in turns.items():
+                found.setdefault(name, []).append(pair_of(off, turn, number % 2 == 1))
         size = trace.stat().st_size / 1e6
-    title = f"{options.model}, {options.strategy}, {WORKERS} workers, turns of {steps} steps"
-    for number, what in enumerate(("", ", processor time")):
-        times = {name: [each[number] for each in found] for name, found in spent.items()}
-        rows = compare(times, ["off"])
-        print(comparison(title + what, rows, {"timeline": "1.02", "page": "1.01"}))
-    print(f"the last trace has {size:.1f} MB")
+    print(
+        f"{options.model}, {options.strategy}, {WORKERS} workers, {options.rounds} pairs of turns of {steps} steps, "
+        f"load {os.getloadavg()[0]:.0f}"
+    )
+    for name, pairs in found.items():
+        print(table(name, pairs), flush=True)
+    print(f"\nthe last trace has {size:.1f} MB")
+    plain, recorded = (calls_of_a_step(options.strategy, recorded) for recorded in (False, True))
+    print(
+        f"calls of functions in a step of {WORKERS} workers: {plain:.0f}, recorded {recorded:.0f}"
+    )
+    if options.json:
+        rows = {name: [list(map(asdict, pair)) for pair in pairs] for name, pairs in found.items()}
+        options.json.write_text(json.dumps(rows) + "\n")
 
 
-def seconds_of(sgd: DistributedSGD, steps: int) -> Spent:
-    """Take steps; return the seconds of one, by the clock and of processors."""
-    pids = {os.getpid(), *(process.pid for process in sgd.processes())}
-    begin, before = time.perf_counter(), processor_seconds(pids)
+def pair_of(off: Callable[[], Spent], turn: Callable[[], Spent], reverse: bool) -> Pair:
+    """Take both turns, the second first if `reverse`; return without, with."""
+    if reverse:
+        observed = turn()
+        return off(), observed
+    plain = off()
+    return plain, turn()
+
+
+# -- turns --------------------------------------------------------------------------------------
+
+
+def spent_by(sgd: DistributedSGD, steps: int) -> Spent:
+    """Take steps; return what one took."""
+    pids = {"driver": os.getpid(), **{each.name: each.pid for each in sgd.processes()}}
+    begin, before = perf_counter(), {name: thread_seconds(pid) for name, pid in pids.items()}
     sgd.fit(steps=steps, progress=False)
-    return (time.perf_counter() - begin) / steps, (processor_seconds(pids) - before) / steps
+    clock = perf_counter() - begin
+    used: dict[str, list[float]] = {}
+    for name, pid in pids.items():
+        after = thread_seconds(pid)
+        used[name] = [(after[task] - before[name].get(task, 0.0)) / steps for task in after]
+    return Spent(
+        clock / steps,
+        {name: sum(each) for name, each in used.items()},
+        {name: max(each, default=0.0) for name, each in used.items()},
+    )
 
 
-def processor_seconds(pids: Collection[int]) -> float:
-    """What the threads of some processes have used; one that ends meanwhile counts as nothing."""
-    found = 0
-    for task in (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()):
+def thread_seconds(pid: int) -> dict[str, float]:
+    """Return the processor time of each thread of a process; of one that ends meanwhile nothing."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
-            found += int((task / "schedstat").read_text().split()[0])
-    return found / 1e9
+            found[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return found
 
 
 def with_timeline(sgd: DistributedSGD, steps: int, path: Path) -> Spent:
     with sgd.timeline(path):
-        return seconds_of(sgd, steps)
+        return spent_by(sgd, steps)
 
 
 def with_page(sgd: DistributedSGD, steps: int, url: str) -> Spent:
@@ -113,10 +184,89 @@ def with_page(sgd: DistributedSGD, steps: int, url: str) -> Spent:
     try:
         assert looker.stdout is not None
         looker.stdout.readline()  # it has the page
-        return seconds_of(sgd, steps)
+        return spent_by(sgd, steps)
     finally:
         looker.kill()
         looker.communicate()
+
+
+# -- statistics -----------------------------------------------------------------------------------
+
+
+def median_of(values: Sequence[float], seed: int = 0) -> Interval:
+    """Return the median, and the interval in which it lies with 95 % by resampling."""
+    generator = random.Random(seed)
+    medians = sorted(
+        statistics.median(generator.choices(values, k=len(values))) for _ in range(RESAMPLED)
+    )
+    edge = RESAMPLED // 40
+    return statistics.median(values), medians[edge], medians[-edge - 1]
+
+
+def table(name: str, pairs: Sequence[Pair]) -> str:
+    """Return what pairs tell, as text."""
+
+    def ratio(of: Callable[[Spent], float]) -> str:
+        middle, low, high = median_of([of(observed) / of(plain) for plain, observed in pairs])
+        return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+    lines = [
+        f"\n{name}, wanted {WANTED[name]:.2f}",
+        f"  clock       {ratio(lambda spent: spent.clock)}",
+        f"  processors  {ratio(lambda spent: sum(spent.processes.values()))}",
+        f"  {'':12} us/step without   added, all threads         added, busiest thread",
+    ]
+    for process in pairs[0][0].processes:
+        without = 1e6 * statistics.median(each.processes[process] for each, _ in pairs)
+        added = [
+            microseconds([after[process] - before[process] for before, after in each])
+            for each in (
+                [(plain.processes, observed.processes) for plain, observed in pairs],
+                [(plain.threads, observed.threads) for plain, observed in pairs],
+            )
+        ]
+        lines.append(f"  {process:12} {without:15.0f}   {added[0]:26} {added[1]}")
+    return "\n".join(lines)
+
+
+def microseconds(seconds: Sequence[float]) -> str:
+    """Return the median of some seconds as text."""
+    middle, low, high = (1e6 * each for each in median_of(seconds))
+    return f"{middle:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+def calls_of_a_step(name: str, recorded: bool, steps: int = 20) -> float:
+    """Return how many of the library's functions a step of all roles in one thread calls."""
+    cluster = InProcessCluster(
+        linear_model_creator(), num_workers=WORKERS, strategy=as_strategy(name)
+    )
+    if recorded:
+        for router in {*cluster.server_routers, *cluster.worker_routers}:
+            record_roles(router, SpanRing(1 << 12))
+    cluster.step(steps)
+    with counted() as calls:
+        cluster.step(steps)
+    return calls.total() / steps
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the calls of the library's functions, without those of what holds a job in one thread."""
+    calls: Counter[str] = Counter()
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and "/steepest/" in file and "/steepest/testing/" not in file:
+            calls[frame.f_code.co_name] += 1
+
+    sys.setprofile(see)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
 
 
 if __name__ == "__main__":

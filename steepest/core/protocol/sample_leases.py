@@ -135,20 +135,23 @@ class Leases:
         # most: how many shares may be out, perhaps infinity; now: in seconds on the caller's clock; wanted: how many a
         # worker gets at most; ahead: whether workers get their next ones, too, while there are enough for all.
         leased = []
+        out = self.out  # counted once: of a thousand workers it takes as long as all else here
         clocks = {worker: self.clocks[worker] for worker in joined}
         for worker in sorted(
             joined - self._busy.keys(), key=lambda worker: (self.clocks[worker], worker)
         ):
             shares = self._ahead.pop(worker, range(0))
             if not shares:
-                if (left := most - self.out) <= 0 or not self._rule.may_go_on(worker, clocks):
+                if (left := most - out) <= 0 or not self._rule.may_go_on(worker, clocks):
                     continue
                 shares = self.ledger.take(int(min(wanted(worker), left)))
+                out += len(shares)
             self._busy[worker] = _Busy(shares, now)
             leased.append((worker, shares))
         for worker, _ in leased if ahead else ():
-            if most - self.out >= wanted(worker) * len(joined):
+            if most - out >= wanted(worker) * len(joined):
                 self._ahead[worker] = self.ledger.take(wanted(worker))
+                out += len(self._ahead[worker])
         return [(*each, self._ahead.get(each[0], range(0))) for each in leased]
 
     def restore(self, shares: Sequence[int]) -> None:

@@ -238,7 +238,14 @@ class RecordedJob:
                     continue
                 identity += 1
                 args = {**self._args(span), "worker": int(span["index"])}
-                common = {"name": name, "cat": "transfer", "id": identity, "pid": number, "tid": 1}
+                lane = _lane(int(span["role"]), int(span["index"]))
+                common = {
+                    "name": name,
+                    "cat": "transfer",
+                    "id": identity,
+                    "pid": number,
+                    "tid": lane,
+                }
                 yield {"ph": "b", "ts": self._micros(begin), "args": args, **common}
                 yield {"ph": "e", "ts": self._micros(max(begin, end)), **common}
 
