@@ -40,5 +40,5 @@ def test_a_pair_is_without_and_with_in_either_order(reverse: bool) -> None:
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_a_recorded_step_calls_few_functions_more(strategy: str) -> None:
     plain, recorded = (calls_of_a_step(strategy, each) for each in (False, True))
-    # one for each span; the coordinator's clock asks now and then whether somebody is late, which takes a few
-    assert plain < recorded < plain + 25
+    # one for each span, and two for its two looks at the clock
+    assert plain < recorded < 1.05 * plain
