@@ -10,7 +10,8 @@ perceptron of 1.9 million parameters and a sleep of ``--batch`` milliseconds in 
 two cores could not compute, or carry bytes, for four hosts at once. So what is checked is what waits for what, over
 which link, and not how fast processors are. The profile is measured by as many processes at once as a case has
 workers, as all share this machine's cores; each number is the median over them. A measured figure is the median of
-``--rounds`` turns.
+``--rounds`` turns. Beside it stands what all processes together take of processors in a step, without the passes,
+measured and predicted: other programs of a machine disturb that little.
 
 The published figures are those of `benchmarks.plan_published`.
 """
@@ -26,6 +27,7 @@ import functools
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +37,7 @@ import torch
 
 from benchmarks.models import MLP, Workload
 from benchmarks.namespaces import Member, Namespace, Orders, Team, UnavailableError, star
+from benchmarks.observing import thread_seconds
 from benchmarks.overhead import positive
 from benchmarks.plan_published import show
 from benchmarks.slow_links import Slowly
@@ -154,11 +157,16 @@ def profile_of(spaces: Sequence[Namespace], workload: Slowly, own: Profile) -> P
 
 @dataclass(frozen=True)
 class Compared:
-    """A case: seconds of a step, measured (median, least, greatest) and predicted."""
+    """A case: seconds of a step, measured (median, least, greatest) and predicted.
+
+    Attributes:
+        processors: processor seconds of a step beside its passes, of all processes, measured and predicted.
+    """
 
     name: str
     measured: tuple[float, float, float]
     predicted: float
+    processors: tuple[float, float]
 
     @property
     def error(self) -> float:
@@ -180,12 +188,37 @@ def compare(
             job_team(spaces, Small(workload), strategy, meeting, servers=1) as team,
         ):
             team.turn(2 * cycle)
-            found = [max(team.turn(max(3, cycle))) for _ in range(rounds)]
+            steps = max(3, cycle)
+            used, found = -seconds_of_processors(team.pids()), []
+            for _ in range(rounds):
+                found.append(max(team.turn(steps)))
+            used += seconds_of_processors(team.pids())
     late = round_trip > 0
     bandwidth = UNLIMITED if mbit is None else mbit * 1e6 / 8
     links = Links(bandwidth, round_trip / 2e3, FRAMES[late], 10 * SEGMENTS[late])
-    predicted = predict(profiles[hosts], strategy, hosts, links).seconds
-    return Compared(name, (statistics.median(found), min(found), max(found)), predicted)
+    predicted = predict(profiles[hosts], strategy, hosts, links)
+    beside = used / (rounds * steps) - hosts * strategy.updates * pass_seconds(workload)
+    middle = statistics.median(found), min(found), max(found)
+    return Compared(name, middle, predicted.seconds, (beside, predicted.beside))
+
+
+def seconds_of_processors(pids: Sequence[int]) -> float:
+    """Return the processor time of some processes so far."""
+    return sum(sum(thread_seconds(pid).values()) for pid in pids)
+
+
+@functools.cache
+def pass_seconds(workload: Slowly, passes: int = 20) -> float:
+    """Return the processor time of loading a batch, and of a pass over it."""
+    one = workload.model()  # whose rest lets caches be used by others
+    features, labels = torch.ones(1, 1024), torch.zeros(1, dtype=torch.int64)
+    found = []
+    for _ in range(passes):
+        began = time.thread_time()
+        one.module.zero_grad()
+        torch.nn.functional.cross_entropy(one.module(features), labels).backward()
+        found.append(time.thread_time() - began)
+    return statistics.median(found)
 
 
 class Small:
@@ -202,14 +235,18 @@ def measured(only: str, batch: float, rounds: int) -> None:
     own = measure(lambda worker, device: workload.model(), batches=3)
     found: list[Compared] = []
     profiles: dict[int, Profile] = {}
-    print(f"{'':38} measured ms (least to greatest)  predicted   error   load", flush=True)
+    print(
+        f"{'':38} measured ms (least to greatest)  predicted   error   load   processors ms, predicted",
+        flush=True,
+    )
     for name in (each for each in cases() if each.startswith(only)):
         each = compare(name, workload, profiles, own, rounds)
         found.append(each)
         middle, least, greatest = (1000 * seconds for seconds in each.measured)
         print(
             f"{name:38} {middle:8.0f} ({least:.0f} to {greatest:.0f})".ljust(72)
-            + f"{1000 * each.predicted:9.0f}  {each.error:+6.1%}  {os.getloadavg()[0]:5.1f}",
+            + f"{1000 * each.predicted:9.0f}  {each.error:+6.1%}  {os.getloadavg()[0]:5.1f}"
+            + "".join(f"{1000 * seconds:12.1f}" for seconds in each.processors),
             flush=True,
         )
     errors = [abs(each.error) for each in found]

@@ -38,6 +38,9 @@ class Sink(Protocol):
         """Pass on the rows taken so far; there are no more. It raises nothing."""
 
 
+_RESULT = tuple(field.name for field in dataclasses.fields(StepResult))  # a page asks for each row
+
+
 class _HistoryRow(NamedTuple):
     serial: int
     kind: str
@@ -51,7 +54,7 @@ class _HistoryRow(NamedTuple):
         if isinstance(self.what, Mapping):
             return {**found, **self.what}
         assert self.figures is not None
-        result = {f.name: getattr(self.what, f.name) for f in dataclasses.fields(self.what)}
+        result = {name: getattr(self.what, name) for name in _RESULT}
         rows = {name: list(getattr(self.what, name)) for name in ("staleness", "learning_rate")}
         return found | result | rows | self.figures._asdict()
 

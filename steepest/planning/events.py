@@ -70,10 +70,11 @@ class ModelledProcess:
     Attributes:
         host: the number of its host.
         cursor: how far its thread has come, in virtual seconds.
+        spent: the seconds in which its thread has worked.
     """
 
     def __init__(self, events: Events, host: int) -> None:
-        self.host, self.cursor = host, 0.0
+        self.host, self.cursor, self.spent = host, 0.0, 0.0
         self._events = events
         self._inbox: deque[Callable[[], None]] = deque()
         self._task: Task | None = None
@@ -102,6 +103,7 @@ class ModelledProcess:
     def spend(self, seconds: float) -> None:
         """Let the thread work for some seconds, within a task or what was delivered."""
         self.cursor += seconds
+        self.spent += seconds
 
     def _go(self) -> None:
         if self._is_busy:

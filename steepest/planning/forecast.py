@@ -39,6 +39,7 @@ _COLUMNS = (
         "latency_seconds",
     ),
 )
+_MARKERS = "osD^vpX*"
 _HALF = 0.5  # of the ideal, to be told
 _WINS = 1.02  # times as many samples as another, to be better
 
@@ -192,24 +193,32 @@ class Forecast:
         """Return samples a second against workers, beside the ideal, as a PNG; ImportError without matplotlib."""
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        figure.suptitle(title)
         speed, share = figure.subplots(1, 2)
         counts = sorted({row.workers for row in self.rows})
         speed.plot(
             counts, [count * self.alone for count in counts], "--", color="0.6", label="ideal"
         )
-        for name in self.strategies:
+        for number, name in enumerate(self.strategies):
             rows = self.of(name)
             at = [row.workers for row in rows]
-            speed.plot(
-                at, [row.samples_per_second for row in rows], marker="o", markersize=3, label=name
-            )
-            share.plot(at, [100 * self.efficiency(row) for row in rows], marker="o", markersize=3)
+            # lines may lie on each other: the later, the thinner and smaller
+            weight = 1 - number / (len(self.strategies) + 1)
+            drawn = {
+                "marker": _MARKERS[number % len(_MARKERS)],
+                "markersize": 3 + 6 * weight,
+                "linewidth": 0.8 + 3 * weight,
+                "fillstyle": "none",
+            }
+            speed.plot(at, [row.samples_per_second for row in rows], label=name, **drawn)
+            share.plot(at, [100 * self.efficiency(row) for row in rows], **drawn)
         for axes in (speed, share):
             axes.set_xscale("log", base=2)
             axes.set_xlabel("workers")
             axes.set_xticks(counts, [f"{count:,}" for count in counts])
-        speed.set(ylabel="samples per second", yscale="log", title=title)
+            axes.grid(alpha=0.3)
+        speed.set(ylabel="samples per second", yscale="log")
         share.set(ylabel="% of the ideal", ylim=(0, 105))
         speed.legend(fontsize=8)
         held = io.BytesIO()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.core.engine.chunk_store import StagedPush
 from steepest.core.engine.client import Client
 from steepest.core.engine.hosting import (
@@ -49,12 +50,14 @@ if TYPE_CHECKING:
 _WARM = 3  # batches before those that count
 _SECONDS = 600.0  # within which a step must end
 _REPEATS = 5
+_PUSHES = 4  # that are added up
 _LARGE = 4 << 20  # bytes of a payload
 _MESSAGES = 200
 _FEW = 4  # passes, of which fewer tell nothing of their variation
 _QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution
 _OTHERS = 6  # messages of a step of one worker beside chunks: ASK, GRANT, REPORT, VERSION_STAGED, COMMIT, RESULT
-_ELEMENTS = 1 << 18  # of a chunk with which a codec is measured
+_ELEMENTS, _CHUNKS = 1 << 18, 8  # of a chunk with which a codec is measured; how many there are
+_COLD = 8 << 20  # bytes of chunks that are added up: more than a processor's own caches hold
 
 
 def measure(
@@ -307,9 +310,8 @@ class _MeasuredJob:
         """Return what is done beside the passes takes for each byte."""
         chunks = [held for held in self._server.chunks.values() if held.chunk.trainable]
         nbytes = max(sum(held.chunk.nbytes for held in chunks), 1)
-        applied = statistics.median(row.applying for row in rows) / nbytes
-        largest = max(chunks, key=lambda held: held.chunk.nbytes)
-        added, checked = self._adding(largest)
+        applied = min(row.applying for row in rows) / nbytes
+        added, checked = self._adding(chunks)
         transport = measure_transport()
         # a push and its weights for each chunk, and what coordinator, server, worker and client say to each other;
         # the least, which other programs have lengthened the least
@@ -317,19 +319,25 @@ class _MeasuredJob:
         transport["message"] += handled / 2  # half where it is sent
         return Costs(applied=applied, added=added, checked=checked, **transport)
 
-    def _adding(self, held: Any) -> tuple[float, float]:
+    def _adding(self, chunks: list[Any]) -> tuple[float, float]:
         """Return the seconds for each byte of a push that is added up, and of a sum of squares."""
-        size = held.chunk.nbytes
-        payloads = [torch.ones_like(held.weights) for _ in range(4)]
-        for worker, payload in enumerate(payloads):
-            held.staged[PushId(worker, 0, 1)] = StagedPush(
-                frozenset({worker}), payload, 1.0, 1.0, frozenset(), None
-            )
-        order = sorted(held.staged)
-        adding = _fastest(lambda: held.reduce(order)) / (len(payloads) * size)
-        checking = _fastest(held.squares) / size
-        held.discard()
-        return adding, checking
+        chosen, nbytes = [], 0
+        for held in sorted(chunks, key=lambda held: -held.chunk.nbytes):
+            if nbytes < _COLD:
+                chosen.append(held)
+                nbytes += held.chunk.nbytes
+        pushes = [PushId(worker, 0, 1) for worker in range(_PUSHES)]
+        for held in chosen:
+            for push in pushes:
+                held.staged[push] = StagedPush(
+                    *(frozenset({push.worker}), torch.ones_like(held.weights), 1.0, 1.0),
+                    *(frozenset(), None),
+                )
+        adding = _fastest(lambda: [held.reduce(pushes) for held in chosen])
+        checking = _fastest(lambda: [held.squares() for held in chosen])
+        for held in chosen:
+            held.discard()
+        return adding / (_PUSHES * nbytes), checking / nbytes
 
 
 @contextmanager
@@ -343,37 +351,54 @@ def _own_main() -> Iterator[None]:
 
 
 def _fastest(act: Callable[[], object], repeats: int = _REPEATS) -> float:
-    """Return the median of the seconds of several calls, after one that does not count."""
-    now = system().now
+    """Return the least processor time of this thread for several calls, which a busy machine lengthens little."""
     act()
     found = []
     for _ in range(repeats):
-        began = now()
+        began = time.thread_time()
         act()
-        found.append(now() - began)
-    return statistics.median(found)
+        found.append(time.thread_time() - began)
+    return min(found)
 
 
 def measure_codec(codec: Codec) -> CodecCosts:
-    """Return what packing and unpacking takes, for each byte of float32, on a chunk of random numbers."""
+    """Return what packing and unpacking takes, for each byte of float32, on chunks of random numbers.
+
+    There are as many chunks as processors' caches do not hold: in training each comes from memory, too.
+    """
+    shape = (512, _ELEMENTS // 512)
     layout = ParameterLayout.plan(
-        [("values", (512, _ELEMENTS // 512), torch.float32, True)], chunk_bytes=4 * _ELEMENTS
+        [(f"values {number}", shape, torch.float32, True) for number in range(_CHUNKS)],
+        chunk_bytes=4 * _ELEMENTS,
     )
-    chunk = layout.chunks[0]
-    size = codec.size(layout, chunk)
-    if size is None:
+    chunks = layout.chunks
+    if codec.size(layout, chunks[0]) is None:
         return CodecCosts()
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(_ELEMENTS, generator=generator)
-    packed, out = torch.empty(size, dtype=torch.uint8), torch.zeros(_ELEMENTS)
-    factors: dict[int, torch.Tensor] = {}
-    packing = _fastest(lambda: codec.pack(layout, chunk, values.clone(), packed, factors))
-    if codec.elements is not None:
-        elements = packed.view(codec.elements)
-        unpacking = _fastest(lambda: out.add_(elements))
-    else:
-        unpacking = _fastest(lambda: codec.add(layout, chunk, [(packed, 0.5)], out))
-    return CodecCosts(packing / chunk.nbytes, unpacking / chunk.nbytes)
+    gradients = [torch.randn(_ELEMENTS, generator=generator) for _ in chunks]
+    compressor = GradientCompressor(layout, codec, [True] * len(chunks))
+
+    def pack() -> list[torch.Tensor]:
+        compressor.begin()
+        found = [
+            compressor.pack(chunk.index, gradient.view(torch.uint8), 1.0, 1.0, frozenset())
+            for chunk, gradient in zip(chunks, gradients, strict=True)
+        ]
+        compressor.commit()
+        return found
+
+    pack()
+    packed = pack()  # what the first has left out is added to the second
+
+    def add() -> None:
+        for chunk, payload, out in zip(chunks, packed, gradients, strict=True):
+            if codec.elements is not None:
+                out.add_(payload.view(codec.elements))
+            else:
+                codec.add(layout, chunk, [(payload, 0.5)], out)
+
+    nbytes = sum(chunk.nbytes for chunk in chunks)
+    return CodecCosts(_fastest(pack) / nbytes, _fastest(add) / nbytes)
 
 
 class _PushSink:

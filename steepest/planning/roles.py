@@ -273,6 +273,7 @@ class ModelledWorker:
         self.to_coordinator: Callable[[ModelledProcess, Peer, Message], None]
         self.to_server: Callable[[ModelledProcess, int, ModelledPush], None]
         self.computed = 0.0  # seconds in which it has computed
+        self.beside = 0.0  # of these, other than passes and loading
 
     # -- what it is sent -----------------------------------------------------------------------
 
@@ -376,12 +377,14 @@ class ModelledWorker:
             if self._strategy.delay:
                 yield self.process.has_heard_all
             more, self._pace = profile.loading if batch else 0.0, self._draw()
-            yield from self._compute(
-                profile.seconds + more + profile.nbytes * profile.costs.applied
-            )
+            updating = profile.nbytes * profile.costs.applied
+            self.beside += updating * self._pace
+            yield from self._compute(profile.seconds + more + updating)
         exchanged = self._layout.of_fragment(version)
         nbytes = sum(self._sizes.plain[chunk] for chunk in exchanged)
-        yield from self._compute(_PASSES * nbytes * profile.costs.added)
+        forming = _PASSES * nbytes * profile.costs.added
+        self.beside += forming * self._pace
+        yield from self._compute(forming)
 
     def _compute(self, seconds: float) -> Task:
         if seconds <= 0:

@@ -43,6 +43,7 @@ class Prediction:
         samples_per_second: of all workers together.
         computing: share of the time in which a worker computes, on average.
         sent: bytes of payloads that go over links in a step, of all hosts together.
+        beside: processor seconds of a step, of all processes together, beside passes and loading.
     """
 
     strategy: str
@@ -52,6 +53,7 @@ class Prediction:
     samples_per_second: float
     computing: float
     sent: float
+    beside: float = 0.0
 
 
 def make_job(
@@ -130,16 +132,19 @@ def predict_job(
     flows = strategy.delay > 0 or not strategy.rule.together
     simulated.run(begun + counted + flows)
     ends = simulated.ends
-    seconds = (ends[begun + counted][0] - ends[begun][0]) / counted
-    computed = (ends[begun + counted][1] - ends[begun][1]) / counted
-    moved = (ends[begun + counted][2] - ends[begun][2]) / counted
+    began, ended = ends[begun], ends[begun + counted]
+    seconds, computed, moved, beside = (
+        (after - before) / counted for before, after in zip(began, ended, strict=True)
+    )
     if not seconds > 0:
         raise ConfigurationError(
             "a step takes no time at all: the profile says so of each of its parts"
         )
     samples = job.global_batch / seconds
     share = min(computed / (seconds * workers), 1.0)
-    return Prediction(strategy.name, workers, job.num_servers, seconds, samples, share, moved)
+    return Prediction(
+        strategy.name, workers, job.num_servers, seconds, samples, share, moved, beside
+    )
 
 
 def traffic(job: Job, profile: Profile, steps: int = 1) -> dict[tuple[Peer, Peer], int]:
@@ -177,8 +182,8 @@ class _Simulation:
         hosts = job.places
         sizes = Sizes(job, profile)
         self.bytes: dict[tuple[Peer, Peer], int] = {}
-        # by step, from 0: when it has ended, the seconds computed until then, the bytes moved
-        self.ends: dict[int, tuple[float, float, int]] = {0: (0.0, 0.0, 0)}
+        # by step, from 0: when it has ended; until then the seconds computed, bytes moved, seconds beside passes
+        self.ends: dict[int, tuple[float, float, float, float]] = {0: (0.0, 0.0, 0.0, 0.0)}
         processes = [ModelledProcess(self._events, host) for host in hosts.workers]
         self._workers = [
             ModelledWorker(index, job, profile, sizes, process, schedule)
@@ -200,6 +205,9 @@ class _Simulation:
             worker.to_coordinator, worker.to_server = self._to_coordinator, self._to_server
         for server in self._servers:
             server.to_coordinator, server.to_worker = self._to_coordinator, self._to_worker
+        self._on_device = profile.on_device
+        others = [server.process for server in self._servers]
+        self._processes = list(dict.fromkeys([*processes, *others]))
         # servers without a chunk take no time and send nothing
         state = self._coordinator.membership.state
         state.servers = tuple(sorted(self._coordinator.holding | {0}))
@@ -270,7 +278,10 @@ class _Simulation:
         if message.kind is Kind.RESULT:
             step = len(self.ends)
             computed = sum(worker.computed for worker in self._workers)
-            self.ends[step] = (self._beside.cursor, computed, self._traffic.moved)
+            spent = sum(process.spent for process in self._processes)
+            on_threads = 0.0 if self._on_device else computed
+            beside = spent - on_threads + sum(worker.beside for worker in self._workers)
+            self.ends[step] = (self._beside.cursor, computed, self._traffic.moved, beside)
 
     def _to_server(self, source: ModelledProcess, server: int, push: ModelledPush) -> None:
         role = self._servers[server]

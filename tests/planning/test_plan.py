@@ -146,6 +146,31 @@ def test_work_beside_the_passes_takes_time() -> None:
         assert predict(made_up(SECONDS, costs=costs), strategy, 4, links).seconds > free.seconds
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_processors_are_busy_beside_the_passes_for_each_byte_that_travels(on_device: bool) -> None:
+    costs = Costs(sent=2e-10, received=1e-10)
+    profile = made_up(SECONDS, costs=costs, on_device=on_device)
+    found = predict(profile, as_strategy("allreduce"), 4, SLOW)
+    assert found.beside == pytest.approx(3e-10 * found.sent)
+
+
+def test_a_device_computes_while_its_process_sends() -> None:
+    costs, links = Costs(sent=1e-9), Links(1e12, 0.0, framing=1.0)
+    own, device = (
+        predict(
+            made_up(SECONDS, at_end=False, costs=costs, on_device=each),
+            ParameterServerStrategy(num_servers=4),
+            4,
+            links,
+            apart=True,
+        ).seconds
+        for each in (False, True)
+    )
+    sending = 1e-9 * BYTES
+    assert own >= SECONDS + sending
+    assert device < SECONDS + sending / 2
+
+
 def test_a_quorum_waits_until_its_grace_is_over() -> None:
     quick, patient = (
         predicted(

@@ -229,4 +229,6 @@ def _values(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _number(value: Any) -> float:
+    if type(value) is float:  # as almost all are
+        return value
     return float(value) if isinstance(value, (int, float)) else math.nan

@@ -20,6 +20,27 @@ class _Bucket:
     values: dict[str, list[float]] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
 
+    def add(
+        self, step: int, time: float, values: Mapping[str, float], sums: Mapping[str, float]
+    ) -> None:
+        """Add a later step, in place: that is done for each step of a run."""
+        self.step, self.time, self.steps = step, time, self.steps + 1
+        for name, value in values.items():
+            if not math.isfinite(value):
+                continue
+            own = self.values.get(name)
+            if own is None:
+                self.values[name] = [1, value, value, value]
+                continue
+            own[0] += 1
+            own[1] += value
+            if value < own[2]:
+                own[2] = value
+            if value > own[3]:
+                own[3] = value
+        for name, total in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + total
+
     def merge(self, other: _Bucket) -> None:
         """Add later steps."""
         self.step, self.time, self.steps = other.step, other.time, self.steps + other.steps
@@ -63,12 +84,11 @@ class Curves:
         sums: Mapping[str, float],
     ) -> None:
         """Add a step: `values` have a mean in each bucket, `sums` a sum. Later than all steps so far."""
-        numbers = {n: [1, v, v, v] for n, v in values.items() if math.isfinite(v)}
-        new = _Bucket((step - 1) // self.width, step, time, 1, numbers, dict(sums))
-        if self._buckets and self._buckets[-1].index == new.index:
-            self._buckets[-1].merge(new)
-            return
-        self._buckets.append(new)
+        index = (step - 1) // self.width
+        is_new = not self._buckets or self._buckets[-1].index != index
+        if is_new:
+            self._buckets.append(_Bucket(index))
+        self._buckets[-1].add(step, time, values, sums)
         while len(self._buckets) > self._limit:
             self._double()
 
