@@ -5,8 +5,8 @@
 
 One job of two workers trains in many short turns. A pair of turns, one without and one with ``timeline`` (recorded from
 before the turn; the file is written after it, and is not counted) or, where plotly is installed, ``page``, whose data
-another process fetches twice a second, lies next to each other, in the one order and then in the other. Of pairs the
-median is told, with the interval in which it lies with 95 % by resampling (Efron 1979):
+another process fetches twice a second (without: once, before), lies next to each other, in the one order and then in
+the other. Of pairs the median is told, with the interval in which it lies with 95 % by resampling (Efron 1979):
 
 - ``clock``: the ratio of the times of a step, which other programs of a machine disturb the most;
 - ``processors``: the ratio of the processor time of all processes of the job and the driver; of a page the
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -49,7 +50,7 @@ from steepest.strategies.named import as_strategy
 from steepest.testing import InProcessCluster
 from steepest.testing.models import linear_model_creator
 
-#: A program that fetches the page's data as an open page does, given its address, until it is killed.
+#: A program that fetches the page's data as an open page does, given its address, until it is killed; or only once.
 LOOK = """
 import json, sys, time, urllib.request
 address, _, token = sys.argv[1].partition("#token=")
@@ -62,7 +63,7 @@ while True:
     since = max(curves["from"] + len(curves["step"]) - 1, 0)
     query = f"?since={since}&revision={curves['revision']}&changes={found['changes']}"
     print("seen", flush=True)
-    time.sleep(0.5)
+    time.sleep(0.5 if sys.argv[2] == "often" else 1e6)
 """
 WANTED = {"timeline": 1.02, "page": 1.01}
 RESAMPLED = 2000
@@ -109,16 +110,17 @@ def main(arguments: list[str] | None = None) -> None:
     ):
         trace = Path(folder) / "trace.json"
         off = functools.partial(spent_by, sgd, steps)
-        turns: dict[str, Callable[[], Spent]] = {
-            "timeline": functools.partial(with_timeline, sgd, steps, trace)
+        turns: dict[str, tuple[Callable[[], Spent], Callable[[], Spent]]] = {
+            "timeline": (off, functools.partial(with_timeline, sgd, steps, trace))
         }
         with contextlib.suppress(ConfigurationError):  # plotly is not installed
-            turns["page"] = functools.partial(with_page, sgd, steps, sgd.page().url)
-        for turn in (off, *turns.values()):
+            page = functools.partial(with_page, sgd, steps, sgd.page().url)
+            turns["page"] = (functools.partial(page, often=False), page)
+        for turn in itertools.chain.from_iterable(turns.values()):
             turn()
         for number in range(options.rounds):
-            for name, turn in turns.items():
-                found.setdefault(name, []).append(pair_of(off, turn, number % 2 == 1))
+            for name, both in turns.items():
+                found.setdefault(name, []).append(pair_of(*both, number % 2 == 1))
         size = trace.stat().st_size / 1e6
     print(
         f"{options.model}, {options.strategy}, {WORKERS} workers, {options.rounds} pairs of turns of {steps} steps, "
@@ -179,8 +181,10 @@ def with_timeline(sgd: DistributedSGD, steps: int, path: Path) -> Spent:
         return spent_by(sgd, steps)
 
 
-def with_page(sgd: DistributedSGD, steps: int, url: str) -> Spent:
-    looker = subprocess.Popen([sys.executable, "-c", LOOK, url], stdout=subprocess.PIPE)
+def with_page(sgd: DistributedSGD, steps: int, url: str, *, often: bool = True) -> Spent:
+    # without: the reader has begun as well, which empties caches, and rests
+    command = [sys.executable, "-c", LOOK, url, "often" if often else "once"]
+    looker = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         assert looker.stdout is not None
         looker.stdout.readline()  # it has the page
