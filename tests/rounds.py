@@ -47,22 +47,22 @@ FRAGMENTS = {
 }
 
 
-def deep(width: int = 3) -> nn.Module:
+def deep(width: int = 3, dtype: torch.dtype = torch.float64) -> nn.Module:
     """Four layers of equally many parameters."""
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())]
-    return nn.Sequential(*layers[:-1])
+    return nn.Sequential(*layers[:-1]).to(dtype)
 
 
 def deep_task(optimizer: str, count: int = 50) -> Task:
     data = samples(count, outputs=3)
-    return Task(lambda: deep().double(), OPTIMIZERS[optimizer], data, batch_size=2)
+    return Task(deep, OPTIMIZERS[optimizer], data, batch_size=2)
 
 
 def wide_task(optimizer: str, count: int = 50) -> Task:
     """The same in float32 and with as many weights in a layer as are worth compressing."""
     data = samples(count, inputs=24, outputs=24, dtype=torch.float32)
-    return Task(lambda: deep(24), OPTIMIZERS[optimizer], data, batch_size=2)
+    return Task(lambda: deep(24, torch.float32), OPTIMIZERS[optimizer], data, batch_size=2)
 
 
 class Outer:

@@ -70,7 +70,7 @@ def constant(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1.0)
 
 
-ADAM = Script(watching, deep_model := lambda: deep().double(), data=samples(29, outputs=3))
+ADAM = Script(watching, deep, data=samples(29, outputs=3))
 ADAM = replace(ADAM, optimizer=OPTIMIZERS["adam"])
 FALLING = replace(ADAM, schedule=falling)
 
@@ -196,7 +196,7 @@ def test_workers_of_unequal_speed_and_deaths(name: str, kill: str, seed: int) ->
         assert sum(SEEN[worker, 2][1] for worker in range(3)) == 3 * 61
         for worker in range(3):
             assert SEEN[worker, 2][2] == [updates_up_to(log, worker, ROUNDS[name], 61)]
-    task = Task(deep_model, OPTIMIZERS["adam"], script.data, batch_size=BATCH)
+    task = Task(deep, OPTIMIZERS["adam"], script.data, batch_size=BATCH)
     assert same_bits(replay(log, model_of(script)), found.weights)
     assert difference(found.weights, by_hand(task, log, ROUNDS[name])) < 1e-12
 
