@@ -41,6 +41,7 @@ _COLUMNS = (
 )
 _MARKERS = "osD^vpX*"
 _HALF = 0.5  # of the ideal, to be told
+_LEAST_CHUNK = 1 << 16  # bytes
 _WINS = 1.02  # times as many samples as another, to be better
 
 
@@ -141,7 +142,20 @@ class Forecast:
                 f"{name}: faster than one process from {pays[0]:,} workers {until}, {reach}."
             )
         words += [f"{name}: {why}" for name, why in self.refused]
-        return words + self._changes()
+        return words + self._idle_servers() + self._changes()
+
+    def _idle_servers(self) -> list[str]:
+        """Return which strategies have servers without a chunk, and how small chunks would give each of them one."""
+        words = []
+        for name in self.strategies:
+            rows = [row for row in self.of(name) if row.servers > row.chunks > 0]
+            most = max((row.servers for row in rows), default=1)
+            if rows and (fits := self.profile.nbytes // (most * _LEAST_CHUNK) * _LEAST_CHUNK):
+                words.append(
+                    f"{name}: {rows[0].chunks:,} chunks leave servers without any from {rows[0].workers:,} workers on, "
+                    f"and the others' links carry all: chunk_bytes={fits:,} gives each of {most:,} one."
+                )
+        return words
 
     def _changes(self) -> list[str]:
         """Return from how many workers on which strategy is the fastest."""

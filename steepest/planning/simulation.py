@@ -44,6 +44,7 @@ class Prediction:
         computing: share of the time in which a worker computes, on average.
         sent: bytes of payloads that go over links in a step, of all hosts together.
         beside: processor seconds of a step, of all processes together, beside passes and loading.
+        chunks: into which the trained parameters are cut; servers beyond as many hold nothing.
     """
 
     strategy: str
@@ -54,6 +55,7 @@ class Prediction:
     computing: float
     sent: float
     beside: float = 0.0
+    chunks: int = 0
 
 
 def make_job(
@@ -142,8 +144,9 @@ def predict_job(
         )
     samples = job.global_batch / seconds
     share = min(computed / (seconds * workers), 1.0)
+    chunks = len(job.description.layout.trainable_chunks)
     return Prediction(
-        strategy.name, workers, job.num_servers, seconds, samples, share, moved, beside
+        strategy.name, workers, job.num_servers, seconds, samples, share, moved, beside, chunks
     )
 
 

@@ -208,6 +208,23 @@ def test_a_plan_has_a_row_for_each_strategy_and_number() -> None:
     assert float(rows[0]["step_seconds"]) == pytest.approx(SECONDS, rel=1e-3)
 
 
+def test_chunks_that_are_too_few_for_the_servers_are_told() -> None:
+    """What is advised gives each server a chunk, and shortens the step."""
+    profile = made_up(SECONDS)
+    forecast = steepest.plan(
+        profile, workers=[8, 64], bandwidth="10Gbit", latency="50us", strategies=["allreduce"]
+    )
+    few = forecast.of("allreduce")[1]
+    assert few.chunks < 64
+    (told,) = [line for line in forecast.advice() if "chunk_bytes" in line]
+    assert told.startswith(f"allreduce: {few.chunks} chunks leave servers without any from 64 ")
+    size = int(told.partition("chunk_bytes=")[2].partition(" ")[0].replace(",", ""))
+    links = Links(bandwidth=1.25e9, latency=50e-6)
+    advised = predict(profile, AllreduceStrategy(chunk_bytes=size), 64, links)
+    assert advised.chunks >= 64
+    assert advised.seconds < few.seconds
+
+
 def test_what_a_job_refuses_is_told_beside_the_others() -> None:
     strategies = [
         LocalStrategy(quorum=2, num_servers=1, delay=1),
