@@ -7,6 +7,7 @@ pressed.
 from __future__ import annotations
 
 import argparse
+import sys
 
 SHELLS = ("bash",)
 _HOW = """\
@@ -38,11 +39,19 @@ complete -o filenames -F _steepest steepest
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], whole: argparse.ArgumentParser
+) -> None:
+    """Add the command; `whole`: the parser of all commands, which the script completes."""
     about = "print a script for tab completion, whose first lines say where to put it"
     parser = commands.add_parser("completion", help=about, description=about)
     parser.add_argument("shell", choices=SHELLS)
+
+    def run(_: argparse.Namespace) -> int:
+        sys.stdout.write(script(whole))
+        return 0
+
+    parser.set_defaults(call=run)
 
 
 def script(parser: argparse.ArgumentParser) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from steepest import __version__
 from steepest.cli import compare, completion, doctor, explain, launch, plan, report, run, watch
+from steepest.cli.scripts import TAKE_SCRIPTS
 from steepest.errors import SteepestError
 
 _ENOUGH = 0.95  # accuracy, of the demo
@@ -45,8 +46,9 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--epochs", type=int, default=8)
     demo.add_argument("--no-progress", action="store_true", help="no progress bar")
     demo.set_defaults(call=_demo)
-    for each in (doctor, compare, completion, explain, launch, plan, report, run, watch):
+    for each in (doctor, compare, explain, launch, plan, report, run, watch):
         each.add_parser(commands)
+    completion.add_parser(commands, parser)
     return parser
 
 
@@ -64,15 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand of the command line, and return the exit status: 0 if it succeeded."""
     parser = make_parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    takes_arguments = given[:1] in (["run"], ["compare"], ["plan"])
+    takes_arguments = bool(given) and given[0] in TAKE_SCRIPTS
     end = given.index("--") if takes_arguments and "--" in given else len(given)
     chosen = parser.parse_args(given[:end])
     if takes_arguments:
         chosen.arguments = given[end + 1 :]
     try:
-        if chosen.subcommand == "completion":
-            print(completion.script(parser), end="")
-            return 0
         status: int = chosen.call(chosen)
         return status
     except SteepestError as error:

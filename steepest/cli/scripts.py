@@ -6,6 +6,9 @@ import argparse
 
 from steepest.errors import ConfigurationError
 
+#: The commands that are given a script; what follows ``--`` is the script's own.
+TAKE_SCRIPTS = ("run", "compare", "plan")
+
 
 def script_parser(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -66,6 +63,11 @@ def test_a_thread_beats_once_in_a_process() -> None:
     assert started == ["steepest clock"]
 
 
+def test_the_clock_of_a_process_has_its_thread_as_soon_as_another_is_started() -> None:
+    PythonSystem().start(lambda: None, "any").join()
+    assert "steepest clock" in {thread.name for thread in threading.enumerate()}
+
+
 def test_where_no_thread_can_be_started_all_time_counts() -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread at interpreter shutdown")
@@ -113,31 +115,3 @@ def test_a_wait_for_a_future_ends_by_this_clock() -> None:
     answer.set_result(7)
     assert system.result(answer, 60.0) == 7
     system.wait([], 60.0)
-
-
-PROGRAM = """
-import os, signal, sys, threading, time
-from steepest.core.system import system
-system().start(lambda: None, "any")
-began, raw = system().now(), time.monotonic()
-print("ready", flush=True)
-sys.stdin.readline()
-counted, passed = system().now() - began, time.monotonic() - raw
-print(counted < passed - 0.5, flush=True)
-"""
-
-
-@pytest.mark.long
-def test_a_process_that_is_stopped_does_not_count_it() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        child.send_signal(signal.SIGSTOP)
-        assert threading.Event().wait(MOST_SECONDS + 1.5) is False
-        child.send_signal(signal.SIGCONT)
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == "True\n"
