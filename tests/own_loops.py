@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class WholeDraws:
             sampler.generator.manual_seed(torch.initial_seed())
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self.epoch)
-        drawn = list(sampler)
+        drawn = list(islice(sampler, 1000))  # one may be without end
         torch.set_rng_state(before)
         whole = self.workers * (1 if hasattr(sampler, "batch_size") else BATCH)
         for begin in range(0, len(drawn), whole):

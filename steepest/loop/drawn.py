@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -22,12 +21,13 @@ from torch.utils.data import (
 from steepest.core.data.protocol import DRAWN, Blocks, Indices
 from steepest.core.data.sampler import step_seed
 from steepest.core.data.sources import DatasetSource
-from steepest.core.engine.generators import restore, seed_everything, states
 from steepest.errors import ConfigurationError
+from steepest.loop.passes import DataPass, runs
 
 #: A replica's number in seeds, which no replica has.
 DRAWS = (1 << 32) - 1
 _KEPT = 2  # epochs of which draws are kept: loaders read ahead into the next one
+_AT_A_TIME = 1 << 16  # draws
 
 
 class Drawn(NamedTuple):
@@ -49,7 +49,8 @@ class DrawnSource:
 
     In each epoch the sampler is gone through once, with all generators seeded by the job's seed and the epoch: those of
     Python, NumPy and torch, and those that it has as attributes. So every worker knows all draws; unit n of an epoch is
-    its n-th draw. `open` yields `Drawn`.
+    its n-th draw. `open` yields `Drawn`. Of an epoch that has very many draws, the next ones are drawn when they are
+    needed: ``RandomSampler(data, replacement=True, num_samples=10**10)`` is how some loops have one epoch for ever.
 
     Args:
         loader: with the sampler.
@@ -67,7 +68,7 @@ class DrawnSource:
         self._seed = seed
         self._inner = DatasetSource(loader.dataset, loader)
         self.drop_last, self.contents = self._inner.drop_last, self._inner.contents
-        self._draws: dict[int, list[Any]] = {}
+        self._epochs: dict[int, DataPass] = {}
         name = type(self._sampler).__name__
         if isinstance(self._sampler, DistributedSampler):
             raise ConfigurationError(
@@ -90,44 +91,43 @@ class DrawnSource:
 
         def chosen() -> Iterator[Any]:
             for share in shares:
-                keys = _Keys(key for unit in share.tolist() for key in self._keys_of(unit))
+                drawn = [one for run in runs(share, self.size or 1) for one in self._draws(*run)]
+                if self.of_batches:
+                    drawn = [key for batch in drawn for key in batch]
+                keys = _Keys(drawn)
                 counts.append(len(keys))
                 yield keys
 
         for batch in self._inner.open(chosen(), prefetch):
             yield Drawn(batch, counts.popleft())
 
-    def _keys_of(self, unit: int) -> list[Any]:
-        """Return what the data set is asked for in a unit."""
-        assert self.size is not None
-        epoch, number = divmod(unit, self.size)
-        if epoch not in self._draws:
-            if len(self._draws) >= _KEPT:
-                del self._draws[next(iter(self._draws))]
-            self._draws[epoch] = self._draw(epoch)
-        drawn = self._draws[epoch][number]
-        return list(drawn) if self.of_batches else [drawn]
+    def _draws(self, epoch: int, begin: int, end: int) -> list[Any]:
+        """Return the draws from `begin` up to `end` of an epoch."""
+        if epoch not in self._epochs:
+            # a sampler is in one epoch at a time
+            self._epochs = {n: each for n, each in self._epochs.items() if each.ended}
+            if len(self._epochs) >= _KEPT:
+                del self._epochs[next(iter(self._epochs))]
+            self._epochs[epoch] = self._begun(epoch)
+        return self._epochs[epoch].read(begin, end)
 
-    def _draw(self, epoch: int) -> list[Any]:
-        """Return all draws of an epoch; generators stay as they are."""
-        sampler, before = self._sampler, states()
-        seed = step_seed(self._seed, epoch, DRAWS)
-        try:
-            seed_everything(seed)
+    def _begun(self, epoch: int) -> DataPass:
+        """Return an epoch's draws."""
+        sampler, seed = self._sampler, step_seed(self._seed, epoch, DRAWS)
+
+        def begin() -> Iterator[Any]:
             _seed_own(sampler, seed, set())
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            assert self.size is not None
-            drawn = list(islice(sampler, self.size + 1))
-        finally:
-            restore(before)
-        if len(drawn) != self.size:
-            more = "more" if len(drawn) > self.size else f"only {len(drawn)}"
-            raise ConfigurationError(
+            return iter(sampler)
+
+        def wrong(found: str) -> str:
+            return (
                 f"the DataLoader's sampler ({type(sampler).__name__}) says that it has {self.size} draws in an epoch, "
-                f"and has {more} in epoch {epoch}: let it draw as many in each, or count all epochs as one"
+                f"and has {found} in epoch {epoch}: let it draw as many in each, or count all epochs as one"
             )
-        return drawn
+
+        return DataPass(begin, seed, self.size, wrong, ahead=_AT_A_TIME, keeps=_AT_A_TIME)
 
 
 def has_own_sampler(loader: DataLoader[Any]) -> bool:

@@ -152,7 +152,7 @@ class Lockstep:
         share = plan.share(self._step, rank, size)
         self.samples, self.whole = len(share), sum(end - begin for begin, end in position.ranges)
         if not self.samples:
-            share = plan.permutation(position.epoch)[position.begin : position.begin + 1]
+            share = plan.samples_at(position.epoch, position.begin, position.begin + 1)
         self._step += 1
         self.inside, self.taken = True, 0
         assert self._source is not None

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from itertools import islice
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from steepest.core.data.protocol import DRAWN, Blocks, Indices
 from steepest.core.data.sampler import even_share, step_seed
-from steepest.core.engine.generators import States, restore, seed_everything, states
 from steepest.core.models.losses import samples_of
-from steepest.errors import ConfigurationError
 from steepest.loop.drawn import DRAWS, Drawn
 from steepest.loop.lockstep import Lockstep
+from steepest.loop.passes import DataPass, runs
 
 _KEPT_STEPS = 2  # of which samples are kept: a step may be dealt out once more
 
@@ -27,8 +23,7 @@ _KEPT_STEPS = 2  # of which samples are kept: a step may be dealt out once more
 class Stream:
     """The samples of a loader's iterable data set, by their numbers in each pass.
 
-    A pass begins with all generators seeded by the job's seed and its number, and goes on with them as it left them:
-    what is shuffled in a buffer, say, is the same on all workers. Nobody else sees that they were used.
+    A pass begins with all generators seeded by the job's seed and its number, see `steepest.loop.passes`.
 
     Args:
         loader: whose data set yields samples; or batches, each of which counts as one, where it has no batch size.
@@ -55,65 +50,33 @@ class Stream:
         if hasattr(self._dataset, "__len__"):
             with contextlib.suppress(TypeError, NotImplementedError):
                 self.size = len(self._dataset)
-        self._pass = -1  # the number of that which is open
-        self._samples: Iterator[Any] = iter(())
-        self._states: States | None = None  # of the generators, as the pass left them
-        self._next = 0  # the number of the next sample
-        self._ended = False
-        self._kept: deque[Any] = deque()  # the samples before that one
+        self._number, self._pass = -1, self._begun(-1)
         self.keeps = 0
 
     def read(self, number: int, begin: int, end: int) -> list[Any]:
         """Return the samples from `begin` up to `end` of a pass; fewer at its end."""
-        if number != self._pass or begin < self._next - len(self._kept):
-            self._pass, self._next, self._ended, self._states = number, 0, False, None
-            self._kept.clear()
-            self._samples = iter(())
-        if self._next < end and not self._ended:
-            with self._going_on(), self._outside():
-                if self._states is None:
-                    self._begin()
-                while self._next < end and not self._ended:
-                    self._pull(begin)
-        first = self._next - len(self._kept)
-        return list(islice(self._kept, begin - first, end - first))
+        if number != self._number:
+            self._number, self._pass = number, self._begun(number)
+        self._pass.keeps = self.keeps
+        return self._pass.read(begin, end)
 
-    def _begin(self) -> None:
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(self._pass)
-        self._samples = iter(self._dataset)
+    def _begun(self, number: int) -> DataPass:
+        """Return a pass by its number."""
 
-    def _pull(self, begin: int) -> None:
-        """Take the next sample, or find out that there is none."""
-        for sample in self._samples:
-            self._kept.append(sample)
-            self._next += 1
-            break
-        else:
-            self._ended = True
-        long = self._next > self.size if self.size is not None else False
-        if long or (self._ended and self.size not in (None, self._next)):
-            raise ConfigurationError(
+        def begin() -> Iterator[Any]:
+            if hasattr(self._dataset, "set_epoch"):
+                self._dataset.set_epoch(number)
+            return iter(self._dataset)
+
+        def wrong(found: str) -> str:
+            return (
                 f"the iterable data set ({type(self._dataset).__name__}) says that it has {self.size} samples, and "
-                f"yields {'more' if long else f'only {self._next}'} in pass {self._pass}: let __len__ return what "
-                "__iter__ yields to a reader that is alone, or leave __len__ out"
+                f"yields {found} in pass {number}: let __len__ return what __iter__ yields to a reader that is alone, "
+                "or leave __len__ out"
             )
-        while len(self._kept) > self.keeps and self._next - len(self._kept) < begin:
-            self._kept.popleft()
 
-    @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Use generators as the pass left them, in this context."""
-        before = states()
-        try:
-            if self._states is None:
-                seed_everything(step_seed(self._seed, self._pass, DRAWS))
-            else:
-                restore(self._states)
-            yield
-            self._states = states()
-        finally:
-            restore(before)
+        seed = step_seed(self._seed, number, DRAWS)
+        return DataPass(begin, seed, self.size, wrong, outside=self._outside)
 
     def batch_of(self, samples: list[Any]) -> Drawn:
         """Return samples as the loader's batch."""
@@ -141,16 +104,9 @@ class StreamedSource:
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Drawn]:
         """Yield a batch for each share."""
-        size = self.size or 1
         for share in shares:
-            samples: list[Any] = []
-            for run in np.split(share, np.flatnonzero(np.diff(share) != 1) + 1):
-                number, begin = divmod(int(run[0]), size)
-                samples += self._stream.read(number, begin, begin + len(run))
-            if int(share[-1]) % size == size - 1:
-                self._stream.read(
-                    int(share[-1]) // size, size, size + 1
-                )  # raises if there are more
+            parts = [self._stream.read(*run) for run in runs(share, self.size or 1)]
+            samples = [sample for part in parts for sample in part]
             yield self._stream.batch_of(samples)
 
 

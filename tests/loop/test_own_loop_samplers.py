@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -142,6 +142,45 @@ def test_each_draw_is_seen_once_and_generators_stay() -> None:
     parts = [next(again.open([np.arange(a, b) + 28])) for a, b in ((0, 5), (5, 14))]
     assert [each.samples for each in parts] == [5, 9]
     assert [float(v) for each in parts for v in each.batch[0][:, 0]] == list(map(float, drawn[2]))
+
+
+def endless(count: int) -> RandomSampler:
+    return RandomSampler(range(count), replacement=True, num_samples=10**10)
+
+
+def test_a_long_epoch_is_drawn_when_it_is_needed() -> None:
+    """One epoch for ever, as some loops have it, is left by break."""
+
+    def some(parts: Parts, epochs: int) -> None:
+        for _ in steepest.epochs(epochs):
+            for number, (x, y) in enumerate(parts.loader):
+                parts.optimizer.zero_grad()
+                nn.functional.mse_loss(parts.model(x), y).backward()
+                parts.optimizer.step()
+                if number == 3:
+                    break
+
+    mine = Script(some, sampler=endless, optimizer=sgd(), epochs=1)
+    assert difference(run(mine, 2).weights, mine.alone(2)) < 1e-12
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_draws_do_not_depend_on_what_is_asked_for_before(own: bool) -> None:
+    """Parts of an epoch that is drawn piece by piece are the same in any order, after other epochs, and again."""
+    size = 140_000
+    generator = torch.Generator() if own else None
+    sampler = RandomSampler(range(10**6), replacement=True, num_samples=size, generator=generator)
+    loader = DataLoader(TensorDataset(torch.arange(10**6)), batch_size=2, sampler=sampler)
+
+    def draws(source: DrawnSource, begin: int) -> list[int]:
+        batch = next(source.open([np.arange(begin, begin + 100)])).batch
+        return cast(list[int], batch[0].tolist())
+
+    source = DrawnSource(loader, 3)
+    for begin in (0, 130_000, 65_500, 10):
+        torch.rand(7)
+        alone = draws(DrawnSource(loader, 3), begin)
+        assert draws(source, begin) == alone != draws(source, size + begin)
 
 
 class Uneven(Growing):

@@ -12,6 +12,7 @@ import numpy as np
 from steepest.core.data.protocol import DRAWN, Blocks, Indices
 
 _MASK = (1 << 64) - 1
+_NONE: Indices = np.zeros(0, dtype=np.int64)
 
 #: Parts [begin, end) of an epoch's permutation, one after the other.
 Ranges = tuple[tuple[int, int], ...]
@@ -166,7 +167,7 @@ class SamplePlan:
     def permutation(self, epoch: int) -> Indices:
         """Return the (samples,) indices of the samples in the order of an epoch."""
         if self._blocks(epoch) == DRAWN:
-            return np.arange(epoch * self.samples, (epoch + 1) * self.samples, dtype=np.int64)
+            return self._numbers(epoch, 0, self.samples)
         if epoch not in self._cache:
             if len(self._cache) > 1:  # two are kept: loaders read ahead into the next epoch
                 del self._cache[next(iter(self._cache))]
@@ -185,10 +186,18 @@ class SamplePlan:
         """Return the sample indices of one replica in one step; sizes differ by at most one."""
         position = self.position(step)
         ranges = cut(position.ranges, *even_share(position.size, replica, replicas))
-        order = self.permutation(position.epoch)
-        if len(ranges) == 1:
-            return order[slice(*ranges[0])]
-        return np.concatenate([order[:0], *(order[begin:end] for begin, end in ranges)])
+        found = [self.samples_at(position.epoch, begin, end) for begin, end in ranges]
+        return found[0] if len(found) == 1 else np.concatenate([_NONE, *found])
+
+    def samples_at(self, epoch: int, begin: int, end: int) -> Indices:
+        """Return the indices of the samples at the places from `begin` up to `end` of an epoch's order."""
+        if self._blocks(epoch) == DRAWN:  # an epoch may have more of these than memory has
+            return self._numbers(epoch, begin, end)
+        return self.permutation(epoch)[begin:end]
+
+    def _numbers(self, epoch: int, begin: int, end: int) -> Indices:
+        """Return numbers that go on from epoch to epoch."""
+        return np.arange(epoch * self.samples + begin, epoch * self.samples + end, dtype=np.int64)
 
     def shares(self, step: int, replica: int, replicas: int, count: int = 1) -> Iterator[Indices]:
         """Yield the non-empty shares of one replica from a step on, without end.
