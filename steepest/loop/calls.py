@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from steepest.core.models.step_size import step_size
 from steepest.errors import ConfigurationError
+from steepest.loop.bare_tensors import BareTensors, bare_tensors
 from steepest.loop.closures import ByClosure, needs_closure
 from steepest.loop.gathering import alone
 from steepest.loop.kept import Kept
@@ -49,8 +50,10 @@ def prepare(
 
     Args:
         objects: torch modules, torch optimizers over their parameters, a DataLoader of the training data; schedulers
-            of the optimizers, and further DataLoaders. With several optimizers, or without a loader, a batch may have
-            any number of steps, as many on each worker; each step updates the parameters of its optimizer alone.
+            of the optimizers, and further DataLoaders. Tensors that an optimizer trains and no module has count as
+            those of one more module, the last; they need not be given, but for a `torch.nn.Parameter`. With several
+            optimizers, or without a loader, a batch may have any number of steps, as many on each worker; each step
+            updates the parameters of its optimizer alone.
         project: called as ``project(name, values)`` after each update of a parameter, where that is made: changes the
             values, perhaps a part of them, in place, each by itself, such as ``values.clamp_(-0.01, 0.01)``. Names are
             those of the module, or "0.weight" and "1.weight" of several. Without `steepest.run` it is not called.
@@ -76,7 +79,11 @@ def prepare(
         connect_alone(modules, optimizers)
         return objects[0] if len(objects) == 1 else objects
     loaders = [each for each in objects if isinstance(each, DataLoader)]
-    _check_given(objects, modules, optimizers, schedulers, loaders)
+    tensors = [each for each in objects if isinstance(each, torch.Tensor)]
+    _check_given(objects, (*modules, *optimizers, *schedulers, *loaders, *tensors))
+    if bare := bare_tensors(modules, optimizers, tensors):
+        modules.append(BareTensors(bare))
+    _check_enough(modules, optimizers, schedulers)
     if loop.is_prepared:
         raise ConfigurationError(
             "steepest.prepare() was called twice: give it everything in one call, before the loop"
@@ -116,20 +123,21 @@ def prepare(
     return found[0] if len(found) == 1 else found
 
 
-def _check_given(
-    objects: Sequence[Any],
-    modules: Sequence[torch.nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    schedulers: Sequence[LRScheduler | ReduceLROnPlateau],
-    loaders: Sequence[DataLoader[Any]],
-) -> None:
-    """Check that each object is one of these kinds, and that nothing is missing; else ConfigurationError."""
-    known = (*modules, *optimizers, *schedulers, *loaders)
+def _check_given(objects: Sequence[Any], known: Sequence[Any]) -> None:
+    """Check that each object is of a known kind; else ConfigurationError."""
     for each in objects:
         if not any(each is one for one in known):
             raise ConfigurationError(
                 f"steepest.prepare() was given a {type(each).__name__}: give {_ORDER}"
             )
+
+
+def _check_enough(
+    modules: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[LRScheduler | ReduceLROnPlateau],
+) -> None:
+    """Check that nothing is missing; else ConfigurationError."""
     for what, given in (("a torch.nn.Module", modules), ("a torch.optim.Optimizer", optimizers)):
         if not given:
             raise ConfigurationError(f"steepest.prepare() was not given {what}: give {_ORDER}")

@@ -483,7 +483,7 @@ WRONG = {
     "'0.weight' and 0 more are the optimizer's already: unfreeze": Script(known_group),
     "the end of epochs=5: give an integer of at least 6": Script(backwards),
     "written to the trained parameter '0.weight'": Script(writing),
-    "that is not a parameter of the module": foreign_optimizer,
+    "that is not a parameter of the modules given": foreign_optimizer,
     r"has a DistributedSampler, which divides samples by itself": own_sampler,
 }
 
