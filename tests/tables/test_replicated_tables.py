@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steepest import DistributedSGD, LocalStrategy, Table, TorchModel
+from steepest import (
+    DistributedSGD,
+    LocalStrategy,
+    ParameterServerStrategy,
+    Table,
+    TorchModel,
+)
 from steepest.core.engine.job import ModelCreator
 from steepest.embedding.collection import EmbeddingCollection
 from steepest.embedding.modules import Embedding, EmbeddingBag, hold_replicated
@@ -21,6 +27,7 @@ from steepest.tables.row_optimizers import RowOptimizer
 from steepest.tables.shard import TableShard
 from steepest.testing import InProcessCluster, replay
 from tests.modes import mode
+from tests.step_calls import calls_of
 from tests.table_jobs import trainer
 
 USERS, ITEMS, COUNT = 30, 20, 36
@@ -44,7 +51,7 @@ class Tastes(nn.Module):
         return scores[:, 0]
 
 
-def tastes(rate: float = 0.1, **settings: Any) -> ModelCreator:
+def tastes(rate: float = 0.1, momentum: float = 0.0, **settings: Any) -> ModelCreator:
     generator = torch.Generator().manual_seed(0)
     data = (
         torch.randint(0, USERS // 2, (COUNT,), generator=generator),
@@ -58,7 +65,9 @@ def tastes(rate: float = 0.1, **settings: Any) -> ModelCreator:
             loss=nn.functional.mse_loss,
             data=data,
             batch_size=6,
-            optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=rate),
+            optimizer=lambda module: torch.optim.SGD(
+                module.parameters(), lr=rate, momentum=momentum
+            ),
             learning_rate=lambda step: rate / (1 + step),
             table_shards=3,
         )
@@ -103,6 +112,32 @@ def test_workers_hold_the_rows_that_servers_would_have(
         trained(strategy, optimizer=optimizer, replicate=replicate) for replicate in (True, False)
     )
     assert same(held, served)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_tables_in_one_chunk_with_dense_layers_train_as_apart_from_them(workers: int) -> None:
+    chosen = tastes(optimizer=Adagrad(lr=0.3, follows=0), momentum=0.9)
+    jobs = [
+        InProcessCluster(
+            chosen,
+            num_workers=workers,
+            strategy=ParameterServerStrategy(num_servers=2, chunk_bytes=size),
+        )
+        for size in (None, 64)
+    ]
+    assert [len(job.job.description.layout.trainable_chunks) for job in jobs] == [1, 3]
+    for job in jobs:
+        job.step(5)
+    one, other = (job.weights() for job in jobs)
+    assert same(one, other)
+
+
+def test_tables_that_workers_hold_cost_a_step_no_further_message() -> None:
+    cluster = InProcessCluster(tastes(optimizer=Adagrad(lr=0.3)), num_workers=2)
+    cluster.step(3)
+    calls = calls_of(cluster, 3)
+    assert calls["core/engine/push_intake.py:stage"] == 3 * 2
+    assert calls["core/engine/outgoing_weights.py:send"] == 3 * 2
 
 
 @pytest.mark.parametrize("name", ["sync", "async"])

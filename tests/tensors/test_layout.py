@@ -244,6 +244,16 @@ def test_a_small_model_is_one_chunk_of_each_kind(parameters: list[Parameter], sp
     assert sorted(map(str, expected)) == sorted(str(kind_of(chunk)) for chunk in layout.chunks)
 
 
+@pytest.mark.parametrize(("rows", "chunks"), [(100, 1), (MIN_CHUNK_BYTES // 64, 2)])
+def test_parameters_apart_join_the_others_where_one_chunk_has_room(rows: int, chunks: int) -> None:
+    parameters = [("a", (rows, 16), torch.float32, True), ("b", (3,), torch.float32, True)]
+    layout = ParameterLayout.plan(parameters, apart={"a"}, joined=True)
+    assert len(layout.chunks) == chunks
+    assert len(ParameterLayout.plan(parameters, apart={"a"}).chunks) == 2
+    (place,) = (entry.offset for entry in layout.entries if entry.name == "a")
+    assert place % ALIGNMENT == 0
+
+
 @pytest.mark.parametrize("megabytes", [4, 5, 17, 40, 100, 333])
 @pytest.mark.parametrize("servers", [1, 2, 3, 4, 6, 12])
 def test_servers_hold_equally_much(megabytes: int, servers: int) -> None:

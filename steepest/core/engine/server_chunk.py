@@ -13,6 +13,7 @@ from steepest.core.engine.generators import about_to_change
 from steepest.core.messages.message import PushId
 from steepest.core.optim.own_values import OwnValues, is_own, may_be_own
 from steepest.core.optim.portable import Packed, check_packed, pack_all, unpack
+from steepest.core.optim.rules import WithRules
 from steepest.core.optim.spec import Hyperparameters, OptimizerSpec
 from steepest.core.optim.torch_without_compiler import take_step
 from steepest.core.tensors.codec import Codec
@@ -322,10 +323,12 @@ class ServerChunk(ChunkStore):
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step; unfused if only some have momentum: torch's fused SGD cannot begin it for a part of them."""
         fused: list[dict[str, Any]] = []
-        if optimizer.state and isinstance(optimizer, torch.optim.SGD):
-            begun = {bool(optimizer.state.get(p)) for p in self._parameters if p.grad is not None}
+        torchs = optimizer.parts[0] if isinstance(optimizer, WithRules) else optimizer
+        if torchs.state and isinstance(torchs, torch.optim.SGD):
+            own = [parameter for group in torchs.param_groups for parameter in group["params"]]
+            begun = {bool(torchs.state.get(p)) for p in own if p.grad is not None}
             if len(begun) > 1:
-                fused = [group for group in optimizer.param_groups if group.get("fused")]
+                fused = [group for group in torchs.param_groups if group.get("fused")]
         for group in fused:
             group["fused"] = False
         try:

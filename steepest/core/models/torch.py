@@ -212,6 +212,7 @@ class TorchModel:
             fragments=cut.fragments,
             opaque_chunks=self.opaque_chunks,
             apart=self.optimizer_spec.apart,
+            joined=self.optimizer_spec.joins,
         )
 
     # -- for subclasses ------------------------------------------------------------------------

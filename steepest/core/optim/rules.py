@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol, overload
 
 import torch
 
+from steepest.core.optim.torch_without_compiler import take_step
+
 
 class Rule(Protocol):
     """How a parameter is updated that the model's optimizer does not have; hashable, and the same in all processes."""
@@ -76,4 +78,34 @@ class ByRules(torch.optim.Optimizer):
             if parameter.grad is not None:
                 factor = 1.0 if group["lr"] == group["first"] else group["lr"] / group["first"]
                 group["rule"].update(parameter, parameter.grad, self.state[parameter], factor)
+        return None
+
+
+class WithRules(torch.optim.Optimizer):
+    """An optimizer of torch's, and rules of other parameters, as one optimizer of the parameters of one chunk.
+
+    Args:
+        optimizer: torch's; its parameter groups come first.
+        rules: of further parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rules: ByRules) -> None:
+        groups = [*optimizer.param_groups, *rules.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.param_groups = groups
+        optimizer.state = rules.state = self.state
+        self.parts = (optimizer, rules)  # which are stepped one after the other
+        # steps on many tensors at once change gradients
+        self.keeps_gradients = not any(group.get("foreach") for group in optimizer.param_groups)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step both; a closure is not called."""
+        for part in self.parts:
+            take_step(part)
         return None

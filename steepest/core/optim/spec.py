@@ -21,7 +21,7 @@ from steepest.core.optim.detached_schedule import check_scheduler
 from steepest.core.optim.json_values import from_json, to_json
 from steepest.core.optim.own_values import group_key, is_own
 from steepest.core.optim.probe import Findings, try_optimizer
-from steepest.core.optim.rules import ByRules, Ruled
+from steepest.core.optim.rules import ByRules, Ruled, WithRules
 from steepest.core.optim.several import as_one
 from steepest.core.optim.torch_without_compiler import without_compiler
 from steepest.errors import ConfigurationError
@@ -75,7 +75,7 @@ class OptimizerSpec:
             tell it from another; empty if there is none, or if it can only be computed from its
             beginning.
         ruled: parameters that are in no group, because they have rules of their own; they lie in chunks
-            apart from the others, whole.
+            apart from the others, whole, or with all others in one, see `joins`.
     """
 
     cls: type[torch.optim.Optimizer]
@@ -234,6 +234,11 @@ class OptimizerSpec:
         """The names of the parameters that have rules of their own."""
         return frozenset(name for name, _ in self.ruled)
 
+    @property
+    def joins(self) -> bool:
+        """Whether parameters that have rules of their own may lie in one chunk with others."""
+        return self.cls.__module__.startswith("torch.optim") and not self.together
+
     def hyperparameters(self, changed: Sequence[Hyperparameters]) -> list[Hyperparameters]:
         """Return the hyperparameters of each group: those of the recipe, but for the changed ones.
 
@@ -288,8 +293,19 @@ class OptimizerSpec:
             The optimizer, and for each of its groups the index of the group in `groups` from which it gets
             hyperparameters; -1 for none.
         """
-        if slices and slices[0][0] in self.apart:
-            return self._by_rules(slices)
+        ruled = [pair for pair in slices if pair[0] in self.apart]
+        if ruled and len(ruled) == len(slices):
+            return self._by_rules(ruled)
+        if ruled:
+            optimizer, indices = self._by_optimizer([p for p in slices if p[0] not in self.apart])
+            rules, followed = self._by_rules(ruled)
+            return WithRules(optimizer, rules), indices + followed
+        return self._by_optimizer(slices)
+
+    def _by_optimizer(
+        self, slices: Sequence[tuple[str, torch.Tensor]]
+    ) -> tuple[torch.optim.Optimizer, list[int]]:
+        """Return an optimizer over slices of parameters without rules, see `build`."""
         groups, indices = [], []
         for index, (names, hyper) in enumerate(self.groups):
             members = set(names)
@@ -310,9 +326,7 @@ class OptimizerSpec:
                         raise  # else torch has no fused kernel for this dtype
         return self.cls(groups, **arguments), indices
 
-    def _by_rules(
-        self, whole: Sequence[tuple[str, torch.Tensor]]
-    ) -> tuple[torch.optim.Optimizer, list[int]]:
+    def _by_rules(self, whole: Sequence[tuple[str, torch.Tensor]]) -> tuple[ByRules, list[int]]:
         """Return what updates parameters that have rules of their own, see `build`."""
         rules = dict(self.ruled)
         parameters = [(tensor, rules[name]) for name, tensor in whole]

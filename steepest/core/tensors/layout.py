@@ -95,6 +95,10 @@ class Entry:
         return self.numel * self.element.itemsize
 
 
+#: Of entries that share chunks: whether they are frozen, their element type and fragment, and whether they lie apart.
+_Kind = tuple[bool, ElementType, int, bool]
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """The part of one entry in one chunk: elements [start, stop) of the flattened entry."""
@@ -179,6 +183,7 @@ class ParameterLayout:
         together: str = "",
         fragments: int = 1,
         apart: Collection[str] = frozenset(),
+        joined: bool = False,
     ) -> ParameterLayout:
         """Return the layout of a model's parameters.
 
@@ -197,6 +202,7 @@ class ParameterLayout:
             fragments: parts of the trained parameters, of about equally many bytes, each of whole
                 layers; the last layers are the first part.
             apart: names of trained parameters that lie, whole, in chunks apart from the others.
+            joined: whether they lie with the others where all of one kind fit into one chunk.
 
         Raises:
             ModelError: a name occurs twice, or a trainable parameter's dtype is not floating-point;
@@ -204,7 +210,7 @@ class ParameterLayout:
                 there are more fragments than layers.
         """
         seen: set[str] = set()
-        kinds: dict[tuple[bool, ElementType, int, bool], list[Entry]] = {}
+        kinds: dict[_Kind, list[Entry]] = {}
         parts = _fragments(parameters, fragments, together)
         for name, shape, dtype, trainable in reversed(parameters):
             if name in seen:
@@ -227,10 +233,10 @@ class ParameterLayout:
         chunks: list[Chunk] = []
         offset = 0
         for (frozen, element, part, is_apart), group in sorted(
-            kinds.items(), key=lambda item: item[0][0]
+            (_joined(kinds, target) if joined else kinds).items(), key=lambda item: item[0][0]
         ):
             begin = _aligned(offset, _PAGE if any(entry.nbytes for entry in group) else ALIGNMENT)
-            unit = ALIGNMENT if aligned else element.itemsize
+            unit = ALIGNMENT if aligned or _has(group, apart) else element.itemsize
             whole = is_apart or not split_tensors
             placed, borders = _place(group, begin, len(entries), target, unit, whole=whole)
             entries += [entry for _, entry in placed]
@@ -401,7 +407,7 @@ class ParameterLayout:
         return None if self.chunks == other.chunks else "the same parameters cut into other chunks"
 
 
-def _require_one_dtype(together: str, kinds: Iterable[tuple[bool, ElementType, int, bool]]) -> None:
+def _require_one_dtype(together: str, kinds: Iterable[_Kind]) -> None:
     """Check that trained parameters that one server has to update together have one dtype; ModelError otherwise."""
     dtypes = [each.name for frozen, each, _, is_apart in kinds if not frozen | is_apart]
     if len(dtypes) > 1:
@@ -449,6 +455,24 @@ def _fragments(
         last = min(max(middle, count - len(layers) + index, last), last + 1, count - 1)
         before += nbytes
         found |= dict.fromkeys(names, last)
+    return found
+
+
+def _has(group: Iterable[Entry], names: Collection[str]) -> bool:
+    """Return whether some entries have one of some names."""
+    return any(entry.name in names for entry in group)
+
+
+def _joined(kinds: Mapping[_Kind, list[Entry]], target: int) -> dict[_Kind, list[Entry]]:
+    """Return entries by kind, those that lie apart with the others of their kind where `target` bytes are enough."""
+    found, step = dict(kinds), _unit(target, 1)
+    for frozen, element, part, is_apart in kinds:
+        others, own = (frozen, element, part, False), (frozen, element, part, True)
+        if is_apart and others in found:
+            both = [*found[others], *found[own]]
+            if sum(_aligned(entry.nbytes, ALIGNMENT) for entry in both) <= target // step * step:
+                del found[own]
+                found[others] = both
     return found
 
 
