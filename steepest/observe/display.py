@@ -63,7 +63,7 @@ class Meter:
 
     def add(self, result: StepResult, now: float) -> None:
         """Count a step; one without samples follows a run that has ended by itself."""
-        if self._last is not None and not result.samples and self.steps >= ENDLESS:
+        if self._last is not None and not result.samples:
             return
         # Rates leave out a pause before it, such as after a death, and steps that are taken again: what is left to do
         # goes at the pace of before.
