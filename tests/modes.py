@@ -30,6 +30,7 @@ MODES: dict[str, AllreduceStrategy | ParameterServerStrategy] = {
     "allreduce": AllreduceStrategy(),
     "replicated": AllreduceStrategy(sharded=False),
     "groups": AllreduceStrategy(data_plane="gloo"),  # simulated groups
+    "sharded-groups": AllreduceStrategy(data_plane="gloo", sharded=True),
     "backup": ParameterServerStrategy(backup_workers=1),
     "async": ParameterServerStrategy(mode="async"),
     "async-drop": ParameterServerStrategy(mode="async", correction="drop", staleness=1),
@@ -38,9 +39,11 @@ MODES: dict[str, AllreduceStrategy | ParameterServerStrategy] = {
     "ssp-2": ParameterServerStrategy(mode="ssp", staleness=2),
 }
 #: those in which every member contributes to every version
-TOGETHER = ("sync", "copies", "allreduce", "replicated", "groups")
+TOGETHER = ("sync", "copies", "allreduce", "replicated", "groups", "sharded-groups")
+#: those in which workers add up gradients among themselves
+GROUPED = ("groups", "sharded-groups")
 #: those in which workers push their gradients to servers, as rows of tables are pushed in each
-PUSHED = [name for name in MODES if name != "groups"]
+PUSHED = [name for name in MODES if name not in GROUPED]
 PUSHED_TOGETHER = tuple(name for name in TOGETHER if name in PUSHED)
 #: those in which each push is an update
 EACH = [name for name in MODES if name not in (*TOGETHER, "backup")]
@@ -137,9 +140,14 @@ def check(cluster: InProcessCluster, task: Task) -> CommitLog:
 
 def explains(cluster: InProcessCluster, replayed: Weights) -> bool:
     """Whether a replay has the bits of a job's weights; a replay of process groups adds up in another order."""
+    return as_replayed(cluster, replayed, cluster.weights())
+
+
+def as_replayed(cluster: InProcessCluster, replayed: Weights, found: Weights) -> bool:
+    """Whether weights of a job are as exact as its mode can be those of a replay."""
     if cluster.job.places.reduces:
-        return difference(replayed, cluster.weights()) < 1e-12
-    return same_bits(replayed, cluster.weights())
+        return difference(replayed, found) < 1e-12
+    return same_bits(replayed, found)
 
 
 def check_counts(cluster: InProcessCluster, log: CommitLog) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from steepest.process_groups.group import Gather, GroupPlace, ProcessGroup, Reduce, Ways
+from steepest.process_groups.group import Broadcast, Gather, GroupPlace, ProcessGroup, Reduce, Ways
 from steepest.process_groups.torch_groups import TorchGroup, TorchGroups
 
 
@@ -39,7 +39,9 @@ class _Doomed(TorchGroup):
         self._groups, self._left = groups, groups.operation
         super().__init__(place, ways, host)
 
-    def _exchange(self, group: Any, operation: Reduce | Gather) -> list[torch.Tensor] | None:
+    def _exchange(
+        self, group: Any, operation: Reduce | Broadcast | Gather
+    ) -> list[torch.Tensor] | None:
         if not self._left:
             (self._groups.folder / "struck").touch()
             if self._groups.dies:

@@ -8,7 +8,7 @@ import torch
 
 from steepest.core.engine.exchange import NOTHING_YET, Arrived, Exchange, ExchangeAround, WaitUntil
 from steepest.core.engine.job import Job
-from steepest.core.messages.gradients import HostPush
+from steepest.core.messages.gradients import HostPush, Weights
 from steepest.core.messages.membership import Failed, GroupKey
 from steepest.core.messages.message import (
     COORDINATOR,
@@ -19,9 +19,11 @@ from steepest.core.messages.message import (
     server_peer,
     worker_peer,
 )
+from steepest.core.tensors.memory import as_tensor
 from steepest.core.transport.router import Router
 from steepest.errors import DataPlaneError, ProtocolError, describe_error
-from steepest.process_groups.group import GroupPlace, Groups, ProcessGroup, Ways
+from steepest.process_groups.group import GroupPlace, Groups, ProcessGroup, Program, Ways
+from steepest.process_groups.new_weights import MadeChunk, NewWeights
 from steepest.process_groups.reduction import HandedChunk, OwnGradient, Reduction, Sums
 
 _MOST_KEYS = 4  # of the rendezvous from one member and generation
@@ -29,7 +31,10 @@ _MOST_GENERATIONS = 8  # of which keys are kept before they begin here
 
 
 class GroupExchange(ExchangeAround):
-    """Hands chunks to a process group instead of servers; weights come as to the exchange around which it stands.
+    """Hands chunks to a process group instead of servers.
+
+    Weights come as to the exchange around which it stands; those that only other workers' servers make are passed on in
+    the group, and delivered as if these servers had sent them.
 
     A group is made for each generation, when its first step begins, and is left when another begins. A gradient that
     may be taken back is added up when it is whole; others chunk by chunk, during the backward pass. The payloads are
@@ -50,7 +55,8 @@ class GroupExchange(ExchangeAround):
         self.kinds = inner.kinds | {Kind.GROUP_KEY}
         self.ready = self._hand_over
         self._worker, self._size, self._seconds = worker, job.num_workers, job.step_timeout
-        self._layout = job.description.layout
+        self._layout, self._holders = job.description.layout, job.holders
+        self._passes = job.passes_weights
         self._checked = job.strategy.nonfinite != "pass"
         self._router, self._groups = router, groups
         self._send = router.sender(worker_peer(worker))
@@ -60,15 +66,19 @@ class GroupExchange(ExchangeAround):
         self._group: ProcessGroup | None = None
         self._sums = Sums(self._layout)
         self._own: OwnGradient | None = None  # the present one, or the last
-        self._reduction: Reduction | None = None
+        self._now: Reduction | NewWeights | None = None  # what the group does, or did last
+        self._made: dict[tuple[int, int], MadeChunk] = {}  # see `NewWeights`
         self._missing = 0  # chunks of it that are not ready yet
-        self._moved = 0  # bytes of it that are sent to other members
+        self._moved = 0  # bytes that a ring passes on of it: to add up, and to give all the sum
         self._keys: dict[int, list[tuple[str, bytes]]] = {}  # of generations that have not begun
 
     @property
     def bytes_pushed(self) -> int:
-        """Bytes to other processes in this step: those of a ring, 2 (W - 1) / W of each byte that is added up."""
-        return self.inner.bytes_pushed + self._moved * 2 * (self._size - 1) // self._size
+        """Bytes to other processes in this step: those of a ring, (W - 1) / W of each byte that it passes on.
+
+        These are the bytes of a gradient, and once more those of which each worker gets the sum.
+        """
+        return self.inner.bytes_pushed + self._moved * (self._size - 1) // self._size
 
     def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
         """See `Exchange`."""
@@ -81,8 +91,8 @@ class GroupExchange(ExchangeAround):
         if self._group is not None:
             self._group.end()
             # a thread of the old group may still write to the old ones
-            self._sums = Sums(self._layout)
-        self._group, self._own, self._reduction = None, None, None
+            self._sums, self._made = Sums(self._layout), {}
+        self._group, self._own, self._now = None, None, None
 
     def begin(self, generation: int, version: int, incarnation: int, *, is_last: bool) -> None:
         """Begin a gradient, and the group of its generation, if this is its first."""
@@ -93,12 +103,24 @@ class GroupExchange(ExchangeAround):
             self._begin_again(self._own)
         self._missing, self._moved = len(self._layout.trainable_chunks), 0
         self._own = OwnGradient(generation, version, incarnation, self.sequence)
-        push = partial(self._pushed, generation)
-        self._reduction = Reduction(
-            self._layout, self._worker, self._own, self._sums, push, checked=self._checked
-        )
         assert self._group is not None
-        self._group.run(self._reduction.program())
+        self._group.run(self._program(self._own))
+
+    def _program(self, own: OwnGradient) -> Program:
+        """Return what the group does of a gradient: add it up, then pass on the weights that come of it."""
+        about = self._layout, self._holders, self._worker
+        push = partial(self._pushed, own.generation)
+        reduction = Reduction(*about, own, self._sums, push, checked=self._checked)
+        weights = NewWeights(*about, self._size, own, self._sums, self._made, self._brought)
+
+        def run() -> Program:
+            self._now = reduction
+            yield from reduction.program()
+            if self._passes:
+                self._now = weights
+                yield from weights.program()
+
+        return run()
 
     def _begin_again(self, before: OwnGradient) -> None:
         """Have a gradient forgotten that was not computed to its end, unless a part of it is added up."""
@@ -113,7 +135,7 @@ class GroupExchange(ExchangeAround):
         """Join the group of a generation."""
         if self._group is not None:
             self._group.end()
-            self._sums = Sums(self._layout)
+            self._sums, self._made = Sums(self._layout), {}
         self._own, self._generation = None, generation
         place = GroupPlace(generation, self._worker, self._size, self._seconds)
         send_key, failed = partial(self._send_key, generation), partial(self._fail, generation)
@@ -144,7 +166,8 @@ class GroupExchange(ExchangeAround):
         assert self._group is not None
         self._own.chunks[chunk] = HandedChunk(payload, unit, total, absent)
         self._missing -= 1
-        self._moved += self._layout.chunks[chunk].nbytes
+        shares = 1 if len(self._holders[chunk]) == 1 else 2
+        self._moved += self._layout.chunks[chunk].nbytes * shares
         self._group.wake()
         return self._missing > 0
 
@@ -165,6 +188,28 @@ class GroupExchange(ExchangeAround):
         if generation == self._generation and self._group is not None:
             self._push_sum(server_peer(self._worker), push.pack())
 
+    def _brought(self, root: int, weights: Weights) -> None:
+        """Deliver weights of another worker's server as if they had been sent; called on any thread."""
+        self._router.call(partial(self._deliver, root, weights))
+
+    def _deliver(self, root: int, weights: Weights) -> None:
+        if weights.generation == self._generation and self._group is not None:
+            self._router.sender(server_peer(root))(worker_peer(self._worker), weights.pack())
+
+    def _note_weights(self, source: Peer, message: Message) -> None:
+        """Note that weights have come: of the own server, to be passed on; of others, which were passed on."""
+        weights = Weights.unpack(message)
+        of_group = weights.generation == self._generation and self._group is not None
+        if not of_group or weights.reload or weights.payload is None:
+            return
+        assert self._group is not None
+        if source == server_peer(self._worker):
+            made = MadeChunk(as_tensor(weights.payload), weights.skipped)
+            self._made[weights.version, weights.chunk] = made
+        else:
+            self._sums.lent.discard(weights.chunk)
+        self._group.wake()
+
     def _send_key(self, generation: int, key: str, value: bytes) -> None:
         """Send each other member a key of the rendezvous."""
         body = GroupKey(generation, key, value.hex())
@@ -177,7 +222,7 @@ class GroupExchange(ExchangeAround):
         if generation != self._generation or self._group is None or self._own is None:
             return
         self._tell(
-            f"adding up gradients with the other {self._size - 1} workers failed {self._where()}: {error}; no process "
+            f"{self._doing()} the other {self._size - 1} workers failed {self._where()}: {error}; no process "
             "is known to have died: see that the nodes reach each other at all ports, or leave data_plane= out"
         )
 
@@ -188,8 +233,11 @@ class GroupExchange(ExchangeAround):
         failed = Failed(self._generation, self._incarnation, self._own.pulled, **described)
         self._send(COORDINATOR, failed.pack())
 
+    def _doing(self) -> str:
+        return "adding up gradients with" if self._now is None else self._now.doing
+
     def _where(self) -> str:
-        chunk = -1 if self._reduction is None else self._reduction.chunk
+        chunk = -1 if self._now is None else self._now.chunk
         return f"at chunk {chunk}" if chunk >= 0 else "before the first chunk"
 
     # -- messages --------------------------------------------------------------------------------
@@ -197,7 +245,10 @@ class GroupExchange(ExchangeAround):
     def receive(self, source: Peer, message: Message) -> Arrived:
         """Take a key of the rendezvous, or another message; ProtocolError: no correct process sends it."""
         if message.kind is not Kind.GROUP_KEY:
-            return super().receive(source, message)
+            arrived = super().receive(source, message)
+            if self._passes and message.kind is Kind.WEIGHTS:
+                self._note_weights(source, message)
+            return arrived
         body = GroupKey.unpack(message)
         try:
             value = bytes.fromhex(body.value)
@@ -222,7 +273,7 @@ class GroupExchange(ExchangeAround):
 
     def doing(self) -> str:
         """Return which chunk is added up, see `Exchange`."""
-        found, own, reduction = self.inner.doing(), self._own, self._reduction
-        if own is None or reduction is None or self._group is None or found:
+        found, now = self.inner.doing(), self._now
+        if not isinstance(now, Reduction) or self._group is None or found:
             return found
-        return f"the sum of chunk {reduction.chunk} over all workers"
+        return f"the sum of chunk {now.chunk} over all workers"

@@ -20,10 +20,23 @@ class Gather:
 
 @dataclass(frozen=True, eq=False)
 class Reduce:
-    """The members' tensors are added up, in place, with the same bits at each of them; the answer is None."""
+    """The members' tensors are added up, in place, with the same bits at each of them; the answer is None.
+
+    With a root that member alone has the sum, and what is left in the others' tensors has no meaning.
+    """
 
     total: torch.Tensor
     what: str  # is added up, for errors
+    root: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast:
+    """The members' tensors, of one shape and dtype, become that of the root, in place; the answer is None."""
+
+    value: torch.Tensor
+    root: int
+    what: str  # is shared, for errors
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +47,7 @@ class Await:
     condition: Callable[[], bool]
 
 
-Operation = Gather | Reduce | Await
+Operation = Gather | Reduce | Broadcast | Await
 #: What a member does: all members of a group run the same exchanging operations, in the same order.
 Program = Generator[Operation, list[torch.Tensor] | None, None]
 

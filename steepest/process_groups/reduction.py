@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,11 +90,15 @@ class Sums:
 
     A flag counts the members that have a gradient of the part, so that a parameter of which none has one is known
     without a further operation.
+
+    Attributes:
+        lent: chunks whose memory is being read on the router's thread; it is not written to meanwhile.
     """
 
     def __init__(self, layout: ParameterLayout) -> None:
         self._layout = layout
         self._memory: dict[int, torch.Tensor] = {}
+        self.lent: set[int] = set()
 
     def of(self, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the memory of a chunk: all of it, its elements, its flags; of the chunk's dtype."""
@@ -109,8 +113,12 @@ class Sums:
 class Reduction:
     """Adds up one gradient of all members, in the order of the chunks, and passes each sum on.
 
+    A chunk that one server holds is added up at the worker of its index alone, others at all workers; a worker passes
+    on what its own server holds.
+
     Args:
         layout: of the model.
+        holders: by chunk, the servers that hold it.
         worker: the rank of this member.
         checked: whether a sum that is not finite is followed by each member's gradient, so that the server can name
             the worker at fault.
@@ -122,6 +130,7 @@ class Reduction:
     def __init__(
         self,
         layout: ParameterLayout,
+        holders: Sequence[Sequence[int]],
         worker: int,
         own: OwnGradient,
         sums: Sums,
@@ -130,8 +139,13 @@ class Reduction:
         checked: bool,
     ) -> None:
         self._layout, self._worker, self._checked = layout, worker, checked
+        self._is_own = [worker in servers for servers in holders]
+        self._roots = [servers[0] if len(servers) == 1 else None for servers in holders]
+        self._rooted: list[int] = []  # chunks of which one member alone has the sum
+        self._spoilt: set[int] = set()  # those of them whose sum, known here, is not finite
         self._own, self._sums, self._push = own, sums, push
         self.chunk = -1  # that is awaited or added up, for errors
+        self.doing = "adding up gradients with"
 
     def program(self) -> Program:
         """Yield the operations of the reduction; see `Program`.
@@ -139,10 +153,10 @@ class Reduction:
         Raises:
             DataPlaneError: another member's gradient is of another version.
         """
-        own, headers = self._own, list[_GradientHeader]()
+        own, lent, headers = self._own, self._sums.lent, list[_GradientHeader]()
         for chunk in self._layout.trainable_chunks:
             self.chunk = chunk
-            yield Await(lambda chunk=chunk: own.has(chunk))  # type: ignore[misc]
+            yield Await(lambda chunk=chunk: own.has(chunk) and chunk not in lent)  # type: ignore[misc]
             if own.cancelled:
                 return
             handed = own.chunks[chunk]
@@ -154,6 +168,7 @@ class Reduction:
                 found = yield Gather(self._own_header(handed))
                 headers = self._headers(found or [])
                 yield from self._reduce(chunk, handed, headers)
+        yield from self._tell_spoilt(headers)
 
     def _own_header(self, first: HandedChunk) -> torch.Tensor:
         """Return what this member says of its gradient, as int64."""
@@ -211,12 +226,33 @@ class Reduction:
             return
         memory, elements, flags = self._sums.of(chunk)
         self._contribute(chunk, handed, mean.factor(handed.unit), elements, flags)
-        yield Reduce(memory, f"chunk {chunk}")
+        root = self._roots[chunk]
+        yield Reduce(memory, f"chunk {chunk}", root)
+        if root is not None:
+            self._rooted.append(chunk)
+            if root != self._worker:
+                return
         mean.finish(elements)
-        if self._checked and not _is_finite(elements):
+        if not self._checked or _is_finite(elements):
+            self._pass_on(chunk, headers, mean.total, elements, flags)
+        elif root is None:
             yield from self._each_by_itself(chunk, handed, headers)
+        else:
+            self._spoilt.add(chunk)
+
+    def _tell_spoilt(self, headers: list[_GradientHeader]) -> Program:
+        """Have all members know of which chunks the sum is not finite, and push each one's gradient of these."""
+        if not self._checked or not self._rooted:
             return
-        self._pass_on(chunk, headers, mean.total, elements, flags)
+        # servers and the coordinator go on with a step that is finite meanwhile
+        found = yield Gather(
+            torch.tensor([chunk in self._spoilt for chunk in self._rooted], dtype=torch.uint8)
+        )
+        assert found is not None
+        spoilt = torch.stack(found).amax(0).tolist()
+        for chunk, is_spoilt in zip(self._rooted, spoilt, strict=True):
+            if is_spoilt:
+                yield from self._each_by_itself(chunk, self._own.chunks[chunk], headers)
 
     def _contribute(
         self,
@@ -264,7 +300,9 @@ class Reduction:
         elements: torch.Tensor | None,
         flags: torch.Tensor | None,
     ) -> None:
-        """Push the sum of some members' gradients of a chunk, in units of `unit`."""
+        """Push the sum of some members' gradients of a chunk, in units of `unit`, if the own server holds it."""
+        if not self._is_own[chunk]:
+            return
         present = [] if flags is None else [count > 0 for count in flags.tolist()]
         slices = self._layout.chunks[chunk].slices
         has_any = elements is not None and any(present) and unit != 0.0

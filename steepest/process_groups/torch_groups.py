@@ -17,6 +17,7 @@ from steepest.core.transport.router import Router
 from steepest.errors import ConfigurationError, DataPlaneError, DeadlineError
 from steepest.process_groups.group import (
     Await,
+    Broadcast,
     Gather,
     GroupPlace,
     ProcessGroup,
@@ -211,11 +212,24 @@ class TorchGroup(ProcessGroup):
                 answer = self._exchange(group, operation)
             self._raise_if_ended()
 
-    def _exchange(self, group: Any, operation: Reduce | Gather) -> list[torch.Tensor] | None:
+    def _exchange(
+        self, group: Any, operation: Reduce | Broadcast | Gather
+    ) -> list[torch.Tensor] | None:
         """Take part in an operation, and return its answer."""
+        if isinstance(operation, Broadcast):
+            self._doing = f"{operation.what} of worker {operation.root} is passed on"
+            sharing = dist.BroadcastOptions()
+            sharing.rootRank = operation.root
+            group.broadcast([operation.value], sharing).wait()
+            return None
         if isinstance(operation, Reduce):
             self._doing = f"{operation.what} is added up"
-            group.allreduce([operation.total]).wait()
+            if operation.root is None:
+                group.allreduce([operation.total]).wait()
+                return None
+            reducing = dist.ReduceOptions()
+            reducing.rootRank = operation.root
+            group.reduce([operation.total], reducing).wait()
             return None
         self._doing = "each worker's part is gathered"
         answer = [torch.empty_like(operation.own) for _ in range(self._place.size)]

@@ -19,7 +19,8 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
     `steepest.core.strategies.allreduce.AllreduceStrategy`.
 
     Attributes:
-        sharded: as there; None for True, or False where gradients are compressed.
+        sharded: as there; None for True, or False where gradients are compressed or there is a
+            `data_plane`.
         wire_dtype: "fp16" or "bf16" to send float32 gradients and new weights between hosts in half
             the bytes; a pair sets it for gradients and for weights. None sends them as they are.
         compression: `Int8`, `Int4`, `Int2`, `TopK` or `PowerSGD`, or "int8", "int4", "int2",
@@ -29,9 +30,11 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
             together with `wire_dtype`.
         table_staleness: of embedding tables, as for `ParameterServerStrategy`.
         data_plane: "gloo" to have workers add up gradients in a process group of torch.distributed,
-            made anew whenever the members change; each keeps the whole state of the optimizer, as
-            with ``sharded=False``. None for the library's own connections. Gloo opens ports of its
-            own, which neither the job's token nor `tls` protects.
+            made anew whenever the members change. Each keeps the whole state of the optimizer, as
+            with ``sharded=False``, unless `sharded` is True: then a chunk is added up at the worker
+            that updates it, and the new weights go to all others in the group. None for the
+            library's own connections. Gloo opens ports of its own, which neither the job's token
+            nor `tls` protects.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -73,15 +76,11 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
     def _check_data_plane(self) -> None:
         """Check that no setting is for the library's own connections."""
         excluded = {
-            "sharded": (
-                self.sharded,
-                "each worker has the sum of all chunks, and updates them all",
-            ),
             "wire_dtype": (self.wire_dtype, "gradients are added up as they are"),
             "compression": (self.compression, "gradients are added up as they are"),
         }
         for name, (value, reason) in excluded.items():
-            if value not in (None, False):
+            if value is not None:
                 raise ConfigurationError(
                     f"data_plane={self.data_plane!r} with {name}={value!r}: {reason}; leave one of them out"
                 )

@@ -13,8 +13,10 @@ from steepest.errors import DataPlaneError
 from steepest.process_groups.extension import ProcessGroups
 from steepest.process_groups.group import (
     Await,
+    Broadcast,
     Gather,
     GroupPlace,
+    Operation,
     ProcessGroup,
     Program,
     Reduce,
@@ -91,7 +93,7 @@ class _SimulatedGroup(ProcessGroup):
         self.place, self.ways = place, ways
         self._meeting = meeting
         self._programs: deque[Program] = deque()
-        self._operation: Await | Gather | Reduce | None = None  # in progress
+        self._operation: Operation | None = None  # in progress
         self._number = 0  # of exchanging operations that have begun
         self._ended = self._works = False
         self._met = {place.rank}  # members whose key is here
@@ -132,10 +134,14 @@ class _SimulatedGroup(ProcessGroup):
             return
         answer = None
         match self._operation:
-            case Reduce(total):
+            case Reduce(total, _, root):
                 total.copy_(found[0])
                 for part in found[1:]:
                     total += part
+                if root not in (None, self.place.rank):
+                    total.fill_(-1)  # it has no meaning
+            case Broadcast(value, root):
+                value.copy_(found[root])
             case Gather():
                 answer = [part.clone() for part in found]
         self._works = True
@@ -159,5 +165,6 @@ class _SimulatedGroup(ProcessGroup):
             return
         operation, number = self._operation, self._number
         self._number += 1
-        tensor = operation.own if isinstance(operation, Gather) else operation.total
-        self._meeting.begin(number, self, tensor)
+        match operation:
+            case Gather(tensor) | Reduce(tensor) | Broadcast(tensor):
+                self._meeting.begin(number, self, tensor)

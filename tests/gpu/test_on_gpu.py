@@ -34,6 +34,7 @@ STRATEGIES: dict[str, Strategy] = {
     "fp16": ParameterServerStrategy(num_servers=1, wire_dtype="fp16"),
     "allreduce": AllreduceStrategy(),
     "gloo": AllreduceStrategy(data_plane="gloo"),
+    "gloo, sharded": AllreduceStrategy(data_plane="gloo", sharded=True),
     "async": ParameterServerStrategy(num_servers=1, mode="async"),
     "local": LocalStrategy(sync_every=3),
 }
@@ -77,7 +78,7 @@ def alone(workers: int, steps: int) -> Weights:
 
 @needs_gpu
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("name", ["ps", "copies", "allreduce", "gloo"])
+@pytest.mark.parametrize("name", ["ps", "copies", "allreduce", "gloo", "gloo, sharded"])
 def test_synchronous_strategies_equal_plain_pytorch(name: str, workers: int) -> None:
     job = cluster(name, workers)
     results = job.step(12)
@@ -156,7 +157,7 @@ def test_a_replay_on_the_cpu_has_the_weights_to_rounding() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", ["ps", "allreduce", "gloo"])
+@pytest.mark.parametrize("name", ["ps", "allreduce", "gloo", "gloo, sharded"])
 def test_processes_share_a_gpu_and_a_killed_one_changes_nothing(name: str, tmp_path: Path) -> None:
     found = []
     for creator in (models.classifier, partial(struck, models.classifier, tmp_path, 1, [3])):

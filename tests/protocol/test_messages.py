@@ -29,6 +29,7 @@ from steepest.testing import InProcessCluster, replay, server_peers
 from steepest.testing.inspection import buffers_of
 from tests.modes import (
     EACH,
+    GROUPED,
     MODES,
     PUSHED,
     Moody,
@@ -295,9 +296,9 @@ def test_each_chunk_of_the_weights_only_ever_goes_forward() -> None:
 
 
 def stepping(name: str) -> set[Kind]:
-    """What is sent in each step in that mode."""
-    everywhere = {Kind.PUSH, Kind.REPORT, Kind.ASK, Kind.COMMIT, Kind.WEIGHTS}
-    return everywhere | {staged_kind(name), credit_kind(name)}
+    """What processes send each other in each step in that mode."""
+    tensors = set[Kind]() if name in GROUPED else {Kind.PUSH, Kind.WEIGHTS}
+    return tensors | {Kind.REPORT, Kind.ASK, Kind.COMMIT, staged_kind(name), credit_kind(name)}
 
 
 #: by modes, what is sent in both generations

@@ -24,6 +24,7 @@ from steepest.process_groups import torch_groups
 from steepest.process_groups.extension import ProcessGroups
 from steepest.process_groups.group import (
     Await,
+    Broadcast,
     Gather,
     GroupPlace,
     ProcessGroup,
@@ -43,12 +44,16 @@ SECONDS = 30.0
 
 
 def weights(
-    workers: int, creator: Any = models.classifier, groups: TorchGroups | None = None
+    workers: int,
+    creator: Any = models.classifier,
+    groups: TorchGroups | None = None,
+    *,
+    sharded: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return what plain processes train in two epochs."""
     with Trainer(
         creator, num_workers=workers, seed=3, runtime=ProcessRuntime(), extensions=(ProcessGroups(groups),),
-        strategy=AllreduceStrategy(data_plane="gloo", chunk_bytes=64),
+        strategy=AllreduceStrategy(data_plane="gloo", sharded=sharded, chunk_bytes=64),
         settings=Settings(step_timeout=SECONDS, snapshot_every=2),
     ) as job:  # fmt: skip
         job.fit(epochs=2)
@@ -65,25 +70,31 @@ def served(workers: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_killed_worker_changes_no_bit_and_servers_have_the_same_weights(
-    workers: int, tmp_path: Path
+    workers: int, sharded: bool, tmp_path: Path
 ) -> None:
-    straight = weights(workers)
-    struck = weights(workers, partial(models.struck, models.classifier, tmp_path, 1, [3, 2]))
+    straight = weights(workers, sharded=sharded)
+    struck = partial(models.struck, models.classifier, tmp_path, 1, [3, 2])
+    struck = weights(workers, struck, sharded=sharded)
     assert len(list(tmp_path.iterdir())) == 2
     assert same_bits(struck, straight)
     assert difference(straight, served(workers)) < 1e-14
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("operation", [0, 1, 4, 7])
+@pytest.mark.parametrize(
+    ("operation", "sharded"),
+    [(0, False), (1, False), (4, False), (7, False), *((n, True) for n in (2, 9, 10, 13, 18))],
+)
 def test_a_death_between_two_operations_of_a_step_changes_no_bit(
-    operation: int, tmp_path: Path
+    operation: int, sharded: bool, tmp_path: Path
 ) -> None:
-    struck = weights(3, groups=StrikingGroups(tmp_path, 1, operation))
+    """A sharded step of nine chunks has nine to add up, one that tells whether all is finite, nine of new weights."""
+    struck = weights(3, groups=StrikingGroups(tmp_path, 1, operation), sharded=sharded)
     assert list(tmp_path.iterdir())
-    assert same_bits(struck, weights(3))
+    assert same_bits(struck, weights(3, sharded=sharded))
 
 
 @pytest.mark.long
@@ -190,12 +201,16 @@ def group(size: int, seconds: float = SECONDS) -> Iterator[list[Member]]:
 def added(member: Member) -> Program:
     """Adds up and gathers ranks, and says what came of it."""
     rank = float(member.others.index(member))
-    total = torch.full((3,), rank)
+    last = len(member.others) - 1
+    total, own, given = torch.full((3,), rank), torch.full((3,), rank), torch.full((3,), rank)
     yield Await(lambda: True)
     yield Reduce(total, "a test")
+    yield Reduce(own, "a test", root=last)
+    yield Broadcast(given, last, "a test")
     found = yield Gather(torch.tensor([rank]))
     assert found is not None
-    member.done.put((total.tolist(), [float(part) for part in found]))
+    sums = [total.tolist(), total.tolist() if rank != last else own.tolist()]
+    member.done.put((sums, given.tolist(), [float(part) for part in found]))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -206,7 +221,8 @@ def test_programs_add_up_and_gather(size: int) -> None:
                 member.run(added)
         ranks = [float(rank) for rank in range(size)]
         for member in members * 2:
-            assert member.done.get(timeout=SECONDS) == ([sum(ranks)] * 3, ranks)
+            expected = [[sum(ranks)] * 3] * 2, [ranks[-1]] * 3, ranks
+            assert member.done.get(timeout=SECONDS) == expected
 
 
 def test_a_member_that_leaves_ends_what_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:

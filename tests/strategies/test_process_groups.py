@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from steepest.process_groups.torch_groups import TorchGroups
 from steepest.runtime import process
 from steepest.testing import InProcessCluster, linear_model_creator, replay
 from steepest.testing.groups import SimulatedGroups, simulated
-from tests.modes import Moody, check, make, settle, trained
+from tests.modes import GROUPED, Moody, check, make, settle, trained
 from tests.own_loop_runs import run, without
 from tests.own_loops import Script, accumulating, clipping, plain, with_closures
 from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
@@ -39,6 +40,7 @@ from tests.table_tasks import table_task
 
 TASK = Task(optimizer=sgd(momentum=0.9))
 GROUPS = AllreduceStrategy(data_plane="gloo")
+SHARDED = AllreduceStrategy(data_plane="gloo", sharded=True)
 
 
 class Forked(nn.Module):
@@ -55,6 +57,7 @@ class Forked(nn.Module):
         return self.always(x) + positive
 
 
+@pytest.mark.parametrize("name", GROUPED)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(
     ("task", "options"),
@@ -67,11 +70,11 @@ class Forked(nn.Module):
     ids=["uneven", "devices", "accumulated", "absent"],
 )
 def test_training_equals_servers_that_add_up_and_repeats_its_bits(
-    task: Task, options: dict[str, Any], workers: int
+    task: Task, options: dict[str, Any], workers: int, name: str
 ) -> None:
     served, *grouped = [
-        make(name, task, workers, shuffle=seed, **options)
-        for name, seed in (("sync", None), ("groups", None), ("groups", 5))
+        make(each, task, workers, shuffle=seed, **options)
+        for each, seed in (("sync", None), (name, None), (name, 5))
     ]
     for cluster in (served, *grouped):
         trained(cluster, 9)
@@ -79,69 +82,91 @@ def test_training_equals_servers_that_add_up_and_repeats_its_bits(
     assert same_bits(grouped[0].weights(), grouped[1].weights())
 
 
+@pytest.mark.parametrize("name", GROUPED)
 def test_headers_may_travel_before_a_first_chunk_that_is_large(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reduction, "_WITH_HEADER", 0)
     task = Task(Forked, sgd(momentum=0.9, weight_decay=0.1), samples(23))
-    served, grouped = make("sync", task), make("groups", task)
+    served, grouped = make("sync", task), make(name, task)
     for cluster in (served, grouped):
         trained(cluster, 9)
     assert difference(grouped.weights(), served.weights()) < 1e-14
     spoilt = Task(partial(Moody, lambda gradient: gradient * math.inf), sgd())
-    (failure,) = make("groups", spoilt).step(1)
+    (failure,) = make(name, spoilt).step(1)
     assert isinstance(failure, Failure)
     assert failure.reason == "nonfinite"
     assert {worker for worker, _ in failure.culprits} == {0, 1, 2}
 
 
+@pytest.mark.parametrize("name", GROUPED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_added_up_in_their_own_dtype(dtype: torch.dtype) -> None:
+def test_gradients_are_added_up_in_their_own_dtype(dtype: torch.dtype, name: str) -> None:
     task = Task(partial(perceptron, dtype), sgd(), samples(16, dtype=dtype))
-    served, grouped = make("sync", task, 2), make("groups", task, 2)
+    served, grouped = make("sync", task, 2), make(name, task, 2)
     for cluster in (served, grouped):
         trained(cluster, 3)
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 0.02}[dtype]
     assert difference(grouped.weights(), served.weights()) < tolerance
 
 
-def test_no_gradient_goes_to_a_server_of_another_process() -> None:
-    cluster, kinds = make("groups", TASK), set[Kind]()
+@pytest.mark.parametrize("name", GROUPED)
+def test_neither_gradients_nor_weights_go_between_servers_and_other_processes(name: str) -> None:
+    cluster, kinds = make(name, TASK), set[Kind]()
 
     def look(message: Message) -> list[Message]:
         kinds.add(Kind(message.kind))
         return [message]
 
     cluster.network.filter = look
-    results = trained(cluster, 3)
+    trained(cluster, 1)
     assert Kind.GROUP_KEY in kinds
+    kinds.clear()
+    results = trained(cluster, 3)
     assert not kinds & {Kind.PUSH, Kind.HOST_PUSH, Kind.WEIGHTS}
-    # as many bytes as in a ring: each of three workers sends 2 * 2/3 of the gradient
+    # as many bytes as in a ring: each of three workers sends 2 * 2/3 of the gradient, or as much weights as gradient
     size = sum(chunk.nbytes for chunk in cluster.job.description.layout.chunks if chunk.trainable)
-    assert results[-1].bytes_pushed == pytest.approx(4 * size, abs=3)
+    is_sharded = name == "sharded-groups"
+    assert results[-1].bytes_pushed == pytest.approx((2 if is_sharded else 4) * size, abs=3)
+    assert results[-1].bytes_pulled == (2 * size if is_sharded else 0)
 
 
-def test_a_group_that_breaks_is_an_error_and_the_next_generation_has_another() -> None:
-    extensions: list[Extension] = [ProcessGroups(SimulatedGroups(broken=(1, 3)))]
+@pytest.mark.parametrize(
+    ("strategy", "operation", "steps", "words"),
+    [
+        (GROUPS, 3, 0, "step 1: adding up gradients with the other 2 workers failed at chunk 3"),
+        (SHARDED, 3, 0, "step 1: adding up gradients with the other 2 workers failed at chunk 3"),
+        (SHARDED, 4, 0, "step 1: adding up gradients with the other 2 workers failed at chunk 3"),
+        (SHARDED, 5, 0, "step 1: passing on new weights among the other 2 .* at chunk 3"),
+        # the step counts, although not all have its weights
+        (SHARDED, 7, 1, "step [12]: passing on new weights among the other 2 .* at chunk 1"),
+    ],
+)
+def test_a_group_that_breaks_is_an_error_and_the_next_generation_has_another(
+    strategy: AllreduceStrategy, operation: int, steps: int, words: str
+) -> None:
+    extensions: list[Extension] = [ProcessGroups(SimulatedGroups(broken=(1, operation)))]
     cluster = InProcessCluster(
-        TASK.creator(), num_workers=3, strategy=replace(GROUPS, chunk_bytes=64),
+        TASK.creator(), num_workers=3, strategy=replace(strategy, chunk_bytes=64),
         keep_log=True, extensions=extensions,
     )  # fmt: skip
-    (failure,) = cluster.step(1)
+    *_, failure = cluster.step(1 + steps)
     assert isinstance(failure, Failure)
     assert failure.kind == "DataPlaneError"
-    with pytest.raises(
-        DataPlaneError,
-        match="worker [012], step 1: .* other 2 workers failed at chunk 3: the group",
-    ):
+    assert cluster.coordinator.version == steps
+    with pytest.raises(DataPlaneError, match=f"worker [012], {words}: the group"):
         raise_step_error(failure, {})
-    trained(cluster, 12)
+    trained(cluster, 12 - steps)
     assert difference(cluster.weights(), TASK.train(3, 12)) < 1e-12
     check(cluster, TASK)
 
 
-@pytest.mark.parametrize("chunk", range(0, 12, 3))
-def test_a_step_of_which_a_worker_raised_amid_its_chunks_is_taken_again(chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "chunk"), [*product(["groups"], range(0, 12, 3)), *product(["sharded-groups"], [3, 7])]
+)
+def test_a_step_of_which_a_worker_raised_amid_its_chunks_is_taken_again(
+    name: str, chunk: int
+) -> None:
     moods: list[int] = []
 
     def mood(count: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -163,13 +188,13 @@ def test_a_step_of_which_a_worker_raised_amid_its_chunks_is_taken_again(chunk: i
             return x[:, :2]
 
     task = Task(Mooded, sgd(momentum=0.9))
-    cluster = make("groups", task, 3)
+    cluster = make(name, task, 3)
     failures = 0
     while (done := cluster.coordinator.version) < 6:
         failures += any(isinstance(found, Failure) for found in cluster.step(6 - done))
     assert failures == 1
     settle(cluster)
-    plain = make("groups", task, 3)
+    plain = make(name, task, 3)
     trained(plain, 6)
     assert same_bits(cluster.weights(), plain.weights())
 
@@ -205,7 +230,6 @@ def test_jobs_without_groups_refuse_their_keys(name: str) -> None:
     [
         ({"data_plane": "mpi"}, "data_plane"),
         ({"data_plane": "nccl"}, "where NCCL does not reach"),
-        ({"sharded": True}, "sharded=True"),
         ({"wire_dtype": "fp16"}, "wire_dtype='fp16'"),
         ({"compression": "int8"}, "compression='int8'"),
         ({"transport": "shared"}, "transport='shared'"),
@@ -252,9 +276,12 @@ def test_models_with_tables_are_refused() -> None:
         make("groups", table_task())
 
 
-def test_each_worker_keeps_the_whole_state() -> None:
+def test_each_worker_keeps_the_whole_state_unless_it_is_to_be_sharded() -> None:
     assert not GROUPS.is_sharded
+    assert SHARDED.is_sharded
     assert GROUPS.reduces
+    held = {name: make(name, TASK).servers[0].chunks for name in GROUPED}
+    assert len(held["sharded-groups"]) < len(held["groups"])
     assert not AllreduceStrategy().reduces
 
 
@@ -277,15 +304,16 @@ def strike(simulation: Simulation, name: str) -> None:
 @pytest.mark.parametrize(
     "seed", [3, *(pytest.param(n, marks=pytest.mark.long) for n in range(4, 12))]
 )
+@pytest.mark.parametrize("groups", [GROUPS, SHARDED], ids=GROUPED)
 def test_jobs_whose_workers_die_come_and_go_are_explained_by_their_logs(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, groups: AllreduceStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extensions = tuple(simulated(extension) for extension in EXTENSIONS)
     monkeypatch.setattr(process, "EXTENSIONS", extensions)
     dice, simulation, config = random.Random(seed), Simulation(seed), run_config(keep_log=True)
     with (
         simulation.running(),
-        DistributedSGD(TASK.creator(), 3, strategy=GROUPS, run_config=config) as trainer,
+        DistributedSGD(TASK.creator(), 3, strategy=groups, run_config=config) as trainer,
     ):
         step = 0
         for _ in range(4):
@@ -300,7 +328,7 @@ def test_jobs_whose_workers_die_come_and_go_are_explained_by_their_logs(
                 case "switch":
                     trainer.set_strategy(dice.choice(("ps", "allreduce")))
                     trainer.fit(steps=1, progress=False)
-                    trainer.set_strategy(GROUPS)
+                    trainer.set_strategy(groups)
                     step += 1
             step += 3
         trainer.fit(steps=3, progress=False)
@@ -317,22 +345,30 @@ def test_a_process_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         TorchGroups().check(cluster.client_router)
 
 
-@pytest.mark.parametrize("loop", [plain, accumulating, clipping, with_closures])
+@pytest.mark.parametrize(
+    ("loop", "strategy"),
+    [
+        *product([plain, accumulating, clipping, with_closures], [GROUPS]),
+        (accumulating, SHARDED),
+        (with_closures, SHARDED),
+    ],
+)
 def test_loops_of_ones_own_add_up_in_groups_as_on_servers(
-    loop: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    loop: Callable[..., None], strategy: AllreduceStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "EXTENSIONS", tuple(map(simulated, EXTENSIONS)))
     script = Script(loop, optimizer=sgd(momentum=0.9))
-    found = run(script, 2, GROUPS)
+    found = run(script, 2, strategy)
     assert difference(found.weights, run(script, 2, "ps").weights) < 1e-12
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("strategy", [GROUPS, SHARDED], ids=GROUPED)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_loop_of_ones_own_ends_as_if_no_worker_had_died(
-    victim: int, monkeypatch: pytest.MonkeyPatch
+    victim: int, strategy: AllreduceStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "EXTENSIONS", tuple(map(simulated, EXTENSIONS)))
     script = Script(plain, optimizer=sgd(momentum=0.9))
-    found = without(script, 2, victim, 5, GROUPS)
+    found = without(script, 2, victim, 5, strategy)
     assert difference(found.weights, script.alone(2)) < 1e-12

@@ -18,7 +18,7 @@ from steepest.core.tensors.half_precision import WIRE_DTYPES, narrow, rounded
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import ConfigurationError
 from steepest.strategies.parameter_server import ParameterServerStrategy
-from tests.modes import MODES, check, counters, make, trained
+from tests.modes import GROUPED, MODES, check, counters, make, trained
 from tests.random_examples import seeds
 from tests.reference import Task, difference, perceptron, samples, sgd
 
@@ -127,7 +127,7 @@ def test_synchronous_training_equals_serial_training_that_rounds_in_the_same_pla
 
 @pytest.mark.few(4)
 @WIRES
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", [name for name in MODES if name not in GROUPED])
 @seeds(1)
 def test_every_mode_is_replayed_to_the_bit_and_sends_half(name: str, wire: str, seed: int) -> None:
     cluster = make(name, FLOAT32, shuffle=seed, settings={"wire_dtype": wire})

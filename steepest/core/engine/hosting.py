@@ -116,7 +116,12 @@ def make_coordinator(job: Job) -> Coordinator:
         return with_rates(schedule.at(step), () if job.strategy.local else state.rates, step)
 
     return Coordinator(
-        ClosedJob(state, step_timeout=job.step_timeout, replaces=job.workers_are_replaced),
+        ClosedJob(
+            state,
+            step_timeout=job.step_timeout,
+            replaces=job.workers_are_replaced,
+            reloads=job.passes_weights,
+        ),
         hyperparameters,
         nonfinite=job.strategy.nonfinite,
         clip_norm=job.strategy.clips_updates,

@@ -197,6 +197,11 @@ class Job:
         )
 
     @property
+    def passes_weights(self) -> bool:
+        """Whether workers pass new weights on among themselves: they add up gradients, and no server has all chunks."""
+        return self.places.reduces and self.replication < self.num_servers
+
+    @property
     def replication(self) -> int:
         """The number of servers that hold each chunk; 1 where one process has all of them."""
         return 1 if self.num_workers == 1 else min(self.strategy.copies, self.num_servers)
@@ -213,7 +218,7 @@ class Job:
         gathers = (
             self.strategy.rule.together and self.strategy.hierarchical and self.replication == 1
         )
-        if gathers and self.strategy.pull_codec is None:
+        if gathers and not reduces and self.strategy.pull_codec is None:
             return self.hosts
         return replace(self.hosts, gathers=False, reduces=reduces)
 

@@ -102,6 +102,8 @@ class OutgoingWeights:
         own = self._in_workers and reader.role == "worker" and reader.index in holders
         if self._index != (reader.index if own else holders[0]):
             return
+        if self._hosts.reduces and not own and not reload and reader.role == "worker":
+            return  # workers pass it on among themselves
         payload = self._as_sent(held, reader, at)
         if held.sent is not None and self._is_far(reader):
             changes = None if reload else self._changes.get(held.chunk.index)

@@ -28,7 +28,8 @@ class HostMap:
     servers: tuple[int, ...]  # the host of each server
     # whether what several workers of a host and servers of other hosts exchange passes through an aggregator
     gathers: bool = False
-    # whether workers add gradients up among themselves, so that each one's own server is pushed the sum of all
+    # whether workers add gradients up among themselves, so that each one's own server is pushed the sum of all, and
+    # pass on the weights that their own servers make of it
     reduces: bool = False
 
     @classmethod

@@ -45,9 +45,18 @@ class ClosedJob:
         step_timeout: seconds after which an open step is given up.
         replaces: whether a lost worker is waited for, because another process will join in its
             place; otherwise the loss is a failure.
+        reloads: whether each generation begins with all weights, because those of the one before may
+            not come any more.
     """
 
-    def __init__(self, state: CommitState, *, step_timeout: float, replaces: bool = False) -> None:
+    def __init__(
+        self,
+        state: CommitState,
+        *,
+        step_timeout: float,
+        replaces: bool = False,
+        reloads: bool = False,
+    ) -> None:
         self.state = state
         self.joined: set[int] = set()  # indices of the workers that have joined and are not lost
         # the workers and servers that are lost and not replaced, each with the reason
@@ -55,7 +64,7 @@ class ClosedJob:
         self.limit = 0  # the version up to which steps are granted
         self.torn: Mapping[str, Any] | None = None
         self._step_timeout = step_timeout
-        self._replaces = replaces
+        self._replaces, self._reloads = replaces, reloads
         self._incarnations: dict[int, int] = {}  # of each worker that ever joined
         self._begun = False  # whether all workers have been joined at the same time
         self._client: Peer | None = None  # which asked for something last
@@ -252,7 +261,7 @@ class ClosedJob:
         members = Members(
             *(state.generation, state.version, sorted(self.joined)),
             # a worker in the middle of a push may hold older weights
-            reload=reload or not state.rule.together,
+            reload=reload or self._reloads or not state.rule.together,
             install=[[*client, sequence] for client, sequence in installs],
             again=again and not installs,
         )
