@@ -67,15 +67,17 @@ def dealt(
     for group in range(len(dealing.groups)):
         same = moves.same(group)
         parts = [] if same is None else [shards[same * each + at] for at in range(each)]
-        states = [state_of_arrays(part) for part in parts] or _moved(
-            shards, each, moves, dealing, group
-        )
         kept = {"updates": newest, "seed": shards[0]["seed"]}
         if parts:
             kept = {key: parts[0][key] for key in ("updates", "seed")}
         if clocks := [part["clock"] for part in shards.values() if "clock" in part]:
             kept["clock"] = max(clocks, key=int)
-        in_place = len(parts) == dealing.num_shards and _are_in_place(dealing, group, states)
+        in_place = len(parts) == dealing.num_shards and _are_in_place(dealing, group, parts)
+        states: list[TableState] = []
+        if not in_place:
+            states = [state_of_arrays(part) for part in parts] or _moved(
+                shards, each, moves, dealing, group
+            )
         for shard in range(dealing.num_shards):
             at = group * dealing.num_shards + shard
             own = parts[shard] if in_place else _part_of(dealing, at, states) | kept
@@ -83,13 +85,18 @@ def dealt(
     return found
 
 
-def _are_in_place(dealing: Dealing, group: int, states: Sequence[TableState]) -> bool:
-    """Return whether each shard of a group already has its own rows alone."""
+def _are_in_place(
+    dealing: Dealing, group: int, parts: Sequence[Mapping[str, torch.Tensor]]
+) -> bool:
+    """Return whether each shard of a group, given by its arrays, already has its own rows alone; copies none."""
     # CheckpointError: a table has more rows than its capacity.
-    for shard, state in enumerate(states):
-        own = _part_of(dealing, group * dealing.num_shards + shard, [state])
-        if (len(own["ids"]), len(own["counted"])) != (len(state.ids), len(state.counted)):
-            return False
+    for shard, arrays in enumerate(parts):
+        own = dealing.make(dealing.first + group * dealing.num_shards + shard)
+        try:
+            if not own.holds_all_of(state_of_arrays(arrays)):
+                return False
+        except ConfigurationError as error:
+            raise CheckpointError(f"embedding tables: {error}") from error
     return True
 
 

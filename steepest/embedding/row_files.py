@@ -171,9 +171,16 @@ class RowFiles:
         return self._files[number, chunk].records()
 
     def keep_only(self, numbers: Collection[int]) -> None:
-        """Drop all other snapshots."""
+        """Drop all other snapshots of servers; those of checkpoints have numbers below 0, and stay."""
         with self._lock:
-            self._files = {key: file for key, file in self._files.items() if key[0] in numbers}
+            self._files = {
+                key: file for key, file in self._files.items() if key[0] in numbers or key[0] < 0
+            }
+
+    def drop(self, number: int) -> None:
+        """Drop one snapshot."""
+        with self._lock:
+            self._files = {key: file for key, file in self._files.items() if key[0] != number}
 
 
 def snapshot_of(records: Sequence[torch.Tensor]) -> int:

@@ -18,7 +18,7 @@ def disassemble(
 ) -> list[Record]:
     """Split whole tensors of state into what each chunk has of them, see `optimizer_slices.disassemble`.
 
-    Rows are named "tables/shard/key", with the number of a shard; a shard's arrays stay whole.
+    Rows are named "tables/shard/key", with the number of a shard; a shard's arrays stay whole, and are not copied.
 
     Raises:
         CheckpointError: an unknown shard, or what the state of parameters raises.
@@ -40,4 +40,4 @@ def _record(layout: ParameterLayout, shard: str, key: str, value: torch.Tensor) 
     if not 0 <= number < len(layout.opaque_chunks):
         raise CheckpointError(f"the checkpoint has rows of {shard!r}, which is not there")
     about = {"name": shard, "key": key, "start": 0, "stop": len(value), "plain": False}
-    return layout.opaque_chunks[number], about, value.clone()
+    return layout.opaque_chunks[number], about, value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import Chunk
 from steepest.core.tensors.squares import sum_of_squares
 from steepest.embedding.row_files import ON_DISK, RowFiles
+from steepest.embedding.row_pieces import NO_ARRAYS, RowPieces
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.tables.cut import RowCut
 from steepest.tables.dealing import Dealing
@@ -36,10 +36,6 @@ _PIECE_BYTES = 4 << 20
 _KNOWN_BYTES = 28  # of a row, beside values and slots
 #: The records of an export of one table.
 _EXPORTED = ("ids", "values", "removed_ids", "updates", "life", "seed", "since")
-
-
-#: What a state has beside `TableState`; the last begins anew.
-_NO_ARRAYS = ("updates", "seed", "clock", "life")
 
 
 class TableChunk(ChunkStore):
@@ -79,24 +75,28 @@ class TableChunk(ChunkStore):
 
     def _made_of_files(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> TableShard:
         """Return a shard with the rows of a snapshot, for which a state stands, as files of this process have them."""
-        number, files = self._snapshot_of(parts), self.files
-        assert files is not None
-        version, seed, clock = 0, None, 0
-        states: list[TableState] = []
-        nothing = replace(self.rows.export(self.rows.version), counters={}).arrays()
-        for piece in files.records(number, self.chunk.index):
-            found: dict[str, dict[int, npt.NDArray[Any]]] = {}
-            for about, value in piece:
-                self._keep({**about, "start": 0}, value, found)
-            arrays = {key: part[0] for key, part in found.items()}
-            if "updates" in arrays:
-                version, seed = (require_number_in(name, arrays) for name in ("updates", "seed"))
-                clock = require_number_in("clock", arrays) if "clock" in arrays else 0
-            rest = {key: array for key, array in arrays.items() if key not in _NO_ARRAYS}
-            states.append(TableState.of_arrays({**nothing, **rest}))
-        shard = self._dealing.make(self.chunk.index, seed)
-        shard.load(states, version, clock)
+        pieces = self._pieces_of(self._snapshot_of(parts))
+        shard = self._dealing.make(self.chunk.index, pieces.seed)
+        shard.load(pieces, pieces.version, pieces.clock)
         return shard
+
+    def _pieces_of(self, number: int) -> RowPieces:
+        """Return a snapshot of files of this process; ConfigurationError: its first piece makes no sense."""
+        assert self.files is not None
+        no_rows = self._dealing.make(self.chunk.index).export()
+        return RowPieces(self.files.records(number, self.chunk.index), no_rows)
+
+    def _check_files(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> None:
+        """Check that a snapshot is here, and makes sense if it is of a checkpoint; ProtocolError otherwise."""
+        number = self._snapshot_of(parts)
+        if number >= 0:  # servers have written it
+            return
+        try:
+            pieces = self._pieces_of(number)
+            pieces.require_sound(self._tables)
+            self._dealing.make(self.chunk.index).require_loadable(pieces)
+        except ConfigurationError as error:
+            raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
 
     def _snapshot_of(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> int:
         """Return the number of a snapshot for which a state stands; ProtocolError: this process does not have it."""
@@ -126,7 +126,7 @@ class TableChunk(ChunkStore):
             arrays = {key: _whole(parts) for key, parts in pieces.items()}
             version, seed = (require_number_in(name, arrays) for name in ("updates", "seed"))
             clock = require_number_in("clock", arrays) if "clock" in arrays else 0
-            rest = {name: part for name, part in arrays.items() if name not in _NO_ARRAYS}
+            rest = {name: part for name, part in arrays.items() if name not in NO_ARRAYS}
             state = TableState.of_arrays(rest)
             require_sound(state, self._tables, version)
         except ConfigurationError as error:
@@ -399,7 +399,7 @@ class TableChunk(ChunkStore):
         for about, value in records:
             self._keep(about, value, parts)
         if ON_DISK in parts:
-            self._snapshot_of(parts)
+            self._check_files(parts)
         elif parts:
             self._checked_state(parts)
 

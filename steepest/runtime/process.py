@@ -239,6 +239,10 @@ class ProcessActor:
         """Drop all snapshots of rows but some."""
         self._row_files.keep_only(numbers)
 
+    def drop_snapshot(self, number: int) -> None:
+        """Drop one snapshot of rows."""
+        self._row_files.drop(number)
+
     def held_up(self) -> list[str]:
         """Return which servers wait for something of this machine, and for what; also amid a long step."""
         return [words for server in list(self._servers) if (words := server.held_up())]

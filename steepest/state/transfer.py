@@ -35,6 +35,7 @@ from steepest.runtime.owner import Moment, owned
 from steepest.runtime.worker_state import WorkerState
 from steepest.state.job_state import JobState
 from steepest.state.optimizer_state import OptimizerState
+from steepest.state.restored_rows import RestoredRows
 from steepest.state.row_copies import carry_rows, snapshot_in
 from steepest.state.row_read import RowRead, RowsAsTheyCome, read_apart
 from steepest.state.table_export import table_of
@@ -54,6 +55,7 @@ class StateTransfer:
         self._start = 0  # the version with which the log begins
         self._unpushed: Unpushed = {}  # gradients of rows that workers had then
         self._told_of_schedule = False
+        self._restored = 0  # checkpoints
         self._change = 0  # the number of the last change of the job's processes
         #: The state with which to continue when a change failed in the middle.
         self.pending: JobState | None = None
@@ -321,10 +323,14 @@ class StateTransfer:
             state = JobState.saved(saved, cluster.job, data)
             records = state.optimizer.place(cluster)
         before = cluster.job.plan()  # older checkpoints do not tell when epochs ended
+        self._restored += 1
+        rows = RestoredRows(cluster, -self._restored)
         try:
-            self.install(state, records)
+            self.install(state, rows.sent(records))
         except ConfigurationError as error:
             raise CheckpointError(f"the checkpoint at {where} is damaged: {error}") from error
+        finally:
+            rows.drop()
         cluster.rates.restore(state.step, about.get("rates"), about.get("schedule"))
         plan = state.plan
         for epoch, blocks in () if plan is None else plan.begun:

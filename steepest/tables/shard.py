@@ -471,7 +471,8 @@ class TableShard(ShardRows):
         A table over its capacity keeps its most used rows, if it evicts by use.
 
         Args:
-            states: what `export` returned, of all shards of the same tables, however many.
+            states: what `export` returned, of all shards of the same tables, however many; a sequence is gone through
+                several times, and no two of its states are held at a time.
             version: of that state.
             clock: of that state, in seconds since the epoch; 0 if it is not known.
 
@@ -480,17 +481,12 @@ class TableShard(ShardRows):
                 and evicts none; nothing has changed.
         """
         require_count("version", version, 0)
-        states = list(states)
-        for state in states:
-            self._require_state(state)
-        states = list(map(self._scores.completed, states))
-        rest = joined(
-            state.only(slice(0), self._mine(state.counted_tables, state.counted_ids))
-            for state in states
-        )
-        every = [self._mine(state.tables, state.ids) for state in states]
-        mine = [np.flatnonzero(of & (at.kept == 0)) for of, at in zip(every, states, strict=True)]
+        states = self._checked(states)
+        rest, every, mine = self._shares_of(states)
         kept = self._capacities.most_used(states, mine)
+        held = np.zeros(len(self._tables), np.int64)
+        for state, rows in zip(states, mine, strict=True):
+            held += np.bincount(state.tables[rows], minlength=len(self._tables))
         self._clear()
         self.version, self._lives.clock = version, clock
         self._removals = Removals(version)
@@ -501,11 +497,41 @@ class TableShard(ShardRows):
                 self._begin(state.tables[part], state.ids[part], self._enter_of(state, part))
         self._enter_kept(states, every)
         for table in self._uses:
-            held = sum(
-                int((state.tables[rows] == table).sum())
-                for state, rows in zip(states, mine, strict=True)
-            )
-            self.counts["evicted_full"][table] = held - self._alive[table]
+            self.counts["evicted_full"][table] = held[table] - self._alive[table]
+
+    def require_loadable(self, states: Sequence[TableState]) -> None:
+        """Raise what `load` would raise; nothing changes."""
+        states = self._checked(states)
+        self._capacities.most_used(states, self._shares_of(states)[2])
+
+    def holds_all_of(self, state: TableState) -> bool:
+        """Return whether a state that `load` would take is this shard's alone; ConfigurationError as `load`."""
+        ((rows,), (mine,)) = self._shares_of(self._checked([state]))[1:]
+        self._capacities.most_used([state], [mine])
+        counted = self._mine(state.counted_tables, state.counted_ids)
+        return bool(rows.all() and counted.all())
+
+    def _checked(self, states: Iterable[TableState]) -> Sequence[TableState]:
+        """Return states that are of these tables, with scores if there are any."""
+        # A sequence that makes its states when they are asked for is not made a list, where rows have no scores.
+        if self._scores.any or not isinstance(states, Sequence):
+            states = list(map(self._scores.completed, states))
+        for state in states:
+            self._require_state(state)
+        return states
+
+    def _shares_of(
+        self, states: Sequence[TableState]
+    ) -> tuple[TableState, list[npt.NDArray[np.bool_]], list[npt.NDArray[np.intp]]]:
+        """Return what states have beside rows; by state, which rows are this shard's; and where those not kept are."""
+        rests, every, mine = [], [], []
+        for state in states:
+            of = self._mine(state.tables, state.ids)
+            counted = self._mine(state.counted_tables, state.counted_ids)
+            rests.append(state.only(slice(0), counted))
+            every.append(of)
+            mine.append(np.flatnonzero(of & (state.kept == 0)))
+        return joined(rests), every, mine
 
     def _enter_kept(
         self, states: Sequence[TableState], every: Sequence[npt.NDArray[np.bool_]]

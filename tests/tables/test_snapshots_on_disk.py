@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from steepest.core.engine.job import ModelCreator
 from steepest.core.system import system
 from steepest.embedding import row_files
 from steepest.embedding.row_files import ON_DISK, RowFiles
+from steepest.embedding.row_pieces import RowPieces
+from steepest.embedding.table_chunk import TableChunk
 from steepest.errors import PeerLostError
+from steepest.state import restored_rows
 from steepest.tables import tiered_rows
 from steepest.tables.row_optimizers import Adagrad
 from tests.simulated_programs import quiet
@@ -25,6 +29,7 @@ from tests.table_jobs import trainer, words
 from tests.table_tasks import mostly_long
 
 IDS = torch.arange(240) % 67
+ROWS = ("tables", "ids", "values", "slots", "written", "sightings")  # what a state has of each row
 
 
 @pytest.fixture(autouse=True)
@@ -160,3 +165,60 @@ def test_a_full_disk_keeps_the_last_snapshot_and_training_goes_on(
             system().event().wait(2.0)
         assert sgd._supervisor.snapshots.taken is not before
         assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    mostly_long(
+        [("float64", 1, 1), ("float64", 2, 2), ("bfloat16", 1, 3), ("int8", 2, 1)],
+        ("float64", 2, 2),
+    ),
+    ids=str,
+)
+def test_a_checkpoint_comes_to_tables_on_disk_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[str, int, int]
+) -> None:
+    dtype, copies, servers = case
+    strategy = ParameterServerStrategy(num_servers=servers, replication=min(copies, servers))
+    how: dict[str, Any] = {"dtype": dtype, "optimizer": Adagrad(lr=0.1), "shards": 2}
+    with trainer(words(IDS, **how), strategy) as sgd:
+        sgd.fit(steps=6, progress=False)
+        sgd.save(tmp_path / "saved")
+        sgd.fit(steps=6, progress=False)
+        expected = sgd.export_table("words")
+    most = 300  # bytes: a few of the 18 rows of a shard
+    monkeypatch.setattr(restored_rows, "PIECE_BYTES", most)
+    taken, held, states = list[int](), list[int](), list[weakref.ref[Any]]()
+    take, load, made = RowFiles.take, TableChunk.load_state, RowPieces.__getitem__
+
+    def taking(files: RowFiles, *about: Any) -> None:
+        if about[0] < 0:  # else it is a snapshot of servers
+            taken.append(sum(len(array) for told, array in about[-1] if told["key"] in ROWS))
+        take(files, *about)
+
+    def loading(chunk: TableChunk, about: Any, value: torch.Tensor) -> None:
+        assert about["key"] == ON_DISK
+        load(chunk, about, value)
+
+    def making(pieces: RowPieces, at: Any) -> Any:
+        found = made(pieces, at)
+        states[:] = [state for state in states if state() is not None]
+        states.append(weakref.ref(found))
+        held.append(len(states))
+        return found
+
+    monkeypatch.setattr(RowFiles, "take", taking)
+    monkeypatch.setattr(TableChunk, "load_state", loading)
+    monkeypatch.setattr(RowPieces, "__getitem__", making)
+    create = on_disk(tmp_path / "rows", **how)
+    with trainer(create, strategy) as sgd:
+        sgd.fit(steps=1, progress=False)
+        sgd.restore(tmp_path / "saved")
+        assert max(taken) <= most
+        assert len(taken) > 2 * 2 * 2  # several of each shard of two tables
+        assert max(held) <= 2
+        sgd.fit(steps=6, progress=False)
+        found = sgd.export_table("words")
+    assert torch.equal(found.ids, expected.ids)
+    assert torch.equal(found.values, expected.values)
+    assert list((tmp_path / "rows").iterdir()) == []

@@ -31,6 +31,7 @@ from steepest.embedding import table_chunk
 from steepest.embedding.row_snapshots import RowSnapshots
 from steepest.errors import CheckpointError
 from steepest.state import row_read
+from steepest.tables import tiered_rows
 from steepest.tables.admission import CBFFilter, CounterFilter
 from steepest.tables.dealing import Dealing
 from steepest.tables.eviction import LRU
@@ -145,9 +146,14 @@ def test_a_job_with_other_capacities_goes_on(tmp_path: Path) -> None:
         assert same(sgd.export_table("words"), before)
 
 
-def test_rows_that_servers_refuse_are_told_and_nothing_is_restored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_rows_that_servers_refuse_are_told_and_nothing_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool
+) -> None:
     """The damage is one that no checksum shows and the driver does not look for."""
-    with trainer(words(shards=1)) as sgd:
+    monkeypatch.setattr(tiered_rows, "_LEAST", 4)
+    where = {"directory": str(tmp_path / "rows"), "memory_rows": 10} if on_disk else {}
+    with trainer(words(shards=1, **where)) as sgd:
         sgd.fit(steps=3, progress=False)
         sgd.save(tmp_path / "sound")
         found = files.read(tmp_path / "sound")
