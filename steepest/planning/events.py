@@ -46,20 +46,26 @@ class Events:
         self.now = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
+        self._stopped = False
 
     def at(self, time: float, act: Callable[[], None]) -> None:
         """Have something happen at a time, after all that was set for the same time before."""
         self._count += 1
         heapq.heappush(self._queue, (max(time, self.now), self._count, act))
 
-    def run(self, done: Callable[[], bool]) -> bool:
-        """Let time pass until a condition holds; return whether it does, or else nothing is left to happen."""
-        while not done():
-            if not self._queue:
+    def run(self) -> bool:
+        """Let time pass until `stop` is called; return whether it was, or else nothing is left to happen."""
+        queue, self._stopped = self._queue, False
+        while not self._stopped:
+            if not queue:
                 return False
-            self.now, _, act = heapq.heappop(self._queue)
+            self.now, _, act = heapq.heappop(queue)
             act()
         return True
+
+    def stop(self) -> None:
+        """Have `run` return after what happens now."""
+        self._stopped = True
 
 
 class ModelledProcess:
@@ -76,20 +82,26 @@ class ModelledProcess:
     def __init__(self, events: Events, host: int) -> None:
         self.host, self.cursor, self.spent = host, 0.0, 0.0
         self._events = events
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[tuple[float, Callable[[], None]]] = deque()
         self._task: Task | None = None
         self._until: Callable[[], bool] | None = None
-        self._is_busy = False
+        self._is_busy = False  # it works, or will when its thread is free
 
     def begin(self, task: Task) -> None:
         """Work on a task from now on."""
         self._task = task
         self._go()
 
-    def deliver(self, act: Callable[[], None]) -> None:
-        """Have something done on the thread, which may `spend` time with it."""
-        self._inbox.append(act)
-        self._go()
+    def deliver(self, seconds: float, act: Callable[[], None]) -> None:
+        """Have something done on the thread after so many seconds of work; it may `spend` more with it."""
+        self._inbox.append((seconds, act))
+        if not self._is_busy:
+            self._go()
+
+    @property
+    def ahead(self) -> float:
+        """The seconds of work that are begun and not over: `spent` has them."""
+        return max(self.cursor - self._events.now, 0.0)
 
     def has_heard_all(self) -> bool:
         """Return whether no message waits: what a task that works on between messages waits for."""
@@ -106,11 +118,19 @@ class ModelledProcess:
         self.spent += seconds
 
     def _go(self) -> None:
+        """Work, if the thread is free; when it will be, if it is not and there is something to do."""
         if self._is_busy:
             return
-        self._is_busy, self.cursor = True, self._events.now
-        while self.cursor <= self._events.now:
+        events, inbox, self._is_busy = self._events, self._inbox, True
+        now = events.now
+        if self.cursor > now:
+            events.at(self.cursor, self._free)
+            return
+        self.cursor = now
+        while True:
             if self._task is not None and (self._until is None or self._until()):
+                if self.cursor > now:
+                    break
                 following = next(self._task, None)
                 if following is None:
                     self._task = None
@@ -119,25 +139,54 @@ class ModelledProcess:
                     self.spend(following)
                 else:
                     self._until = following
-            elif self._inbox:
-                self._inbox.popleft()()
-            else:
+            elif inbox:
+                if self.cursor > now:
+                    break
+                seconds, act = inbox.popleft()
+                self.spend(seconds)
+                act()
+            else:  # what is to be done next is delivered, or waits for a time
                 self._is_busy = False
                 return
-        self._events.at(self.cursor, self._free)
+        events.at(self.cursor, self._free)
 
     def _free(self) -> None:
         self._is_busy = False
         self._go()
 
 
+class _Stream:
+    """What one process sends another one, in order."""
+
+    def __init__(self, source: ModelledProcess, target: ModelledProcess, order: int) -> None:
+        self.source, self.target = source, target
+        self.order = order  # among equal streams of a link
+        # the virtual time at which its last payload would end if streams shared the link
+        self.shared = 0.0
+        self.last = 0.0  # when its last message arrives
+        self.under_way = 0  # payloads of which it is not known when they arrive
+
+
 class _Waiting(NamedTuple):
     """A message that waits for its sender's link."""
 
-    source: ModelledProcess
-    target: ModelledProcess
+    stream: _Stream
+    size: int  # bytes of its payload
     takes: float  # seconds on a link
-    arrived: Callable[[], None]
+    handling: float  # seconds that its receiver's thread works for it
+    act: Callable[[], None]
+
+
+class _Link:
+    """A host's link: what waits to leave over it, and until when it is taken."""
+
+    def __init__(self) -> None:
+        # what waits, by the virtual time at which it would begin if streams shared the link
+        self.waiting: list[tuple[float, int, int, _Waiting]] = []
+        self.virtual = 0.0
+        self.leaves = 0.0  # when all that left has left
+        self.arrives = 0.0  # when all that is to arrive so far is there
+        self.is_busy = False  # something is about to leave
 
 
 class LinkTraffic:
@@ -160,16 +209,9 @@ class LinkTraffic:
     def __init__(self, events: Events, links: Links, costs: Costs, groups: tuple[int, int]) -> None:
         self.moved, self._groups = 0, groups
         self._events, self._links, self._costs = events, links, costs
-        # by host, what waits for its link, by virtual time at which it would begin if streams shared the link
-        self._waiting: defaultdict[int, list[tuple[float, int, int, _Waiting]]] = defaultdict(list)
-        self._virtual: defaultdict[int, float] = defaultdict(float)
-        self._shared: defaultdict[tuple[int, int], float] = defaultdict(
-            float
-        )  # by stream, the end of its last message
+        self._of_hosts: defaultdict[int, _Link] = defaultdict(_Link)
+        self._streams: dict[tuple[ModelledProcess, ModelledProcess], _Stream] = {}
         self._count = 0
-        self._busy: set[int] = set()  # hosts whose link carries something away
-        self._arrives: dict[int, float] = {}  # by host, when all that is to arrive so far is there
-        self._last: dict[tuple[int, int], float] = {}  # by stream, when the last message arrives
 
     def send(
         self,
@@ -180,26 +222,30 @@ class LinkTraffic:
         many: int = 1,
     ) -> None:
         """Send so many messages with a payload of some bytes at the sender's cursor; `act` is done by the receiver."""
-        costs = self._costs
         if source is target:
-            self._events.at(source.cursor, partial(target.deliver, act))
+            target.deliver(0.0, act)
             return
-        far = source.host != target.host
-        source.spend(many * costs.message + (size * costs.sent if far else 0.0))
-
-        def receive() -> None:
-            target.spend(many * costs.message + (size * costs.received if far else 0.0))
-            act()
-
-        arrived = partial(target.deliver, receive)
-        if not far:
-            self._events.at(source.cursor, arrived)
+        costs, links = self._costs, self._links
+        handling = many * costs.message
+        if source.host == target.host:
+            source.spend(handling)
+            self._events.at(source.cursor, partial(target.deliver, handling, act))
             return
-        self.moved += size
-        takes = (size + many * _HEADER) * self._links.framing / self._links.bandwidth
-        message = _Waiting(source, target, takes, arrived)
-        leave = self._overtake if size <= _SMALL else self._wait
-        self._events.at(source.cursor, partial(leave, message))
+        source.spend(handling + size * costs.sent)
+        handling += size * costs.received
+        takes = (size + many * _HEADER) * links.framing / links.bandwidth
+        stream = self._streams.get((source, target))
+        if stream is None:
+            order = self._order(source.host, target.host)
+            stream = self._streams[source, target] = _Stream(source, target, order)
+        message = _Waiting(stream, size, takes, handling, act)
+        if size > _SMALL:
+            stream.under_way += 1
+            self._events.at(source.cursor, partial(self._wait, message))
+        elif stream.under_way:
+            self._events.at(source.cursor, partial(self._overtake, message))
+        else:
+            self._arrive(message, source.cursor + takes + links.latency)
 
     def _overtake(self, message: _Waiting) -> None:
         """Send a small message, which waits for no payload of other streams."""
@@ -207,15 +253,19 @@ class LinkTraffic:
 
     def _wait(self, message: _Waiting) -> None:
         """Have a message wait for its sender's link."""
-        host, stream = message.source.host, (id(message.source), id(message.target))
-        begins = max(self._virtual[host], self._shared[stream])
-        self._shared[stream] = begins + message.takes
+        stream = message.stream
+        link = self._of_hosts[stream.source.host]
+        begins = max(link.virtual, stream.shared)
+        stream.shared = begins + message.takes
         self._count += 1
-        order = self._order(host, message.target.host)
-        heapq.heappush(self._waiting[host], (begins, order, self._count, message))
-        if host not in self._busy:
-            self._busy.add(host)
-            self._events.at(self._events.now, partial(self._leave, host))
+        heapq.heappush(link.waiting, (begins, stream.order, self._count, message))
+        if link.is_busy:
+            return
+        if self._costs.message and link.leaves <= self._events.now:
+            self._leave(link)
+        else:  # without costs many may be sent at once, of which the first is no matter of chance
+            link.is_busy = True
+            self._events.at(link.leaves, partial(self._leave, link))
 
     def _order(self, host: int, target: int) -> int:
         """Return the place of a target among those of its kind, of which each host begins with another."""
@@ -223,35 +273,42 @@ class LinkTraffic:
         number = host if host < first else host - first
         return (target - number) % first if target < first else (target - first - number) % others
 
-    def _leave(self, host: int) -> None:
+    def _leave(self, link: _Link) -> None:
         """Put the next message on a host's link."""
-        if not self._waiting[host]:
-            self._busy.discard(host)
-            return
-        self._virtual[host], _, _, message = heapq.heappop(self._waiting[host])
-        now, late = self._events.now, self._links.latency + self._slow_start(message)
-        self._events.at(now + message.takes, partial(self._leave, host))
-        self._events.at(now + late, partial(self._enter, message, now + message.takes + late))
+        link.virtual, _, _, message = heapq.heappop(link.waiting)
+        now, latency = self._events.now, self._links.latency
+        late = self._slow_start(message)
+        link.leaves = now + message.takes
+        link.is_busy = bool(link.waiting)
+        if link.is_busy:
+            self._events.at(link.leaves, partial(self._leave, link))
+        if late:
+            self._events.at(now + latency + late, partial(self._enter, message))
+        else:  # all that left before has entered before
+            self._enter(message, now + latency)
 
     def _slow_start(self, message: _Waiting) -> float:
         """Return the seconds by which a stream that was idle is late, as TCP's window grows anew from packets."""
         links, now = self._links, self._events.now
-        last = self._last.get((id(message.source), id(message.target)), 0.0)
+        if now - message.stream.last < _IDLE + 2 * links.latency:
+            return 0.0
         window = 2 * links.latency * links.bandwidth
-        if now - last < _IDLE + 2 * links.latency or window <= links.window:
+        if window <= links.window:
             return 0.0
         rounds = math.log2(window / links.window)
         return 2 * links.latency * rounds * min(message.takes * links.bandwidth / window, 1.0)
 
-    def _enter(self, message: _Waiting, ends: float) -> None:
-        """Begin to receive a message, of which the last byte comes at `ends` at the earliest."""
-        host = message.target.host
-        free = max(self._arrives.get(host, 0.0), self._events.now)
-        self._arrives[host] = there = max(free + message.takes, ends)
+    def _enter(self, message: _Waiting, time: float | None = None) -> None:
+        """Receive a message that begins to arrive at a time, or now, behind all that arrives there."""
+        link = self._of_hosts[message.stream.target.host]
+        began = self._events.now if time is None else time
+        link.arrives = there = max(link.arrives, began) + message.takes
+        message.stream.under_way -= 1
         self._arrive(message, there)
 
     def _arrive(self, message: _Waiting, time: float) -> None:
         """Have a message be there, not before an earlier one of its stream."""
-        key = id(message.source), id(message.target)
-        self._last[key] = time = max(time, self._last.get(key, 0.0))
-        self._events.at(time, message.arrived)
+        stream = message.stream
+        stream.last = time = max(time, stream.last)
+        self.moved += message.size
+        self._events.at(time, partial(stream.target.deliver, message.handling, message.act))

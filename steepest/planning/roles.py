@@ -73,7 +73,7 @@ class ModelledPush(NamedTuple):
 
 
 class Sizes:
-    """The bytes in which a job's chunks travel, and what packing them takes."""
+    """The bytes in which a job's chunks travel, what packing them takes, and when passes need and complete them."""
 
     def __init__(self, job: Job, profile: Profile) -> None:
         self._topology, layout = job.topology, job.description.layout
@@ -85,13 +85,18 @@ class Sizes:
         pulled = self._topology.pull_codec
         self._changes = [None if pulled is None else pulled.size(layout, c) for c in layout.chunks]
         self._everywhere = codec is not None and codec.everywhere
+        # (seconds, chunk) by time: when a pass needs a chunk first, and when its gradient is complete
+        self.needs = _by_time(layout, profile.needed, min)
+        self.ready = _held_back(_by_time(layout, profile.ready, max), self._holders, profile)
         self.codec = CodecCosts() if codec is None else profile.codec_costs(codec)
         self.pull_codec = CodecCosts() if pulled is None else profile.codec_costs(pulled)
 
     def is_packed(self, worker: int, chunk: int) -> bool:
         """Return whether a worker pushes a chunk in the form of the job's codec."""
-        far = any(not self._hosts.beside(worker, server) for server in self._holders[chunk])
-        return self._packed[chunk] is not None and (far or self._everywhere)
+        return self._packed[chunk] is not None and (
+            self._everywhere
+            or any(not self._hosts.beside(worker, server) for server in self._holders[chunk])
+        )
 
     def pushed(self, worker: int, chunk: int) -> int:
         """Return the bytes of a push of a chunk."""
@@ -131,7 +136,7 @@ class ModelledServer:
         self._in_workers = job.servers_in_workers
         self._together = job.strategy.rule.together
         self._streams = schedule.streams and self._together
-        self._everyone = [(worker, 0) for worker in range(job.num_workers)]
+        self._everyone = [(worker, 0) for worker in range(job.num_workers if self._streams else 0)]
         self._checked = job.strategy.nonfinite != "pass" or job.strategy.clips_updates is not None
         # first layers first, as the next forward pass needs them
         held = [chunk for chunk in layout.trainable_chunks if index in holders[chunk]]
@@ -248,6 +253,8 @@ class ModelledWorker:
         sizes: Sizes,
         process: ModelledProcess,
         schedule: SendingSchedule,
+        *,
+        serves: bool,
     ) -> None:
         layout, strategy = job.description.layout, job.strategy
         self.index, self.process = index, process
@@ -257,8 +264,8 @@ class ModelledWorker:
         self._installs = schedule.streams and schedule.installs and together
         self._early = together and not strategy.local and schedule.overlaps
         self._trained = layout.trainable_chunks
-        self._needs = _by_time(layout, profile.needed, min)
-        self._ready = _held_back(_by_time(layout, profile.ready, max), self._holders, profile)
+        self._serves = serves  # its process holds chunks, and others wait for it
+        self._needs, self._ready = sizes.needs, sizes.ready
         self._generation = self._limit = self._sequence = 0
         self._lease: Lease | None = None
         # equal workers would stay in step for ever, and find links free that others use meanwhile
@@ -356,12 +363,14 @@ class ModelledWorker:
             self._push_nothing(version, exchanged)
             return
         done, self._pace, self._device = 0.0, self._draw(), self.process.cursor
+        here = self._here
         for at, chunk in self._needs if self._early else ():
-            yield from self._compute(at - done)
-            done = max(done, at)
-            if self._here[chunk] < version:
-                yield partial(self._has, version, (chunk,))
-                self._device = max(self._device, self.process.cursor)
+            if here[chunk] < version:
+                yield from self._compute(at - done)
+                done = max(done, at)
+                if here[chunk] < version:
+                    yield partial(self._has, version, (chunk,))
+                    self._device = max(self._device, self.process.cursor)
         for at, chunk in self._ready:
             yield from self._compute(at - done)
             done = max(done, at)
@@ -374,7 +383,7 @@ class ModelledWorker:
         for batch in range(batches):
             if batch == self._strategy.delay and version:
                 yield partial(self._has_all, version)
-            if self._strategy.delay:
+            if self._strategy.delay and self._serves:
                 yield self.process.has_heard_all
             more, self._pace = profile.loading if batch else 0.0, self._draw()
             updating = profile.nbytes * profile.costs.applied
@@ -394,8 +403,8 @@ class ModelledWorker:
         if self._profile.on_device:
             self._device += took
             yield self.process.until(self._device)
-        else:
-            yield took
+        else:  # of the thread, which handles no message before its task waits
+            self.process.spend(took)
 
     def _draw(self) -> float:
         """Return how many times as long as usual the next pass takes."""

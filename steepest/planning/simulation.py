@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def predict_job(
     )
     # where workers go on before a step has ended the last one is not as the others: none follows
     flows = strategy.delay > 0 or not strategy.rule.together
-    simulated.run(begun + counted + flows)
+    simulated.run(begun + counted + flows, begun + counted)
     ends = simulated.ends
     began, ended = ends[begun], ends[begun + counted]
     seconds, computed, moved, beside = (
@@ -152,7 +153,7 @@ def predict_job(
 
 def traffic(job: Job, profile: Profile, steps: int = 1) -> dict[tuple[Peer, Peer], int]:
     """Return how many bytes of payloads each role sends each other one in so many steps."""
-    simulated = _Simulation(job, profile, Links(1e9, 0.0))
+    simulated = _Simulation(job, profile, Links(1e9, 0.0), counts=True)
     simulated.run(steps)
     simulated.end()
     return simulated.bytes
@@ -171,10 +172,16 @@ def _uncollected() -> Iterator[None]:
 
 
 class _Simulation:
-    """The processes of one job."""
+    """The processes of one job; `counts`: whether to count the bytes between each two roles."""
 
     def __init__(
-        self, job: Job, profile: Profile, links: Links, schedule: SendingSchedule = _OWN_SCHEDULE
+        self,
+        job: Job,
+        profile: Profile,
+        links: Links,
+        schedule: SendingSchedule = _OWN_SCHEDULE,
+        *,
+        counts: bool = False,
     ) -> None:
         self._schedule = schedule
         self._events = Events()
@@ -184,15 +191,20 @@ class _Simulation:
         self._coordinator = make_coordinator(job)
         hosts = job.places
         sizes = Sizes(job, profile)
-        self.bytes: dict[tuple[Peer, Peer], int] = {}
+        self.bytes: Counter[tuple[Peer, Peer]] = Counter()
+        self._counts = counts
         # by step, from 0: when it has ended; until then the seconds computed, bytes moved, seconds beside passes
         self.ends: dict[int, tuple[float, float, float, float]] = {0: (0.0, 0.0, 0.0, 0.0)}
+        self._last = 0  # the step with which `run` ends
         processes = [ModelledProcess(self._events, host) for host in hosts.workers]
+        together = job.servers_in_workers
+        holding = self._coordinator.holding | {0}  # others take no time and send nothing
         self._workers = [
-            ModelledWorker(index, job, profile, sizes, process, schedule)
+            ModelledWorker(
+                index, job, profile, sizes, process, schedule, serves=together and index in holding
+            )
             for index, process in enumerate(processes)
         ]
-        together = job.servers_in_workers
         self._servers = [
             ModelledServer(
                 index,
@@ -211,26 +223,27 @@ class _Simulation:
         self._on_device = profile.on_device
         others = [server.process for server in self._servers]
         self._processes = list(dict.fromkeys([*processes, *others]))
-        # servers without a chunk take no time and send nothing
         state = self._coordinator.membership.state
-        state.servers = tuple(sorted(self._coordinator.holding | {0}))
+        state.servers = tuple(sorted(holding))
 
-    def run(self, steps: int) -> None:
-        """Let some steps pass."""
+    def run(self, steps: int, until: int | None = None) -> None:
+        """Let some steps pass; `until`: the step with whose end to stop, the last one by default."""
         self._carry_out(self._coordinator.handle(_CLIENT, AskForSteps(1, steps).pack()))
         for worker in self._workers:
             joined = self._coordinator.handle(worker_peer(worker.index), Join(0).pack())
             self._carry_out(joined)
             worker.process.begin(worker.life())
+        self._last = steps if until is None else until
         with _uncollected():
-            ended = self._events.run(lambda: steps in self.ends)
+            ended = self._events.run()
         if not ended:
             doing = self._coordinator.membership.doing()
             raise DeadlineError(f"the simulated job comes to a halt: the coordinator {doing}")
 
     def end(self) -> None:
         """Let everything happen that is under way."""
-        self._events.run(lambda: False)
+        self._last = -1
+        self._events.run()
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -280,15 +293,22 @@ class _Simulation:
         """Note the end of a step."""
         if message.kind is Kind.RESULT:
             step = len(self.ends)
-            computed = sum(worker.computed for worker in self._workers)
-            spent = sum(process.spent for process in self._processes)
-            on_threads = 0.0 if self._on_device else computed
+            on_device = self._on_device
+            computed = sum(
+                worker.computed - (0.0 if on_device else worker.process.ahead)
+                for worker in self._workers
+            )
+            spent = sum(process.spent - process.ahead for process in self._processes)
+            on_threads = 0.0 if on_device else computed
             beside = spent - on_threads + sum(worker.beside for worker in self._workers)
             self.ends[step] = (self._beside.cursor, computed, self._traffic.moved, beside)
+            if step == self._last:
+                self._events.stop()
 
     def _to_server(self, source: ModelledProcess, server: int, push: ModelledPush) -> None:
         role = self._servers[server]
-        self._count(worker_peer(push.worker), server_peer(server), push.size)
+        if self._counts:
+            self.bytes[worker_peer(push.worker), server_peer(server)] += push.size
         act, many = partial(role.take_push, push), len(push.chunks)
         self._traffic.send(source, role.process, push.size, act, many)
 
@@ -296,10 +316,8 @@ class _Simulation:
         self, source: ModelledProcess, server: int, worker: int, version: int, chunk: int, size: int
     ) -> None:
         role = self._workers[worker]
-        self._count(server_peer(server), worker_peer(worker), size)
+        if self._counts:
+            self.bytes[server_peer(server), worker_peer(worker)] += size
         self._traffic.send(
             source, role.process, size, partial(role.take_weights, version, chunk, size)
         )
-
-    def _count(self, source: Peer, target: Peer, size: int) -> None:
-        self.bytes[source, target] = self.bytes.get((source, target), 0) + size

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
+from heapq import nsmallest
 from typing import Any
 
 import torch
@@ -183,16 +184,14 @@ class Job:
         def rank(owner: int, other: int) -> tuple[bool, int]:  # best where the owner's host is not
             return hosts[other] == hosts[owner] and other != owner, (other - owner) % count
 
-        nearest = [
-            sorted(range(count), key=lambda other: rank(owner, other)) for owner in range(count)
-        ]
-        found = [
-            (owner, *(other for other in order if other != owner))
-            for owner, order in enumerate(nearest)
-        ]
+        @cache
+        def found(owner: int, copies: int) -> tuple[int, ...]:
+            others = (other for other in range(count) if other != owner)
+            return owner, *nsmallest(copies - 1, others, key=lambda other: rank(owner, other))
+
         opaque = min(self.replication, _OPAQUE_COPIES)
         return tuple(
-            found[owner][: opaque if chunk.is_opaque else self.replication]
+            found(owner, opaque if chunk.is_opaque else self.replication)
             for chunk, owner in zip(self.description.layout.chunks, self.owners, strict=True)
         )
 

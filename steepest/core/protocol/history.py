@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -33,6 +34,7 @@ class CommitHistory:
         self.committed = self.skipped = self.dropped = 0
         self.staleness: Counter[int] = Counter()
         self.paces: dict[int, float] = {}
+        self._ascending: list[float] = []  # the paces
         self._slow_since: dict[int, int] = {}
         self._log: list[list[Any]] | None = [] if keep_log else None
 
@@ -58,13 +60,17 @@ class CommitHistory:
         # that the push is of.
         if (seconds := timings.get("compute")) is not None:
             seconds /= shares
-            self.paces[worker] = seconds + 0.8 * (self.paces.get(worker, seconds) - seconds)
-            self._compare(worker, step)
+            before = self.paces.get(worker)
+            if before is not None:
+                del self._ascending[bisect_left(self._ascending, before)]
+            pace = seconds + 0.8 * ((seconds if before is None else before) - seconds)
+            self._compare(worker, pace, step)
+            self.paces[worker] = pace
+            insort(self._ascending, pace)
 
-    def _compare(self, worker: int, step: int) -> None:
-        """Record since which step a worker is a straggler, if it is one."""
-        pace = self.paces[worker]
-        others = sorted(other for index, other in self.paces.items() if index != worker)
+    def _compare(self, worker: int, pace: float, step: int) -> None:
+        """Record since which step a worker is a straggler, if it is one by its pace beside the others'."""
+        others = self._ascending
         if others and pace > SLOW * others[len(others) // 2]:
             self._slow_since.setdefault(worker, step)
         else:

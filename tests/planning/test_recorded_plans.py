@@ -1,0 +1,57 @@
+"""Predictions equal those of a simulation with an event for each part of a message's way, as recorded from it.
+
+That simulation had an event where a message is sent, where it leaves, where its link is free again, where it enters the
+receiver's link, where it is there and where the receiver is free; now most of them are reckoned ahead.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from steepest.core.strategies.strategy import Strategy
+from steepest.planning.events import Links
+from steepest.planning.plan import for_slow_links
+from steepest.planning.profile import Costs, Profile
+from steepest.planning.simulation import predict
+from steepest.strategies.named import as_strategy
+from tests.planning_profiles import made_up
+
+COSTS = Costs(message=1e-5, sent=1e-10, received=1e-10, added=2e-10, applied=3e-10, checked=1e-10)
+FAST, SLOW = Links(1.25e9, 50e-6), Links(12.5e6, 20e-3)
+#: By strategy, workers, servers and links: seconds of a step, share of computing, processor seconds beside passes.
+RECORDED = {
+    ("ps", 8, 8, FAST): (0.11682544925258692, 0.8540524146220622, 0.1289159552000082),
+    ("ps", 8, 8, SLOW): (4.426069529553414, 0.022542586906344027, 0.1289159552000082),
+    ("allreduce", 32, None, FAST): (0.14679848346210203, 0.6819936096557631, 0.5144838207999818),
+    ("async", 8, 8, FAST): (0.1261257219152598, 0.7956105325576421, 0.16175387466667646),
+    ("ssp", 4, 4, FAST): (0.12213888011807017, 0.808030661848632, 0.07502087893333781),
+    ("local", 4, None, FAST): (0.9145864112259433, 0.9554553929897296, 0.36471971852087764),
+    ("local 100/4 delay 20", 8, None, FAST): (
+        2.6981008783169265, 0.9985632956112038, 1.5759414498767244,
+    ),
+    ("local 100/4 delay 20 int4", 4, 4, FAST): (
+        2.692447752092488, 0.9997569843819859, 0.7810025675445388,
+    ),
+}  # fmt: skip
+
+
+def strategy_of(name: str, profile: Profile) -> Strategy:
+    return for_slow_links(profile).get(name) or as_strategy(name)
+
+
+@pytest.mark.parametrize(
+    "case", RECORDED, ids=lambda case: f"{case[0]} {case[1]} {case[3].latency:g}"
+)
+def test_predictions_are_those_of_an_event_for_each_part(
+    case: tuple[str, int, int | None, Links],
+) -> None:
+    name, workers, servers, links = case
+    profile = made_up(at_end=False, costs=COSTS, variation=0.02)
+    strategy = strategy_of(name, profile)
+    found = predict(profile, strategy, workers, links, servers)
+    seconds, computing, beside = RECORDED[case]
+    # where workers do not wait for each other a step begins and ends in the middle of passes and messages
+    together = strategy.rule.together
+    assert found.seconds == pytest.approx(seconds, rel=1e-6 if together else 1e-3)
+    assert found.computing == pytest.approx(computing, rel=1e-3 if together else 1e-2)
+    assert found.beside == pytest.approx(beside, rel=1e-3 if together else 1e-2)
