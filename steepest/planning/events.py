@@ -155,7 +155,7 @@ class ModelledProcess:
         self._go()
 
 
-class _Stream:
+class _MessageStream:
     """What one process sends another one, in order."""
 
     def __init__(self, source: ModelledProcess, target: ModelledProcess, order: int) -> None:
@@ -170,14 +170,14 @@ class _Stream:
 class _Waiting(NamedTuple):
     """A message that waits for its sender's link."""
 
-    stream: _Stream
+    stream: _MessageStream
     size: int  # bytes of its payload
     takes: float  # seconds on a link
     handling: float  # seconds that its receiver's thread works for it
     act: Callable[[], None]
 
 
-class _Link:
+class _HostLink:
     """A host's link: what waits to leave over it, and until when it is taken."""
 
     def __init__(self) -> None:
@@ -209,8 +209,8 @@ class LinkTraffic:
     def __init__(self, events: Events, links: Links, costs: Costs, groups: tuple[int, int]) -> None:
         self.moved, self._groups = 0, groups
         self._events, self._links, self._costs = events, links, costs
-        self._of_hosts: defaultdict[int, _Link] = defaultdict(_Link)
-        self._streams: dict[tuple[ModelledProcess, ModelledProcess], _Stream] = {}
+        self._of_hosts: defaultdict[int, _HostLink] = defaultdict(_HostLink)
+        self._streams: dict[tuple[ModelledProcess, ModelledProcess], _MessageStream] = {}
         self._count = 0
 
     def send(
@@ -237,7 +237,7 @@ class LinkTraffic:
         stream = self._streams.get((source, target))
         if stream is None:
             order = self._order(source.host, target.host)
-            stream = self._streams[source, target] = _Stream(source, target, order)
+            stream = self._streams[source, target] = _MessageStream(source, target, order)
         message = _Waiting(stream, size, takes, handling, act)
         if size > _SMALL:
             stream.under_way += 1
@@ -273,7 +273,7 @@ class LinkTraffic:
         number = host if host < first else host - first
         return (target - number) % first if target < first else (target - first - number) % others
 
-    def _leave(self, link: _Link) -> None:
+    def _leave(self, link: _HostLink) -> None:
         """Put the next message on a host's link."""
         link.virtual, _, _, message = heapq.heappop(link.waiting)
         now, latency = self._events.now, self._links.latency
