@@ -22,7 +22,8 @@ from steepest.tables.row_store import Keys, PackedRows, WideRows
 
 _NONE = -1
 _TURN = 2048  # rows that are copied at once, past the places of rows in memory
-_FEW = 64  # rows that are not read ahead: some ms of a disk
+#: Of reads that are expected to take less, none is handed to other threads, which takes a server some 0.1 ms itself.
+_WORTH_SECONDS = 2e-4
 _LEAST = 256  # places for rows in memory
 _PLACE_BYTES = 5  # of what is known of a place
 _LISTED = -1  # in place of a place: that a row is among those that are missing
@@ -165,10 +166,11 @@ class TieredRows:
         return self._log.nbytes
 
     def read_ahead(self, numbers: Int32s) -> list[Future[int]]:
-        """Have rows read ahead that are on disk, see `RowLog.read_ahead`; nothing where they are few."""
+        """Have rows read ahead that are on disk, see `RowLog.read_ahead`; nothing where that is no gain."""
         numbers = numbers[numbers >= 0]
         away = numbers[(self._place_of[numbers] == 0) & (self._record_of[numbers] > 0)]
-        return [] if len(away) < _FEW else self._log.read_ahead(away)
+        expected = len(away) * self._log.row_seconds
+        return self._log.read_ahead(away) if expected >= _WORTH_SECONDS else []
 
     def _places(self, numbers: Int32s, *, load: bool = True) -> Int32s:
         """Return the places in memory of rows, at most `_at_once`, which are brought there; -1 for none."""

@@ -101,6 +101,42 @@ def test_many_rows_are_read_by_several_threads(tmp_path: Path) -> None:
     assert np.array_equal(found, rows)
 
 
+def test_rows_are_read_ahead_where_a_server_would_wait_for_them(tmp_path: Path) -> None:
+    store = TieredRows(RowFormat(5, 5, "float32"), np.zeros(1, np.int64), 3000, str(tmp_path), 1)
+    store.memory.require(3000)
+    for begin in range(0, 1000, 100):
+        numbers = np.arange(begin, begin + 100, dtype=np.int32)
+        keys, rows = (np.zeros(100, np.int32), numbers.astype(np.int64)), np.ones((2, 100, 5))
+        store.enter(numbers, keys, *rows.astype(np.float32))
+    away = np.arange(20, dtype=np.int32)  # those that were entered first
+
+    def ahead(rows: int, *seconds: float) -> bool:
+        store.disk.row_seconds = 0.0
+        for each in seconds:
+            store.disk.note(each, 1.0)
+        return bool([read.result() for read in store.read_ahead(away[:rows])])
+
+    assert not ahead(20, 2e-7)  # the system has them in its cache
+    assert ahead(20, 8e-5)
+    assert ahead(3, 8e-5)
+    assert not ahead(1, 8e-5)  # handing it over would take as long
+    assert ahead(1, 8e-3)  # a disk that turns
+
+
+def test_what_was_read_ahead_tells_little_of_the_disk(tmp_path: Path) -> None:
+    log, _ = log_of(tmp_path, 10)
+    log.note(1e-4, 1.0)
+    for _ in range(10):
+        log.note(2e-7)
+    assert log.row_seconds > 3e-5
+    for _ in range(200):
+        log.note(2e-7)
+    assert log.row_seconds < 1e-6
+    for _ in range(4):
+        log.note(1e-4)
+    assert log.row_seconds > 5e-5
+
+
 def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
     log, _ = log_of(tmp_path / "new", 10)
     assert list((tmp_path / "new").iterdir()) == []
