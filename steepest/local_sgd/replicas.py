@@ -45,11 +45,12 @@ class _Before:
     """What a worker had of its own before a share."""
 
     number: int  # of the share
+    round: int  # how many rounds the worker had begun before
     optimizer: list[Record]
     schedule: ScheduleState | None
     own: OwnWeights
     # of each model, where a share may be begun before it is known what the one before came to
-    buffers: list[Tensors]
+    buffers: list[Tensors | None]
 
 
 class LocalReplicas(Replicas):
@@ -138,7 +139,8 @@ class LocalReplicas(Replicas):
         self._pushed = -1  # number of the last share that was pushed
         # whether it is open, where shares are leased, if the last one counts
         self._is_open = False
-        self._is_again = False  # whether it was given up
+        self._rounds = 0  # that were begun
+        self._given_up: int | None = None  # number of the first of these that models have to undo
         self._computing = False
         self._is_void = False  # whether the share is computed from one that was left out
         self._has_come = False  # whether all weights of the share's version are here
@@ -194,6 +196,15 @@ class LocalReplicas(Replicas):
         """Return False: each worker's weights are its own."""
         return False
 
+    def meets_before(self, step: int) -> bool:
+        """Return whether a step is the first of an epoch, behind whose end models see the servers' weights."""
+        plan = self.batches.places.plan
+        if self.leased or not self._followers or plan is None or not step:
+            return False
+        if not (self.delays or self._own_weights.values):
+            return False
+        return plan.position(step).epoch != plan.position(step - 1).epoch
+
     def compute(
         self,
         number: int,
@@ -208,10 +219,11 @@ class LocalReplicas(Replicas):
             arrive(None)
         if not self.places(number):
             self._tell_place((number, 0, 0), empty=True)
+        if self.meets_before(step := self.batches.places.step_of(number)):
+            for model in self._followers:
+                model.go_on_together(step)
         self._begin(number)
-        for model in self._of_rounds:
-            model.begin_round(again=self._is_again)
-        self._is_again = False
+        self._begin_round()
         if self.leased and not self.delays:
             self._own_weights = self._shift(self._own_weights)
         if not (self.leased and self.delays) or self._base_is_due or not self._own_weights.values:
@@ -228,7 +240,7 @@ class LocalReplicas(Replicas):
             self._companion.end_share(chunk_ready, self._update_at)
             self._pushed = number
         except BaseException:
-            self._set_buffers()
+            self._set_buffers(self._present)
             raise
         finally:
             self.weights.copy_(self._base)
@@ -288,6 +300,8 @@ class LocalReplicas(Replicas):
             if self._is_void:
                 return False
             self._earlier = None
+            for model in self._of_rounds:
+                model.decided_before(self._present.round)
             if self.leased:
                 self._add_what_others_changed()
         for index in self._own_weights.sent:
@@ -328,12 +342,15 @@ class LocalReplicas(Replicas):
 
     def _begin_anew(self, number: int) -> None:
         """Begin a share from where the one before began, which was left out."""
-        before, earlier = self._before, self._earlier
-        assert before is not None
+        before, earlier = self._present, self._earlier
         assert earlier is not None, "a share that was left out is known"
-        self._set_buffers()
+        self._set_buffers(before)
         self._restore(earlier)
-        self._before = replace(earlier, number=number, buffers=before.buffers)
+        self._before = replace(
+            before, optimizer=earlier.optimizer, schedule=earlier.schedule, own=earlier.own
+        )
+        self._given_up = before.round
+        self._begin_round()
         self._earlier, self._pushed, self._is_void = None, -1, False
         self.weights.copy_(self._base)
 
@@ -369,20 +386,38 @@ class LocalReplicas(Replicas):
             held.drop_mean()  # of a batch in which the model raised
         before, earlier = self._before, self._earlier
         if before is not None and number == before.number:
-            self._restore(before)
-            self._set_buffers()
-            self._is_open = self.leased
+            self._go_back(before)
         elif earlier is not None and number == earlier.number:
             self._before, self._earlier = earlier, None
-            self._restore(earlier)
-            self._set_buffers()
+            self._go_back(earlier)
         else:
             records = [(index, about, value.clone()) for index, about, value in self._records()]
-            buffers = self.states() if self.delays else []
-            own = self._own_weights
-            self._before = _Before(number, records, self._schedule.state(), own, buffers)
+            buffers = self._buffers() if self.delays else []
+            own, schedule = self._own_weights, self._schedule.state()
+            self._before = _Before(number, self._rounds, records, schedule, own, buffers)
             self._earlier = before if self.delays else None
-            self._is_open = self.leased
+            self._rounds += 1
+        self._is_open = self.leased
+
+    @property
+    def _present(self) -> _Before:
+        """What the worker had before the share that it computes."""
+        assert self._before is not None, "a share was begun"
+        return self._before
+
+    def _begin_round(self) -> None:
+        """Tell models that follow rounds that one begins, and which they have to undo before."""
+        for model in self._of_rounds:
+            model.begin_round(self._present.round, self._given_up)
+        self._given_up = None
+
+    def _go_back(self, before: _Before) -> None:
+        """Set all that the worker has of its own to what it was before a share, with which it begins again."""
+        self._restore(before)
+        self._set_buffers(before)
+        self._given_up = (
+            before.round if self._given_up is None else min(self._given_up, before.round)
+        )
 
     def _restore(self, before: _Before) -> None:
         """Set what the worker has of its own, but for buffers, to what it was before a share."""
@@ -390,10 +425,14 @@ class LocalReplicas(Replicas):
         self._schedule.load_state(before.schedule)
         self._own_weights = before.own
 
-    def _set_buffers(self) -> None:
-        """Set the models' buffers to those before the last share, if these are kept."""
-        if (before := self._before) is not None and before.buffers:
-            for model, state in zip(self.models, before.buffers, strict=True):
+    def _buffers(self) -> list[Tensors | None]:
+        """Return each model's buffers; None of one that goes back to where a round began by itself."""
+        return [None if isinstance(m, FollowsRounds) else Tensors(m.state()) for m in self.models]
+
+    def _set_buffers(self, before: _Before) -> None:
+        """Set the models' buffers to those before a share, as far as these are kept."""
+        for model, state in zip(self.models, before.buffers, strict=False):
+            if state is not None:
                 model.load_state(state)
 
     def left_out(self) -> None:
@@ -416,17 +455,37 @@ class LocalReplicas(Replicas):
             return
         if not self._is_open:
             return
-        if not counts:
-            assert self._before is not None, "a share was begun"
-            self._restore(self._before)
-            self._before, self._is_again = None, again
+        if (earlier := self._earlier) is not None:
+            # the last share was given up before it was known what the one before it came to
+            self._go_back(earlier if again and not counts else self._present)
+            if not counts:
+                self._restore(earlier)
+            self._before = self._earlier = None
+        elif not counts:
+            before, given_up = self._present, self._given_up
+            self._go_back(before)
+            self._given_up = self._given_up if again else given_up
+            self._before = None
+        self._is_open = False
+
+    def settle(self, ledger: Sequence[int]) -> None:
+        """Undo leased shares that are no part of the servers' weights; the worker takes no more steps as this one."""
+        following, *missing = ledger
+        for before in (each for each in (self._earlier, self._before) if each is not None):
+            if before.number >= following or before.number in missing:
+                self._go_back(before)
+                self._before = self._earlier = None
+                break
+            for model in self._of_rounds:
+                model.decided_before(before.round + 1)
         self._is_open = False
 
     def go_on(self, version: int) -> None:
         """Tell models of a commit, or of a leased share that is decided on."""
-        super().go_on(version)
         places = self.batches.places
-        for model in () if self._is_open or self._is_again else self._of_rounds:
+        undecided = self._is_open or self._given_up is not None
+        super().go_on(version)
+        for model in () if undecided else self._of_rounds:
             step = places.step_of(version)
             model.end_round(None if places.plan is None else places.plan.position(step).epoch)
 
@@ -434,7 +493,12 @@ class LocalReplicas(Replicas):
         """Continue with the models of earlier replicas, of which a leased share that is not decided on was given up."""
         super().take_over(other)
         if isinstance(other, LocalReplicas):
-            self._is_again = other._is_open or other._is_again
+            self._rounds, self._given_up = other._rounds, other._given_up
+            if other._is_open and other._before is not None:
+                earliest = other._earlier or other._before
+                self._given_up = min(
+                    earliest.round, other._rounds if other._given_up is None else other._given_up
+                )
 
     def take_servers_weights(self, names: Collection[str]) -> None:
         """Forget the worker's own weights of some parameters, which have been set."""

@@ -39,10 +39,11 @@ class JobView:
             over = where.is_last and not (where.has_more or where.leased)
             self.next_epoch = max(self.next_epoch, where.epoch + over)
 
-    def pass_by(self, where: Where) -> None:
-        """Note that the worker has no samples in the job's next step."""
+    def pass_by(self, where: Where, *, all_before: bool) -> None:
+        """Note that the worker has no samples in the job's next step; `all_before`: the steps before are committed."""
         self.passed = max(self.passed, where.step + 1)
-        self.committed = max(self.committed, where.step)
+        if all_before:
+            self.committed = max(self.committed, where.step)
         self.see(where)
 
     def arrive(self, steps: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +13,7 @@ from steepest.loop.gathering import Region
 from steepest.loop.job_view import JobView
 from steepest.loop.kept import Kept, pack, unpack
 from steepest.loop.lockstep import Lockstep
+from steepest.loop.outgoing_reports import OutgoingReports
 from steepest.loop.prepared import Ask, Batch, Prepared
 from steepest.loop.report_calls import ReportCalls
 from steepest.loop.standing_in import Boundary
@@ -23,11 +26,13 @@ class HasStates(Protocol):
 
     together: bool
     local: int
+    ahead: bool
     gatherer: Gatherer
     prepared: Prepared | None
     lockstep: Lockstep | None
     arriving: dict[str, Any] | None  # a state, until the loop is entered
     calls: ReportCalls
+    reports: OutgoingReports
     batches: int
     taken: Batch | None
     stepped: bool
@@ -53,33 +58,83 @@ class HasStates(Protocol):
         ...
 
 
-class Rounds:
-    """Where a loop is in rounds of own updates in which workers do not wait for each other.
+@dataclass(frozen=True)
+class BegunRound:
+    """A round of own updates that a loop has begun.
 
     Attributes:
-        is_open: whether the loop has begun a round that is not decided on.
+        number: of the rounds that the worker had begun before; 0 where a step is a round.
+        step: of the job.
+        state: of the loop where it takes the first batch, as `pack` returns it.
+        buffers: of the model there.
+        said: the number of reports that pushes of rounds before have carried.
+    """
+
+    number: int
+    step: int
+    state: torch.Tensor
+    buffers: dict[str, torch.Tensor]
+    said: int = 0
+
+
+class Rounds:
+    """Where a loop is in rounds of own updates: the last one, and the one before while that may have to be undone too.
+
+    Attributes:
+        begun: of these, those that are not known to be decided on.
+        said: the number of reports that the last push has carried.
     """
 
     def __init__(self) -> None:
-        self.is_open = False
-        self._is_given_up = False
+        self.begun: list[BegunRound] = []
+        self.said = 0
+        self._present = 0  # that the engine has begun, where workers do not wait for each other
+        self._given_up: int | None = None
 
-    def begin(self, *, again: bool) -> None:
-        """Note that the engine begins a round; `again`: the one before was given up, and the loop is to undo it."""
-        self._is_given_up |= again
-        self.is_open &= self._is_given_up
+    def begin(self, number: int, given_up: int | None) -> None:
+        """Note that the engine begins a round; `given_up`: the first that the loop is to undo before, or None."""
+        self._present = number
+        if given_up is not None:
+            self._given_up = given_up if self._given_up is None else min(given_up, self._given_up)
 
-    def take_given_up(self) -> bool | None:
-        """Return whether the loop has to undo a round, if one was given up since this was asked; else None."""
-        if not self._is_given_up:
-            return None
-        self._is_given_up = False
-        return self.is_open
+    def decided_before(self, number: int) -> None:
+        """Note that all rounds before one are decided on."""
+        self.begun = [each for each in self.begun if each.number >= number]
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the loop has to undo rounds, if it has begun them."""
+        return self._given_up is not None
+
+    def given_up_is_begun(self) -> bool:
+        """Return whether the loop has begun what it has to undo."""
+        return any(each.number >= (self._given_up or 0) for each in self.begun)
+
+    def take_given_up(self) -> BegunRound | None:
+        """Return the first round that the loop has to undo, if it has begun any, and forget these."""
+        number, self._given_up = self._given_up, None
+        return None if number is None else self.take(lambda each: each.number >= number)
+
+    def take_step(self, step: int) -> BegunRound | None:
+        """Return the round that is a step of the job, if the loop has begun it, and forget it and later ones."""
+        return self.take(lambda each: each.step >= step)
+
+    def take(self, is_undone: Callable[[BegunRound], bool]) -> BegunRound | None:
+        """Return the first of the rounds that are undone, and forget about these; None if there are none."""
+        found = next((each for each in self.begun if is_undone(each)), None)
+        self.begun = [each for each in self.begun if not is_undone(each)]
+        return found
 
     def opens(self) -> bool:
-        """Note that the loop takes a batch; return whether it is the first of a round."""
-        before, self.is_open = self.is_open, True
-        return not before
+        """Return whether a batch that the loop takes is the first of the engine's present round."""
+        return not self.begun or self.begun[-1].number != self._present
+
+    def open(
+        self, step: int, state: torch.Tensor, buffers: dict[str, torch.Tensor], *, ahead: bool
+    ) -> None:
+        """Note that the loop begins a round; `ahead`: before the one before is decided on."""
+        begun = BegunRound(self._present, step, state, buffers, self.said)
+        self.begun = [*(self.begun[-1:] if ahead else ()), begun]
 
 
 class LoopStates:
@@ -97,22 +152,21 @@ class LoopStates:
     def __init__(self, loop: HasStates, job: JobView) -> None:
         self._loop, self._job = loop, job
         self._before: dict[str, Any] = {"kept": {}}  # see `begin_step`
-        self._round: torch.Tensor | None = None  # the state where a round of own updates begins
         self.rounds = Rounds()
         self.boundary = Boundary(loop, loop.gatherer, self.state_at)
 
     def state(self) -> dict[str, Any]:
         """Return what the loop has to go on with elsewhere, see `load`."""
+        begun = self.begun
         if self._loop.arriving is not None:
-            return self._loop.arriving
+            return self._loop.arriving if begun is None else unpack(begun.state)
         inside = self._loop.gatherer.region is Region.BEFORE and self._loop.lockstep is None
         if self._job.asked is Ask.PARTS and not inside:
             found = self.boundary.state({} if self._loop.kept is None else self._loop.kept.state())
             if found is not None:
                 return found
-        if self.is_in_round:
-            assert self._round is not None
-            return unpack(self._round)
+        if begun is not None:
+            return unpack(begun.state)
         state = self._present()
         if self.is_in_step:  # its batch is taken again
             kept = state["kept"] | self._before["kept"]
@@ -164,14 +218,21 @@ class LoopStates:
         )
 
     @property
-    def is_in_round(self) -> bool:
-        """Whether the loop has begun a round of own updates that is not committed: all of it is taken again."""
-        begun = self._loop.taken is not None and self._round is not None
-        if not (self._loop.local and begun and self._job.asked) or self._loop.taken is None:
-            return False
+    def begun(self) -> BegunRound | None:
+        """The first round of own updates that the loop has begun and that is not committed; None if there is none."""
+        begun, taken = self.rounds.begun, self._loop.taken
+        if not begun or not self._job.asked:
+            return None
         if not self._loop.together:
-            return self.rounds.is_open
-        return self._loop.taken.where.has_more or self._job.asked is Ask.COMMIT
+            return begun[0]
+        for each in begun[:-1]:
+            if each.step >= self._job.committed:
+                return each
+        last = taken is not None and taken.where.step == begun[-1].step
+        amid = taken is not None and (taken.where.has_more or self._job.asked is Ask.COMMIT)
+        if not last:  # the loop begins it anew
+            return begun[-1] if begun[-1].step >= self._job.committed else None
+        return begun[-1] if amid else None
 
     def begin_step(self) -> None:
         """Note what is the state of a worker that takes the step from here on that the loop begins now."""
@@ -183,7 +244,16 @@ class LoopStates:
         }
         if self._loop.prepared is not None:
             self._loop.prepared.model.note_buffers()
-        self._round = pack(self.state_at("", objects=True)) if self._loop.local else None
+
+    def begin_round(self, step: int) -> None:
+        """Note what is the state of a worker that takes a round of own updates, of a step of the job, from here on."""
+        assert self._loop.prepared is not None
+        if self._loop.ahead and self.rounds.begun:  # the round before that is decided on
+            self._loop.reports.note_before(self.rounds.begun[-1].said)
+        state = pack(self.state_at("", objects=True))
+        self.rounds.open(
+            step, state, self._loop.prepared.model.own_buffers(), ahead=self._loop.ahead
+        )
 
     def _present(self, at: str = "", objects: bool = True) -> dict[str, Any]:
         """Return the present state.

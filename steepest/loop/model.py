@@ -7,6 +7,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -96,7 +97,6 @@ class LoopModel(TorchModel):
         self._writes = LoopWrites()
         self._overlap = Overlap()
         self._where = Where(0, 0, (0, 1))
-        self._of_round: dict[str, torch.Tensor] = {}  # buffers where a round of own updates begins
         self._of_step: dict[str, torch.Tensor] = {}  # where the loop has begun its last step
         self._arrived: dict[str, torch.Tensor] | None = None  # until the loop is where they are of
         self._own_names = tuple(sorted(self.optimizer_spec.trainable()))
@@ -390,11 +390,15 @@ class LoopModel(TorchModel):
         """Begin the loop anew, from its last state, if the step that it awaits was dealt out in another way."""
         session, loop = self.session, self.loop
         if session.is_undone(self._where):
-            buffers = self._buffers()
-            session.begin_anew(self.loop.states.state())
+            rounds = loop.states.rounds
+            begun = rounds.take_step(self._where.step) if loop.together else rounds.take_given_up()
+            if begun is not None:
+                state, buffers = unpack(begun.state), begun.buffers
+            else:
+                state, buffers = loop.states.state(), self._buffers()
+            session.begin_anew(state, rounds)
             super().load_state(buffers)
-        if loop.local and not loop.states.is_in_round:
-            self._of_round = super().state()
+        loop.states.rounds.take_given_up()
 
     def _take(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
         if self.loop.sums:
@@ -429,9 +433,17 @@ class LoopModel(TorchModel):
         except ModelError as error:
             self.session.fail(error)
 
-    def begin_round(self, *, again: bool) -> None:
+    def go_on_together(self, version: int) -> None:
+        """Let the loop go on behind the loop over its loader, see `Session.committed`; it may wait for others there."""
+        self._in_turn(partial(self.session.committed, waits=True), version)
+
+    def begin_round(self, number: int, given_up: int | None) -> None:
         """Note that a round of the worker's own updates begins, see `Session.begin_round`."""
-        self.session.begin_round(again=again)
+        self.session.begin_round(number, given_up)
+
+    def decided_before(self, number: int) -> None:
+        """Note that all rounds before one are decided on, see `Session.decided_before`."""
+        self.session.decided_before(number)
 
     def end_round(self, epoch: int | None) -> None:
         """Let the loop go on behind the last `optimizer.step()` of a round, see `Session.end_round`."""
@@ -453,14 +465,18 @@ class LoopModel(TorchModel):
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Return buffers and the like as they are where the loop's state begins."""
-        if self.loop.states.is_in_round:
-            return self._of_round
+        if (begun := self.loop.states.begun) is not None:
+            return begun.buffers
         found = super().state()
         if (
             self.loop.states.is_in_step
         ):  # forward passes of a batch that is taken again have changed them
             found |= {name: value for name, value in self._of_step.items() if name in found}
         return found
+
+    def own_buffers(self) -> dict[str, torch.Tensor]:
+        """Return copies of buffers and the like as they are now."""
+        return super().state()
 
     def note_buffers(self) -> None:
         """Note the buffers where the loop begins a step: a worker that takes its place from there has these."""
@@ -553,6 +569,7 @@ class LoopCreator:
         together: whether every worker contributes to each update.
         local: batches of a round of updates that workers make by themselves; 0 where servers make each update.
         paced: whether a worker makes as many of them in a round as it manages.
+        ahead: whether it begins a round before it is known whether the one before counts.
     """
 
     function: Callable[[], Any]
@@ -560,12 +577,13 @@ class LoopCreator:
     together: bool = True
     local: int = 0
     paced: bool = False
+    ahead: bool = False
 
     def __call__(self, worker_index: int, device_index: int) -> LoopModel:
         """Begin the function in a worker's process; see `steepest.core.engine.job.ModelCreator`."""
         spare_compiler()
         size = step_size().batches
-        kind = self.together, self.local, self.paced
+        kind = self.together, self.local, self.paced, self.ahead
         session = Session(self.function, worker_index, size, self.seed, *kind)
         model: LoopModel = session.begin()
         return model

@@ -26,6 +26,11 @@ class OutgoingReports:
         """Note that a committed step has taken all to the driver."""
         self._noted = len(self._found)
 
+    def note_before(self, number: int) -> None:
+        """Note that committed steps have taken those before the one with this number to the driver."""
+        said = sum(each.number < number for each in self._found)
+        self._noted = max(self._noted, said)
+
     def hand_over(self, number: int) -> list[Reported]:
         """Return all reports, which are forgotten unless the call with this number is made again."""
         found, self._found, self._noted = self._found, [], 0

@@ -113,18 +113,13 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     if timeline is not None:
         check_target(timeline)
     chosen = as_strategy(strategy)
-    if chosen.local and chosen.delay:
-        raise ConfigurationError(
-            f"delay={chosen.delay} with a loop of your own, which would run on before it is known whether its last "
-            "round counts: leave delay out (fragments= lets a link carry less at a time); or train by DistributedSGD "
-            "and TorchModel"
-        )
     local = chosen.updates if chosen.local else 0
     paced = chosen.local and chosen.updates_of_share < chosen.updates
+    ahead = chosen.local and chosen.delay > 0
     with contextlib.ExitStack() as whole:
         sgd = whole.enter_context(
             DistributedSGD(
-                LoopCreator(function, seed, chosen.rule.together, local, paced),
+                LoopCreator(function, seed, chosen.rule.together, local, paced, ahead),
                 num_workers,
                 gpu=gpu,
                 strategy=strategy,

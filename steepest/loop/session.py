@@ -12,6 +12,7 @@ from steepest.core.models.protocol import Where
 from steepest.errors import ConfigurationError
 from steepest.loop.gathering import GatheringParts, Region
 from steepest.loop.job_view import JobView
+from steepest.loop.loop_states import Rounds
 from steepest.loop.prepared import Ask, Batch, Progress
 from steepest.loop.table_rows import Errand
 from steepest.loop.turns import Ended, Turns
@@ -32,6 +33,7 @@ class Session:
         together: whether every worker contributes to each update.
         local: batches of each round of updates that workers make by themselves; 0 where servers make each update.
         paced: whether a worker makes as many of them in a round as it manages.
+        ahead: whether it begins a round before it is known whether the one before counts.
 
     Attributes:
         job: what both sides know of the job.
@@ -47,11 +49,12 @@ class Session:
         together: bool = True,
         local: int = 0,
         paced: bool = False,
+        ahead: bool = False,
     ) -> None:
         self._error: BaseException | None = None  # that it has raised, or with which it has ended
         self._errand: Errand | None = None  # that the loop awaits
         self.job = JobView(self._turns(rank), rank, size)
-        self.loop = UserLoop(function, self.job, seed, together, local, paced)
+        self.loop = UserLoop(function, self.job, seed, together, local, paced, ahead)
 
     def _turns(self, rank: int) -> Turns:
         """Return the turns of a function that has not run yet."""
@@ -108,6 +111,7 @@ class Session:
             self.loop.gatherer.gatherings.drop_before(batch.where.step)
         self._go_on()
         self._raise_error()
+        self.loop.states.rounds.said = self.loop.calls.count
         return self.job.asked is Ask.COMMIT
 
     def awaits(self, where: Where) -> bool:
@@ -120,8 +124,8 @@ class Session:
 
     def is_undone(self, where: Where) -> bool:
         """Return whether the loop has to begin anew: the step that it awaits was dealt out in another way."""
-        if (given_up := self.loop.states.rounds.take_given_up()) is not None:
-            return given_up
+        if (rounds := self.loop.states.rounds).is_given_up:
+            return rounds.given_up_is_begun()
         taken = None if self.loop.taken is None else self.loop.taken.where
         in_batch = taken == where if self.loop.lockstep is None else self.loop.lockstep.inside
         if self.loop.gatherer.has_lost_its_seat(in_batch=in_batch):
@@ -134,14 +138,15 @@ class Session:
         """Note that the worker has no samples in the job's next step."""
         if self.loop.together and where.step >= self.job.passed:
             self.loop.calls.miss()
-        self.job.pass_by(where)
+        self.job.pass_by(where, all_before=not self.loop.ahead)
         if self.loop.together:
             self.loop.gatherer.gatherings.miss(where.step)
 
-    def committed(self, steps: int) -> None:
+    def committed(self, steps: int, *, waits: bool = False) -> None:
         """Let the loop go on where it awaits the commit of a step that is one of so many, or the end of an epoch.
 
-        What the function raises meanwhile is raised by the next `compute` or `advance`.
+        It `waits` for other workers where it gathers, or stays there unless all parts are here. What the function
+        raises meanwhile is raised by the next `compute` or `advance`.
         """
         awaited = self.loop.taken is not None and self.loop.taken.where.step < steps
         self.job.committed = max(self.job.committed, steps)
@@ -149,7 +154,7 @@ class Session:
             self.loop.reports.note()
         over = self.job.asked is Ask.BATCH and self.loop.is_over and self.job.passed <= steps
         if (self.job.asked is Ask.COMMIT and awaited) or over or self.job.asked is Ask.PARTS:
-            self._go_on(waits=False)
+            self._go_on(waits=waits)
 
     def updated(self) -> None:
         """Let the loop go on where it awaits an update that is the worker's own, and not the last of its round."""
@@ -160,13 +165,17 @@ class Session:
         ):
             self._go_on(waits=False)
 
-    def begin_round(self, *, again: bool) -> None:
-        """Note that a round of own updates begins; `again`: the one before it was given up, and is undone."""
-        self.loop.states.rounds.begin(again=again)
+    def begin_round(self, number: int, given_up: int | None) -> None:
+        """Note that a round of own updates begins, see `steepest.core.models.protocol.FollowsRounds`."""
+        self.loop.states.rounds.begin(number, given_up)
+
+    def decided_before(self, number: int) -> None:
+        """Note that all rounds of own updates before one are decided on."""
+        self.loop.states.rounds.decided_before(number)
 
     def end_round(self, epoch: int | None) -> None:
         """Let the loop go on behind a round of own updates that was decided on, and into the epoch of the job."""
-        self.loop.states.rounds.is_open = False
+        self.loop.states.rounds.begun = []
         self.loop.reports.note()
         self.job.next_epoch = max(self.job.next_epoch, epoch or 0)
         if self.job.asked is Ask.COMMIT or (self.job.asked is Ask.BATCH and self.loop.is_over):
@@ -220,12 +229,15 @@ class Session:
             self.begin_anew(state)
         self.loop.arrive(state)
 
-    def begin_anew(self, state: dict[str, Any]) -> None:
-        """End the function where it is, and run it again up to `prepare`, to go on from a state."""
+    def begin_anew(self, state: dict[str, Any], rounds: Rounds | None = None) -> None:
+        """End the function where it is, and run it again up to `prepare`, to go on from a state.
+
+        `rounds` are those of own updates in which it stands then; None for none.
+        """
         self.job.turns.end(SetBack())
         self._error = self._errand = None
         self.job.begin_anew(self._turns(self.job.rank))
-        self.loop.begin_anew(state)
+        self.loop.begin_anew(state, rounds)
         self.begin()
 
     def end(self) -> None:

@@ -23,7 +23,7 @@ from steepest.loop.gathering import Region
 from steepest.loop.job_view import JobView
 from steepest.loop.kept import Kept
 from steepest.loop.lockstep import Lockstep
-from steepest.loop.loop_states import LoopStates
+from steepest.loop.loop_states import LoopStates, Rounds
 from steepest.loop.losses import Losses, watched
 from steepest.loop.outgoing_reports import OutgoingReports
 from steepest.loop.prepared import Ask, Batch, Prepared, Reported
@@ -49,7 +49,7 @@ class UserLoop:
     Args:
         function: the user's.
         job: what is known of the job.
-        seed, together, local, paced: see `steepest.loop.session.Session`.
+        seed, together, local, paced, ahead: see `steepest.loop.session.Session`.
 
     Attributes:
         states: what another worker goes on with.
@@ -73,8 +73,10 @@ class UserLoop:
         together: bool,
         local: int,
         paced: bool = False,
+        ahead: bool = False,
     ) -> None:
         self.job, self.seed, self.together, self.local = job, seed, together, local
+        self.ahead = ahead
         self._paced = paced
         self._function = function
         self.unseen = Unseen()  # writes to gradients that torch does not count
@@ -136,9 +138,10 @@ class UserLoop:
         """Go on from a state once the function comes to its epochs."""
         self.arriving = state
 
-    def begin_anew(self, state: dict[str, Any]) -> None:
-        """Begin with a function that has not run yet, which goes on from a state."""
+    def begin_anew(self, state: dict[str, Any], rounds: Rounds | None = None) -> None:
+        """Begin with a function that has not run yet, which goes on from a state, amid some rounds."""
         self._reset()
+        self.states.rounds = rounds or self.states.rounds
         self.arriving = state
         self.reports.keep_before(state["reports"])
 
@@ -438,6 +441,8 @@ class UserLoop:
         opens = self.window.opens(pending.where, stepped=self.stepped)
         if new and (opens or not self.states.keeps_windows):
             self.states.begin_step()
+        if new and self.local:
+            self.states.begin_round(pending.where.step)
         same = taken is not None and self._own_updates(taken) == self._own_updates(pending.where)
         if not (same and self.whole):
             self.whole += pending.whole

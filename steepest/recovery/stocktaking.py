@@ -115,8 +115,10 @@ def take_stock(
         ]
         return cluster.get(calls, "tell its state", map(worker_peer, living))
 
-    step = cluster.job.step_of(standing.version)
-    optimizer = OptimizerState.collect(cluster.job, standing, living, step, call)
+    job = cluster.job
+    step = job.step_of(standing.version)
+    ledger = None if job.strategy.rule.together else standing.state.get("ledger")
+    optimizer = OptimizerState.collect(job, standing, living, step, call, ledger)
     return transfer.capture(standing, collected=optimizer)
 
 

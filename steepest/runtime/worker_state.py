@@ -26,9 +26,14 @@ class WorkerState:
     exchanged: dict[str, Tensors] = field(default_factory=dict)
 
 
-def worker_state(replicas: Replicas, step: int) -> WorkerState:
-    """Return copies of a worker's own state, between two steps, after so many committed."""
+def worker_state(replicas: Replicas, step: int, ledger: Sequence[int] | None = None) -> WorkerState:
+    """Return copies of a worker's own state, between two steps, after so many committed.
+
+    With a `ledger` (see `Replicas.settle`) the worker is one that takes no more steps, of which shares may be undone.
+    """
     began = system().now()
+    if ledger is not None:
+        replicas.settle(ledger)
     buffers = replicas.states()
     inner = replicas.inner_state(step)
     if inner is not None:

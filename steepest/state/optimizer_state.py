@@ -61,11 +61,13 @@ class OptimizerState:
         numbers: Iterable[int],  # of the workers, in the order in which `call` asks them
         step: int,
         call: Call,  # used with local SGD, compression, embedding tables
+        ledger: Sequence[int]
+        | None = None,  # of a job that goes on elsewhere, where shares are leased
     ) -> OptimizerState:
         """Return the optimizer's state of a job."""
         own: dict[int, WorkerState] = {}
         if job.stores is not None or job.compresses or job.config.local:
-            own = dict(zip(numbers, call(worker_state, step), strict=True))
+            own = dict(zip(numbers, call(worker_state, step, ledger), strict=True))
         return cls.of(job, held, own)
 
     @classmethod

@@ -62,6 +62,9 @@ SETTINGS = {
     "fragments": LocalStrategy(sync_every=4, fragments=2, num_servers=2),
     "fragments and a part of the own": LocalStrategy(sync_every=4, fragments=2, blend=0.5),
     "compressed": LocalStrategy(sync_every=3, compression="int8"),
+    "delay": LocalStrategy(sync_every=4, delay=3, num_servers=2),
+    "delay and fragments": LocalStrategy(sync_every=6, fragments=2, delay=1, blend=0.5),
+    "delay and compressed": LocalStrategy(sync_every=4, delay=1, compression="int8"),
 }
 
 
@@ -86,7 +89,7 @@ def fitted(script: Script, workers: int, strategy: LocalStrategy) -> Found:
         return Found(dict(trainer.state_dict()), [], list(trainer.history.steps))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("workers", [3, 2, 1])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("script", [ADAM, MOMENTUM], ids=["adam", "momentum"])
@@ -141,14 +144,14 @@ def seen() -> dict[tuple[int, int], list[Any]]:
     return found
 
 
-def check_death(strategy: LocalStrategy, seed: int) -> None:
+def check_death(strategy: LocalStrategy, seed: int, kind: str = "worker") -> None:
     """Check that all that a loop sees is as if nobody had died."""
     undisturbed = run(WATCHED, 2, strategy)
     expected = seen()
     simulation, draw = Simulation(seed), random.Random(seed)
 
     class Death(steepest.Callback):
-        """Kills a worker at some moment of the training."""
+        """Kills a process at some moment of the training."""
 
         def on_fit_begin(self, sgd: Any, steps: int) -> None:
             if not struck:
@@ -160,7 +163,7 @@ def check_death(strategy: LocalStrategy, seed: int) -> None:
     struck: list[Any] = []
 
     def kill() -> None:
-        struck.append([each for each in simulation.living() if "worker" in str(each)][seed % 2])
+        struck.append([each for each in simulation.living() if kind in str(each)][seed % 2])
         simulation.world.kill(struck[0], "it was killed. connection error code 2.")
 
     with simulation.running():
@@ -201,6 +204,43 @@ def test_a_worker_that_dies_changes_nothing(strategy: LocalStrategy, seed: int) 
     check_death(strategy, seed)
 
 
+SLOW_LINKS = LocalStrategy(
+    sync_every=6, fragments=2, delay=2, num_servers=2, replication=2, chunk_bytes=64
+)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("strategy", [SLOW_LINKS, replace(SLOW_LINKS, fragments=1, delay=5)])
+def test_a_server_that_dies_changes_nothing_though_loops_are_ahead(
+    strategy: LocalStrategy, seed: int
+) -> None:
+    check_death(strategy, seed, "server")
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ["fragments", "delay", "delay and fragments"])
+def test_behind_an_epoch_loops_see_the_weights_of_all(name: str) -> None:
+    """In its middle each has its own."""
+    found: dict[tuple[int, int], torch.Tensor] = {}
+
+    def loop(parts: Parts, epochs: int) -> None:
+        for epoch in steepest.epochs(epochs):
+            for x, y in parts.loader:
+                parts.optimizer.zero_grad()
+                nn.functional.mse_loss(parts.model(x), y).backward()
+                parts.optimizer.step()
+            weights = torch.cat([p.detach().flatten() for p in parts.model.parameters()])
+            found[steepest.rank(), epoch] = weights
+            steepest.report(gathered=steepest.gather(weights[None]).std(0).max())
+
+    result = run(replace(ADAM, loop=loop, data=samples(48)), 2, SETTINGS[name])
+    assert [row["gathered"] for row in result.reports] == [0.0] * 3
+    assert all(torch.equal(found[0, epoch], found[1, epoch]) for epoch in range(3))
+    last = torch.cat([value.flatten() for value in result.weights.values()])
+    assert torch.equal(found[0, 2], last)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", DEATHS, ids=["servers", "workers"])
 def test_a_worker_that_dies_at_many_moments_changes_nothing(strategy: LocalStrategy) -> None:
@@ -208,7 +248,8 @@ def test_a_worker_that_dies_at_many_moments_changes_nothing(strategy: LocalStrat
         check_death(strategy, seed)
 
 
-@pytest.mark.parametrize("name", ["every third", "fragments"])
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", ["every third", "fragments", "delay", "delay and fragments"])
 def test_a_run_that_is_started_again_goes_on(name: str, tmp_path: Path) -> None:
     checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
     expected = run(ADAM, 2, SETTINGS[name])
@@ -239,7 +280,6 @@ def gathering(parts: Parts, epochs: int) -> None:
 @pytest.mark.parametrize(
     ("script", "strategy", "message"),
     [
-        (ADAM, LocalStrategy(sync_every=4, delay=1), "delay=1 with a loop of your own"),
         (
             Script(watching, data=samples(48)),
             LocalStrategy(sync_every=3, pace="speed", num_servers=1),

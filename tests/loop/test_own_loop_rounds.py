@@ -100,21 +100,28 @@ def model_of(script: Script) -> Any:
     return create
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("workers", [3, 2, 1])
-@pytest.mark.parametrize("settings", [(3, 1, 0.0), (4, 2, 0.0), (8, 4, 0.25)])
-def test_a_loop_has_the_bits_of_fit(settings: tuple[int, int, float], workers: int) -> None:
-    every, fragments, blend = settings
-    strategy = all_in_each(workers, sync_every=every, fragments=fragments, blend=blend)
-    found = run(FALLING, workers, strategy)
+def fitted(script: Script, workers: int, strategy: LocalStrategy) -> Found:
+    """The same model, data and optimizer under `fit`."""
     with (
         Simulation(seed=1).running(),
         DistributedSGD(
-            model_of(FALLING), workers, strategy=strategy, run_config=run_config()
+            model_of(script), workers, strategy=strategy, run_config=run_config()
         ) as trainer,
     ):
-        trainer.fit(epochs=FALLING.epochs, progress=False)
-        expected = Found(dict(trainer.state_dict()), [], list(trainer.history.steps))
+        trainer.fit(epochs=script.epochs, progress=False)
+        return Found(dict(trainer.state_dict()), [], list(trainer.history.steps))
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("workers", [3, 2, 1])
+@pytest.mark.parametrize(
+    "settings",
+    [(3, 1, 0, 0.0), (4, 2, 0, 0.0), (8, 4, 0, 0.25), (4, 1, 2, 0.0), (6, 2, 2, 0.25)],
+)
+def test_a_loop_has_the_bits_of_fit(settings: tuple[int, int, int, float], workers: int) -> None:
+    every, fragments, delay, blend = settings
+    strategy = all_in_each(workers, sync_every=every, fragments=fragments, delay=delay, blend=blend)
+    found, expected = (each(FALLING, workers, strategy) for each in (run, fitted))
     assert same_bits(found.weights, expected.weights)
     for name in ("loss", "samples", "epoch"):
         assert [row[name] for row in found.steps] == [row[name] for row in expected.steps]
@@ -162,6 +169,13 @@ ROUNDS = {
     "two of three": LocalStrategy(sync_every=2, quorum=2, grace=0.05, num_servers=2),
     "pace": LocalStrategy(sync_every=4, pace="speed", num_servers=1),
     "fragments": LocalStrategy(sync_every=8, fragments=4, quorum=1, pace="speed", num_servers=1),
+    "delay": LocalStrategy(sync_every=3, delay=2, quorum=1, num_servers=1),
+    "delay, fragments": LocalStrategy(
+        sync_every=4, fragments=2, delay=1, quorum=2, grace=0.05, num_servers=2
+    ),
+    "delay, pace": LocalStrategy(
+        sync_every=8, fragments=2, delay=3, quorum=1, pace="speed", num_servers=1
+    ),
 }
 
 
@@ -179,7 +193,7 @@ def updates_up_to(log: CommitLog, worker: int, strategy: LocalStrategy, count: i
     return found
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ROUNDS)
 @pytest.mark.parametrize("kill", ["", "worker 0", "worker 2"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -201,9 +215,18 @@ def test_workers_of_unequal_speed_and_deaths(name: str, kill: str, seed: int) ->
     assert difference(found.weights, by_hand(task, log, ROUNDS[name])) < 1e-12
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_a_round_that_is_given_up_is_undone_in_the_loop(fragments: int) -> None:
-    strategy = replace(all_in_each(2, sync_every=4, fragments=fragments), replication=2)
+@pytest.mark.parametrize("quorum", [True, False])
+def test_a_round_that_is_given_up_is_undone_in_the_loop(
+    quorum: bool, fragments: int, delay: int
+) -> None:
+    """Whether it waits for others or not, and though it has begun the next one."""
+    strategy = all_in_each(2, sync_every=4, fragments=fragments, delay=delay)
+    strategy = replace(strategy, replication=2)
+    if not quorum:
+        strategy = replace(strategy, quorum=None, grace=None)
     undisturbed, expected = run(FALLING, 2, strategy), seen()
     for seed in range(1, 4):
         found, _ = logged_run(FALLING, 2, strategy, "server 1", seed)
@@ -218,11 +241,37 @@ def assert_same(found: dict[Any, list[Any]], expected: dict[Any, list[Any]]) -> 
         assert all(map(torch.equal, found[key][3:], values[3:])), key
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("quorum", [True, False])
+def test_a_loop_goes_on_behind_a_round_with_infinity(
+    quorum: bool, fragments: int, delay: int
+) -> None:
+    """It has seen each of its batches once, also where it had begun the next round from the one that is left out."""
+    strategy = all_in_each(
+        2, sync_every=3 * fragments, fragments=fragments, delay=delay, nonfinite="skip"
+    )
+    if not quorum:
+        strategy = replace(strategy, quorum=None, grace=None)
+    data = samples(48, outputs=3)
+    data[1][SamplePlan(48, 6 * BATCH, 0).share(2, 1, 6)[0]] = torch.inf
+    script = replace(FALLING, data=data)
+    found, log = logged_run(script, 2, strategy)
+    assert sum(commit.skipped for commit in log.commits) == 3
+    assert same_bits(found.weights, fitted(script, 2, strategy).weights)
+    assert [SEEN[worker, 2][:3] for worker in (0, 1)] == [[36, 72, [36]]] * 2
+
+
+@pytest.mark.few(4)
 @pytest.mark.parametrize("stops", [1, 3, 4])
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_a_run_that_is_started_again_goes_on(fragments: int, stops: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_run_that_is_started_again_goes_on(
+    delay: int, fragments: int, stops: int, tmp_path: Path
+) -> None:
     checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
-    strategy = all_in_each(2, sync_every=4, fragments=fragments)
+    strategy = all_in_each(2, sync_every=4, fragments=fragments, delay=delay)
     undisturbed, expected = run(FALLING, 2, strategy), seen()
     with pytest.raises(InterruptedRunError):
         run(FALLING, 2, strategy, checkpoints=checkpoints, callbacks=[Interrupts(stops)])

@@ -115,6 +115,38 @@ def test_a_slow_worker_that_dies_is_replaced_while_the_others_go_on(
     assert difference(found, by_hand(task, log, strategy)) < 1e-12
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("quorum", [None, 2])
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (1, 2), (2, 2)])
+def test_a_servers_death_changes_nothing_where_its_chunks_have_copies(
+    fragments: int, delay: int, quorum: int | None, seed: int
+) -> None:
+    """Though workers have begun the next round: they undo what is no part of the weights."""
+    task = deep_task("adam", 96)
+    strategy = LocalStrategy(
+        sync_every=3 * fragments,
+        fragments=fragments,
+        delay=delay,
+        quorum=quorum,
+        grace=None if quorum is None else 50.0,
+        num_servers=2,
+        replication=2,
+        chunk_bytes=64,
+    )
+    moment = random.Random(seed).randrange(30, 260)
+
+    def act(trainer: DistributedSGD, simulation: Simulation) -> None:
+        victim = next(each for each in simulation.living() if "server 1" in str(each))
+        simulation.at_event(moment, lambda: simulation.world.kill(victim, "it was killed."))
+        trainer.fit(steps=16, progress=False)
+        assert [event.kind for event in trainer.stats().events] == ["recovered"]
+
+    found, _ = simulated(task, 2, strategy, act, seed=seed)
+    undisturbed, _ = simulated(task, 2, strategy, lambda t, _: t.fit(steps=16, progress=False))
+    assert same_bits(found, undisturbed)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("settings", "least"), [({"quorum": 3}, 0.9), ({"quorum": 1}, 0.95), ({"pace": "speed"}, 0.95)]

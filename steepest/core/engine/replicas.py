@@ -379,6 +379,10 @@ class Replicas:
         """Look at the share after one whose gradient is pushed, if that is to be done now."""
         self._companion.look_ahead(number)
 
+    def meets_before(self, step: int) -> bool:
+        """Return whether models are to see the servers' weights before a step: it may not begin without them."""
+        return False
+
     def compute(
         self,
         number: int,
@@ -490,6 +494,13 @@ class Replicas:
     def decided(self, *, counts: bool, again: bool = False) -> None:
         """Note whether the last leased share is part of the servers' weights, if any was begun: it changes nothing."""
         # again: whether it is not because it was given up, and is dealt out anew
+
+    def settle(self, ledger: Sequence[int]) -> None:
+        """Undo leased shares that are no part of servers' weights: they have changed nothing here.
+
+        Args:
+            ledger: the first share that was never leased, and those below that are not committed.
+        """
 
     def inner_state(self, step: int) -> InnerOptimizerState | None:
         """Return the state of the worker's own optimizer after so many steps: None, it has none."""

@@ -340,7 +340,8 @@ class Worker:
             return False
         if self._replicas.delays and self._between.poll is not None:
             # a copy of its state is as of a version that is here
-            return not self._calls.waits_before(self.version + 1)
+            meets = self._replicas.meets_before(self.version + 1)
+            return not meets and not self._calls.waits_before(self.version + 1)
         return (
             # a user's loop goes on with all of the weights alone, and a copy of its state is as of then
             not (self._calls.are_exact and self._replicas.follow_commits)
@@ -419,7 +420,9 @@ class Worker:
 
     def _next_share(self, version: int) -> int | None:
         """Return the number of the share to compute from the weights of a version; None if none."""
-        if self._pushed == (self.generation, version):
+        # A step that was begun early and given up is no reason to take the one before again, of whose weights some may
+        # have been replaced already.
+        if self._pushed[0] == self.generation and self._pushed[1] >= version:
             return None
         if self._lease is not None:
             shares, needed = self._lease

@@ -302,18 +302,25 @@ class FollowsOwnUpdates(Protocol):
     def go_on_by_itself(self) -> None:
         """Note that the worker has made an update of its own with the model's last gradient."""
 
+    def go_on_together(self, version: int) -> None:
+        """Note that an epoch is over, and that all see the servers' weights of a version; it may wait for others."""
+
 
 @runtime_checkable
 class FollowsRounds(Protocol):
     """An ability of a model: it follows rounds of such updates, where workers do not wait for each other."""
 
-    def begin_round(self, *, again: bool) -> None:
+    def begin_round(self, number: int, given_up: int | None) -> None:
         """Note that a round of such updates begins.
 
         Args:
-            again: whether the round before was given up: it is no part of the weights, and its samples are dealt out
-                anew.
+            number: of the rounds that the worker had begun before.
+            given_up: the number of the first of those that were given up: they are no part of the weights, and their
+                samples are dealt out anew, or in this round. None if none were.
         """
+
+    def decided_before(self, number: int) -> None:
+        """Note that all rounds before one, which goes on, are decided on."""
 
     def end_round(self, epoch: int | None) -> None:
         """Note that a round is decided on, and new weights are here.
