@@ -19,6 +19,7 @@ from steepest.core.messages.message import (
     server_peer,
     worker_peer,
 )
+from steepest.core.tensors.half_precision import narrow_size
 from steepest.core.tensors.memory import as_tensor
 from steepest.core.transport.router import Router
 from steepest.errors import DataPlaneError, ProtocolError, describe_error
@@ -57,14 +58,15 @@ class GroupExchange(ExchangeAround):
         self._worker, self._size, self._seconds = worker, job.num_workers, job.step_timeout
         self._layout, self._holders = job.description.layout, job.holders
         self._passes = job.passes_weights
-        self._checked = job.strategy.nonfinite != "pass"
+        self._narrow = job.strategy.reduces_in
+        self._checked = job.strategy.nonfinite != "pass" or self._narrow is not None
         self._router, self._groups = router, groups
         self._send = router.sender(worker_peer(worker))
         self._push_sum = router.sender(aggregator_peer(worker))
         self._incarnation = 0
         self._generation = -1  # of the group
         self._group: ProcessGroup | None = None
-        self._sums = Sums(self._layout)
+        self._sums = Sums(self._layout, self._narrow)
         self._own: OwnGradient | None = None  # the present one, or the last
         self._now: Reduction | NewWeights | None = None  # what the group does, or did last
         self._made: dict[tuple[int, int], MadeChunk] = {}  # see `NewWeights`
@@ -91,7 +93,7 @@ class GroupExchange(ExchangeAround):
         if self._group is not None:
             self._group.end()
             # a thread of the old group may still write to the old ones
-            self._sums, self._made = Sums(self._layout), {}
+            self._sums, self._made = Sums(self._layout, self._narrow), {}
         self._group, self._own, self._now = None, None, None
 
     def begin(self, generation: int, version: int, incarnation: int, *, is_last: bool) -> None:
@@ -135,7 +137,7 @@ class GroupExchange(ExchangeAround):
         """Join the group of a generation."""
         if self._group is not None:
             self._group.end()
-            self._sums, self._made = Sums(self._layout), {}
+            self._sums, self._made = Sums(self._layout, self._narrow), {}
         self._own, self._generation = None, generation
         place = GroupPlace(generation, self._worker, self._size, self._seconds)
         send_key, failed = partial(self._send_key, generation), partial(self._fail, generation)
@@ -167,7 +169,9 @@ class GroupExchange(ExchangeAround):
         self._own.chunks[chunk] = HandedChunk(payload, unit, total, absent)
         self._missing -= 1
         shares = 1 if len(self._holders[chunk]) == 1 else 2
-        self._moved += self._layout.chunks[chunk].nbytes * shares
+        about = self._layout.chunks[chunk]
+        size = narrow_size(about.dtype, about.nbytes, self._narrow) or about.nbytes
+        self._moved += size * shares
         self._group.wake()
         return self._missing > 0
 

@@ -91,22 +91,37 @@ class Sums:
     A flag counts the members that have a gradient of the part, so that a parameter of which none has one is known
     without a further operation.
 
+    Args:
+        layout: of the model.
+        narrow: the dtype in which float32 chunks are added up among members; None for their own.
+
     Attributes:
         lent: chunks whose memory is being read on the router's thread; it is not written to meanwhile.
     """
 
-    def __init__(self, layout: ParameterLayout) -> None:
-        self._layout = layout
-        self._memory: dict[int, torch.Tensor] = {}
+    def __init__(self, layout: ParameterLayout, narrow: torch.dtype | None = None) -> None:
+        self._layout, self._narrow = layout, narrow
+        self._memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.lent: set[int] = set()
 
     def of(self, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the memory of a chunk: all of it, its elements, its flags; of the chunk's dtype."""
+        return self._in(self._layout.chunks[chunk].dtype, chunk)
+
+    def narrow_of(self, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Return memory besides, as that of `of`, of the narrow dtype; None where the chunk is added up in its own."""
+        if self._narrow is None or self._layout.chunks[chunk].dtype is not torch.float32:
+            return None
+        return self._in(self._narrow, chunk)
+
+    def _in(
+        self, dtype: torch.dtype, chunk: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         about = self._layout.chunks[chunk]
         size = about.nbytes // about.dtype.itemsize
-        if chunk not in self._memory:
-            self._memory[chunk] = torch.empty(size + len(about.slices), dtype=about.dtype)
-        memory = self._memory[chunk]
+        if (chunk, dtype) not in self._memory:
+            self._memory[chunk, dtype] = torch.empty(size + len(about.slices), dtype=dtype)
+        memory = self._memory[chunk, dtype]
         return memory, memory[:size], memory[size:]
 
 
@@ -121,7 +136,7 @@ class Reduction:
         holders: by chunk, the servers that hold it.
         worker: the rank of this member.
         checked: whether a sum that is not finite is followed by each member's gradient, so that the server can name
-            the worker at fault.
+            the worker at fault, or add up what a narrow dtype does not hold.
         own: the gradient of this member.
         sums: memory that no other reduction uses meanwhile.
         push: is given the sum of each chunk as a push that stands for all workers, or each worker's by itself.
@@ -224,7 +239,10 @@ class Reduction:
         if mean is None:
             self._pass_on(chunk, headers, 0.0, None, None)
             return
-        memory, elements, flags = self._sums.of(chunk)
+        narrow = self._sums.narrow_of(chunk)
+        if narrow is not None:  # what is added up is the mean, which overflows least
+            mean = mean._replace(unit=0.0)
+        memory, elements, flags = narrow or self._sums.of(chunk)
         self._contribute(chunk, handed, mean.factor(handed.unit), elements, flags)
         root = self._roots[chunk]
         yield Reduce(memory, f"chunk {chunk}", root)
@@ -232,6 +250,8 @@ class Reduction:
             self._rooted.append(chunk)
             if root != self._worker:
                 return
+        if narrow is not None:
+            elements = self._sums.of(chunk)[1].copy_(elements)
         mean.finish(elements)
         if not self._checked or _is_finite(elements):
             self._pass_on(chunk, headers, mean.total, elements, flags)
@@ -242,7 +262,7 @@ class Reduction:
 
     def _tell_spoilt(self, headers: list[_GradientHeader]) -> Program:
         """Have all members know of which chunks the sum is not finite, and push each one's gradient of these."""
-        if not self._checked or not self._rooted:
+        if not self._rooted or not self._checked:
             return
         # servers and the coordinator go on with a step that is finite meanwhile
         found = yield Gather(
@@ -267,7 +287,7 @@ class Reduction:
             elements.zero_()
             flags.zero_()
             return
-        values = handed.payload.view(elements.dtype)
+        values = handed.payload.view(self._layout.chunks[chunk].dtype)
         if factor == 1.0:
             elements.copy_(values)
         else:
@@ -278,7 +298,7 @@ class Reduction:
     def _each_by_itself(
         self, chunk: int, handed: HandedChunk, headers: list[_GradientHeader]
     ) -> Program:
-        """Push each member's gradient of a chunk by itself: their sum is not finite."""
+        """Push each member's gradient of a chunk by itself, in its own dtype: their sum is not finite."""
         memory, elements, flags = self._sums.of(chunk)
         self._contribute(chunk, handed, 1.0, elements, flags)
         found = yield Gather(memory)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from steepest.config.compression import Compression
 from steepest.core.strategies import allreduce as dense
+from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.half_precision import WIRE_DTYPES
 from steepest.errors import ConfigurationError
 from steepest.strategies.formats import WithFormats
 from steepest.validation import require_choice, require_count
@@ -23,6 +27,8 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
             `data_plane`.
         wire_dtype: "fp16" or "bf16" to send float32 gradients and new weights between hosts in half
             the bytes; a pair sets it for gradients and for weights. None sends them as they are.
+            With `data_plane` it is for gradients alone, inside a host too, whose mean is added up in
+            that dtype; a chunk that does not fit into fp16 is added up in float32.
         compression: `Int8`, `Int4`, `Int2`, `TopK` or `PowerSGD`, or "int8", "int4", "int2",
             "topk" or "powersgd" for their
             defaults. Where there is more than one host, every worker sends its gradient compressed
@@ -76,7 +82,6 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
     def _check_data_plane(self) -> None:
         """Check that no setting is for the library's own connections."""
         excluded = {
-            "wire_dtype": (self.wire_dtype, "gradients are added up as they are"),
             "compression": (self.compression, "gradients are added up as they are"),
         }
         for name, (value, reason) in excluded.items():
@@ -84,11 +89,32 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
                 raise ConfigurationError(
                     f"data_plane={self.data_plane!r} with {name}={value!r}: {reason}; leave one of them out"
                 )
+        if self.is_sharded and super().pull_dtype is not None:
+            raise ConfigurationError(
+                f"data_plane={self.data_plane!r} with sharded=True and wire_dtype={self.wire_dtype!r}: new weights are "
+                f"passed on as they are; give wire_dtype={(self.push_format, None)!r}, for gradients"
+            )
         if self.transport not in ("wire", "tcp"):
             raise ConfigurationError(
                 f"data_plane={self.data_plane!r} with transport={self.transport!r}: Gloo connects over TCP; "
                 'give transport="wire" or "tcp"'
             )
+
+    @property
+    def codec(self) -> Codec | None:
+        """See `WithFormats`; None with a `data_plane`, for what servers are pushed is the sum."""
+        return None if self.data_plane is not None else super().codec
+
+    @property
+    def pull_dtype(self) -> torch.dtype | None:
+        """See `WithFormats`; None with a `data_plane`."""
+        return None if self.data_plane is not None else super().pull_dtype
+
+    @property
+    def reduces_in(self) -> torch.dtype | None:
+        """The dtype that `wire_dtype` chooses for gradients, with a `data_plane`."""
+        how = self.push_format if self.data_plane is not None else None
+        return WIRE_DTYPES[how] if isinstance(how, str) else None
 
     @property
     def reduces(self) -> bool:

@@ -167,6 +167,11 @@ class Strategy:
         return False
 
     @property
+    def reduces_in(self) -> torch.dtype | None:
+        """The dtype in which float32 gradients are added up among workers, where they are; None for their own."""
+        return None
+
+    @property
     def in_place(self) -> bool:
         """Whether servers in a worker's process update the very weights that it computes with."""
         return True
