@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -141,11 +142,12 @@ class RowCollector(RowSource, ABC):
             if total is None:
                 continue
             order, begins = self.dealing.deal(group, total.tables, total.ids)
-            for shard in range(self.dealing.num_shards):
-                part = slice(begins[shard], begins[shard + 1])
-                if part.start < part.stop:
-                    mine = total.taken(part if order is None else order[part])
+            total = total if order is None else total.taken(order)
+            bounds: list[int] = begins.tolist()
+            for shard, (begin, end) in enumerate(pairwise(bounds)):
+                if begin < end:
+                    part = slice(begin, end)
                     packed[self.dealing.chunk(group, shard)] = torch.from_numpy(
-                        mine.pack(ROW_MEMORY.empty, lives=self.dealing.ends[group])
+                        total.packed_part(part, ROW_MEMORY.empty, lives=self.dealing.ends[group])
                     )
         return packed

@@ -205,8 +205,6 @@ class RowPulls:
         values = packed.reshape(-1, width)
         for shard, part in wanted.parts:
             rows = self._shards[self._tables.chunk(wanted.pull.group, shard)].rows
-            keys = wanted.tables[part], wanted.ids[part]
-            if wanted.pull.training:
-                rows.require_room(*keys)
-            rows.pull_sent(*keys, values[part], training=wanted.pull.training)
+            training = wanted.pull.training
+            rows.pull_sent(wanted.tables[part], wanted.ids[part], values[part], training=training)
         return torch.from_numpy(packed)

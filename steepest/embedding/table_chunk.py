@@ -23,7 +23,7 @@ from steepest.embedding.row_pieces import NO_ARRAYS, RowPieces
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.tables.cut import RowCut
 from steepest.tables.dealing import Dealing
-from steepest.tables.gradients import RowGradients, added, require_rows, width_of
+from steepest.tables.gradients import RowGradients, weighted, width_of
 from steepest.tables.shard import UPDATES_BETWEEN_EVICTIONS, TableShard
 from steepest.tables.state import TableState
 from steepest.tables.state_checks import require_number_in, require_sound
@@ -65,6 +65,8 @@ class TableChunk(ChunkStore):
         self._checked = checked
         self._optimizer, self._rates = self._tables[0].optimizer, rates
         self.rows = dealing.make(chunk.index)  # of the shard
+        # the bytes of a row in a push
+        self._width = width_of(self.rows.dim, self.rows.dtype, lives=self._ends)
         # a state of which parts have come: the pieces of each array, by where they begin
         self._loaded: dict[str, dict[int, npt.NDArray[Any]]] = {}
         self._look_is_due = (
@@ -137,11 +139,7 @@ class TableChunk(ChunkStore):
 
     def fits(self, size: int, codec: Codec | None) -> bool:
         """Return whether a payload has the size of gradients of some rows."""
-        try:
-            width = width_of(self.rows.dim, self.rows.dtype, lives=self._ends)
-            return require_rows(size, width) > 0
-        except ConfigurationError:
-            return False
+        return size > 0 and size % self._width == 0
 
     def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
         """Return None: rows travel as they are."""
@@ -183,12 +181,12 @@ class TableChunk(ChunkStore):
         """Form the weighted mean of staged pushes, added up in the given order."""
         pushes = [self.staged[push] for push in chosen]
         total = math.fsum(push.total for push in pushes)
-        parts = [
-            self._unpacked(push.payload).times(push.unit / total)
-            for push in pushes
-            if push.payload is not None and push.unit and total
-        ]
-        self.mean = added(parts) if parts else None
+        parts, factors = [], []
+        for push in pushes:
+            if push.payload is not None and push.unit and total:
+                parts.append(self._unpacked(push.payload))
+                factors.append(push.unit / total)
+        self.mean = weighted(parts, factors) if parts else None
 
     def squares(self) -> float:
         """Return the sum of the squares of the mean; not finite when an element is not."""

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from steepest.tables.gradients import RowGradients, weighted
 from steepest.tables.hashing import Distinct, add_up, are_distinct
 from steepest.tables.pooling import Bags
 from steepest.tables.shard import TableShard
@@ -96,6 +97,8 @@ def _compile_modules(dtype: str) -> None:
     are_distinct(keys.tables, keys.ids, 0, spread)
     add_up(rows, keys.inverse, 1)
     add_up(rows.astype(np.float64), keys.inverse, 1)
+    part = RowGradients(keys.tables, keys.ids, rows, keys.counts)
+    weighted([part, part], [0.5, 0.5])
     bags = Bags(keys.inverse, np.array([0, 1]), np.ones(1, dtype), False)
     bags.pool(rows)
     bags.row_gradients(rows, 1)

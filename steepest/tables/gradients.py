@@ -12,7 +12,7 @@ import numpy.typing as npt
 from steepest.errors import ConfigurationError
 from steepest.tables.checks import require_keys
 from steepest.tables.hashing import Distinct, add_up, are_distinct, shard_of
-from steepest.tables.kernels import Floats, Int32s, Int64s
+from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
 from steepest.tables.spread import Spread
 
 Bytes = npt.NDArray[np.uint8]
@@ -21,6 +21,7 @@ Empty = Callable[[int], Bytes]
 #: Behind the name of gradients that were packed with lives.
 WITH_LIVES = "+lives"
 _KEY_BYTES = 12  # an id, and a table number
+_ITEM_BYTES = {"float32": 4, "float64": 8}  # of the dtypes in which pushes compute
 
 
 def _new(nbytes: int) -> Bytes:
@@ -54,8 +55,10 @@ class RowGradients:
     @classmethod
     def unpack(cls, packed: Bytes, dim: int, dtype: str, *, lives: bool = False) -> RowGradients:
         """Return what `pack` packed, as views; ConfigurationError: it is of another size."""
-        width = np.dtype(dtype).itemsize * dim
-        count = require_rows(len(packed), width_of(dim, dtype, lives=lives))
+        width = _ITEM_BYTES[dtype] * dim
+        count, rest = divmod(len(packed), 16 + 4 * lives + width)
+        if rest:
+            require_rows(len(packed), width_of(dim, dtype, lives=lives))
         begin, end = 8 * count, (8 + width) * count
         numbers = (
             packed[end:].view(np.int32).reshape(-1, count) if count else np.empty((3, 0), np.int32)
@@ -90,6 +93,21 @@ class RowGradients:
         if len(counts) < len(self):
             raise ConfigurationError(f"of {len(self)} ids only {len(counts)} are distinct")
 
+    def packed_part(self, part: slice, empty: Empty = _new, *, lives: bool = False) -> Bytes:
+        """Return some rows that stand together as `pack` does."""
+        begin, stop = part.start, part.stop
+        count, width = stop - begin, self.gradients.itemsize * self.gradients.shape[1]
+        packed = empty(count * (16 + 4 * lives + width))
+        middle, end = 8 * count, (8 + width) * count
+        packed[:middle].view(np.int64)[:] = self.ids[part]
+        values = packed[middle:end].view(self.gradients.dtype)
+        values.reshape(self.gradients[part].shape)[:] = self.gradients[part]
+        numbers = packed[end:].view(np.int32).reshape(-1, count)
+        numbers[0], numbers[1] = self.tables[part], self.sightings[part]
+        if lives:
+            numbers[2] = 0 if self.lives is None else self.lives[part]
+        return packed
+
     def taken(self, which: Any) -> RowGradients:
         """Return some of the rows, by an index of NumPy's."""
         lives = None if self.lives is None else self.lives[which]
@@ -121,6 +139,39 @@ def added(parts: Sequence[RowGradients]) -> RowGradients:
     if any(part.lives is not None for part in parts):
         lives = longest(np.concatenate([part._lives() for part in parts]), keys.inverse, count)
     return RowGradients(keys.tables, keys.ids, gradients, seen, lives)
+
+
+@kernel
+def _add_part(
+    rows: Floats, factor: float, sightings: Int32s, inverse: Int32s, sums: Floats, seen: Int64s
+) -> None:
+    """Add rows times a factor, and their sightings, to those with the same number."""
+    for at in range(len(inverse)):
+        number = inverse[at]
+        seen[number] += sightings[at]
+        for column in range(rows.shape[1]):
+            sums[number, column] += rows[at, column] * factor
+
+
+def weighted(parts: Sequence[RowGradients], factors: Sequence[float]) -> RowGradients:
+    """Return what `added` returns of parts, each times a factor, to the bit."""
+    if len(parts) == 1:
+        return parts[0].times(factors[0])
+    tables = np.concatenate([part.tables for part in parts])
+    keys = Distinct(tables, np.concatenate([part.ids for part in parts]))
+    count, one, begin = len(keys.ids), parts[0].gradients, 0
+    sums, seen = np.zeros((count, one.shape[1]), one.dtype), np.zeros(count, np.int64)
+    inverse = read_only(keys.inverse, np.int32)
+    for part, factor in zip(parts, factors, strict=True):
+        rows, own = read_only(part.gradients, one.dtype), read_only(part.sightings, np.int32)
+        end = begin + len(own)
+        _add_part(rows, one.dtype.type(factor), own, inverse[begin:end], sums, seen)
+        begin = end
+    lives = None
+    if any(part.lives is not None for part in parts):
+        lives = longest(np.concatenate([part._lives() for part in parts]), keys.inverse, count)
+    found = np.minimum(seen, 2**31 - 1).astype(np.int32)
+    return RowGradients(keys.tables, keys.ids, sums, found, lives)
 
 
 def longest(lives: Int32s, inverse: Int32s, count: int) -> Int32s:

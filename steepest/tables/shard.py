@@ -145,9 +145,14 @@ class TableShard(ShardRows):
     def pull_sent(self, tables: Int32s, ids: Int64s, out: Bytes, *, training: bool = False) -> None:
         """Write what `pull` returns as it travels to `out`, (n, `RowFormat.sent_bytes`), contiguous.
 
-        The keys are as `require_keys` returned them.
+        The keys are as `require_keys` returned them. With `training` errors are those of `require_room`, which
+        only ids without a row can cause.
         """
-        found, missing = self._find_all(tables, ids)
+        found, missing = self._index.find(tables, ids)
+        if missing:
+            if training:
+                self.require_room(tables, ids)
+            missing = self._find_kept(tables, ids, found)
         self._blocks.store.send(found, out)
         if missing:
             at = np.flatnonzero(found < 0)

@@ -126,11 +126,15 @@ class ShardRows:
     def _find_all(self, tables: Int32s, ids: Int64s) -> tuple[Int32s, bool]:
         """Return the row number of each (table, id), kept ones too, -1 for none; and whether some have none."""
         found, missing = self._index.find(tables, ids)
-        if not missing or not len(self._kept):
-            return found, missing > 0
+        return found, missing > 0 and self._find_kept(tables, ids, found)
+
+    def _find_kept(self, tables: Int32s, ids: Int64s, found: Int32s) -> bool:
+        """Fill in the numbers of kept rows where `found` has none; return whether some are still missing."""
+        if not len(self._kept):
+            return True
         at = np.flatnonzero(found < 0)
         found[at] = self._kept.find(tables[at], ids[at])
-        return found, bool((found[at] < 0).any())
+        return bool((found[at] < 0).any())
 
     def _make_room(self, excess: Int64s, version: int) -> None:
         """Evict the least used rows that are not in this push."""

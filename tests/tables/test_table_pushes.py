@@ -11,6 +11,7 @@ import torch
 from steepest.core.messages.driver import Result
 from steepest.core.messages.message import Kind, Message
 from steepest.embedding.row_messages import RowKind
+from steepest.tables.gradients import RowGradients, added, weighted
 from steepest.testing import Fault, InProcessCluster
 from tests.deaths import doomed
 from tests.modes import EACH, check_counts, make, settle, trained
@@ -122,3 +123,24 @@ def test_memory_of_pushes_of_many_sizes_is_given_back(name: str) -> None:
         for held in server.chunks.values():
             if held.chunk.is_opaque:
                 assert len(held._buffers) <= len(cluster.workers)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_weighted_sum_is_that_of_scaled_parts_to_the_bit(count: int, dtype: str) -> None:
+    random = np.random.default_rng(count)
+    parts = []
+    for at in range(count):
+        ids = random.permutation(30)[:20].astype(np.int64)
+        seen = random.integers(1, 2**31 - 1, 20).astype(np.int32)
+        lives = None if at else random.integers(0, 9, 20).astype(np.int32)
+        gradients = random.normal(size=(20, 3)).astype(dtype)
+        parts.append(RowGradients((ids % 2).astype(np.int32), ids, gradients, seen, lives))
+    factors = [0.3, 1.0, 0.7][:count]
+    expected = added([part.times(f) for part, f in zip(parts, factors, strict=True)])
+    assert (
+        weighted(parts, factors).pack(lives=True).tobytes() == expected.pack(lives=True).tobytes()
+    )
+    for lives in (False, True):
+        some = expected.taken(slice(3, 11)).pack(lives=lives)
+        assert expected.packed_part(slice(3, 11), lives=lives).tobytes() == some.tobytes()

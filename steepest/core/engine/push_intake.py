@@ -183,8 +183,11 @@ class PushIntake:
     def _refuses(self, pushes: list[PushId], pushed: Push | HostPush, held: ChunkStore) -> bool:
         """Return whether a chunk is late, which counts and drops it."""
         # ProtocolError: its sender should not have sent it.
-        reasons = [self._reason_to_refuse(push, pushed, held) for push in pushes]
-        reason = max((reason for reason in reasons if reason is not None), default=None)
+        if len(pushes) == 1:
+            reason = self._reason_to_refuse(pushes[0], pushed, held)
+        else:
+            reasons = [self._reason_to_refuse(push, pushed, held) for push in pushes]
+            reason = max((reason for reason in reasons if reason is not None), default=None)
         if reason is None and self._is_copy(pushes, held):
             reason = "it is staged already"
         if reason is None:
@@ -220,6 +223,8 @@ class PushIntake:
         """Return whether all of these pushes are staged on a chunk, perhaps within other sums."""
         if not self._together:
             return pushes[0] in held.staged
+        if len(pushes) == 1 and self.progress.newest.get(pushes[0].worker) != pushes[0]:
+            return False
         known = all(self.progress.newest.get(push.worker) == push for push in pushes)
         return known and held.contributors().issuperset(push.worker for push in pushes)
 
