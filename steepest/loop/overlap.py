@@ -95,19 +95,18 @@ class Overlap:
         loop = self._loop
         if loop is None:
             return
-        gradient = parameter.grad
-        count = self._counts[index] = self._counts.get(index, 0) + 1
+        gradient, counts, unseen = parameter.grad, self._counts, loop.unseen
+        count = counts[index] = counts.get(index, 0) + 1
         self._seen[index] = parameter, gradient, 0 if gradient is None else gradient._version
-        loop.unseen.watches = True
-        if not self._is_guessing or self._is_wrong:
-            return
-        if index in self._left or (self._left and loop.weight != self._weight):
-            self._is_wrong = True
-        elif count == self._expected.get(index) and gradient is not None and loop.weight:
-            self._weight = loop.weight
-            loop.unseen.watches = False
-            self._let_leave(index, parameter, gradient, view)
-            loop.unseen.watches = True
+        if self._is_guessing and not self._is_wrong:
+            weight = loop.weight
+            if index in self._left or (self._left and weight != self._weight):
+                self._is_wrong = True
+            elif weight and gradient is not None and count == self._expected.get(index):
+                self._weight = weight
+                unseen.watches = False
+                self._let_leave(index, parameter, gradient, view)
+        unseen.watches = True
 
     def _let_leave(
         self, index: int, parameter: torch.Tensor, gradient: torch.Tensor, view: torch.Tensor

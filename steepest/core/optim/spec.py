@@ -8,6 +8,7 @@ import inspect
 import json
 import logging
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -262,11 +263,14 @@ class OptimizerSpec:
         """
         changed = []
         for (_, base), group in zip(self.groups, groups, strict=True):
-            found = {}
+            found: Hyperparameters = {}
+            if all(map(operator.is_, base.values(), map(group.get, base))):
+                changed.append(found)
+                continue  # as in most steps
             for key, own in base.items():
                 value = group.get(key)
                 if value is own or not self._is_set(key, by_optimizer):
-                    continue  # as most are in each step
+                    continue
                 if (now := _plain(group[key])) != own:
                     found[key] = now
             changed.append(found)

@@ -36,11 +36,15 @@ def as_tensor(memory: Memory) -> torch.Tensor:
 
 def address_of(memory: Memory) -> int:
     """Return the address of memory's first byte."""
-    address: int = (
-        memory.__array_interface__["data"][0]
-        if isinstance(memory, np.ndarray)
-        else memory.data_ptr()
-    )
+    address: int
+    if isinstance(memory, np.ndarray):
+        address = memory.__array_interface__["data"][0]
+    else:
+        import torch
+
+        address = torch._C.TensorBase.data_ptr(
+            memory
+        )  # a loop's own reading of addresses is watched
     return address
 
 
