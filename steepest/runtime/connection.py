@@ -15,13 +15,13 @@ import ray
 from steepest.config.run import cluster_address, environment_variable, set_environment
 from steepest.errors import ConfigurationError
 from steepest.runtime.job_runtime import runtime
-from steepest.runtime.ray_private import (
-    reload_token,
-)
+from steepest.runtime.ray_private import reload_token, without_autoscaler
 
 #: Environment variables of Ray's: whether a token is sent, and which; the first one counts.
 _MODE = "RAY_AUTH_MODE"
 _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+#: Milliseconds for which Ray keeps a process that it has started ahead, and for which no CPU is free; by Ray's name.
+_KEEPS_STARTED = {"idle_worker_killing_time_threshold_ms": 30_000}
 _lock = threading.RLock()
 _holders: list[Holder] = []
 #: Ray's id of the job with which steepest began Ray; Ray ends with the last holder that is let go.
@@ -83,7 +83,16 @@ def start_ray(num_cpus: int | None = None, *, verbose: bool = False) -> None:
     # "local": not what an earlier `ray start` on this machine left, which may be dead and is
     # asked for minutes
     level = logging.WARNING if verbose else logging.ERROR
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level)
+    # Ray starts a process for each CPU at once. A job reserves the CPUs before it starts its workers: by default Ray
+    # would end these processes a second after that, and start others for the workers.
+    with without_autoscaler():
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            logging_level=level,
+            _system_config=_KEEPS_STARTED,
+        )
     logging.getLogger("ray").setLevel(logging.WARNING)  # what it warns of later is heard
 
 

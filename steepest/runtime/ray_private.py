@@ -10,7 +10,7 @@ import logging
 import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
@@ -73,6 +73,26 @@ def started_here() -> bool:
     """Return whether this process has started, for itself, the Ray that it uses: no node will join such a one."""
     node = _look_up("ray._private.worker", "_global_node")
     return node is not None and bool(node.is_head())
+
+
+@contextlib.contextmanager
+def without_autoscaler() -> Iterator[None]:
+    """Have a Ray that is started in this context start without the process that asks for further nodes.
+
+    No node joins a Ray that a process starts for itself. Without the private API it has that process.
+    """
+    try:
+        node = _look_up("ray._private.node", "Node")
+        own = _look_up("ray._private.node", "Node.start_monitor")
+    except ConfigurationError as error:
+        log.debug("Ray starts with its autoscaler: %s", error)
+        yield
+        return
+    node.start_monitor = lambda _: None
+    try:
+        yield
+    finally:
+        node.start_monitor = own
 
 
 def name_process(name: str) -> None:

@@ -307,6 +307,37 @@ def test_trainers_use_the_local_ray_and_its_processes_end(place: Place) -> None:
     )
 
 
+@pytest.mark.full
+@pytest.mark.cluster
+def test_a_local_ray_keeps_processes_for_a_job_that_has_reserved_their_cpus(place: Place) -> None:  # noqa: F811
+    place.python(
+        """
+        import threading
+        from pathlib import Path
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as At
+        from steepest.places import local
+
+        class Process:
+            def answer(self):
+                return os.getpid()
+
+        with local(2):
+            node = ray._private.worker._global_node
+            assert "raylet" in node.all_processes and "monitor" not in node.all_processes
+            count = int(ray.cluster_resources()["CPU"])
+            group = placement_group([{"CPU": 1}] * count)
+            assert group.wait(60)
+            threading.Event().wait(3.0)  # by default Ray ends them after one second
+            body = ray.remote(num_cpus=1)(Process)
+            actors = [body.options(scheduling_strategy=At(group, i)).remote() for i in range(count)]
+            ray.get([actor.answer.remote() for actor in actors], timeout=60)
+            log = Path(node.get_logs_dir_path(), "raylet.out").read_text()
+            assert log.count("Started worker process") == count, log
+        """
+    )
+
+
 @pytest.mark.cluster
 @needs_proc
 @pytest.mark.parametrize("number", mostly_full([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
