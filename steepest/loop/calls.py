@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from steepest.core.models.step_size import step_size
 from steepest.errors import ConfigurationError
 from steepest.loop.bare_tensors import BareTensors, bare_tensors
-from steepest.loop.closures import ByClosure, needs_closure
+from steepest.loop.closures import ByClosure, needs_closure, steps_in_workers
 from steepest.loop.gathering import alone
 from steepest.loop.kept import Kept
 from steepest.loop.loaders import EvaluationLoader, TrainingLoader
@@ -88,14 +88,8 @@ def prepare(
         raise ConfigurationError(
             "steepest.prepare() was called twice: give it everything in one call, before the loop"
         )
-    closures = {at: ByClosure(each) for at, each in enumerate(optimizers) if needs_closure(each)}
-    if closures and (loop.local or not (loop.together and reduction == "mean")):
-        raise ConfigurationError(
-            f"{type(optimizers[min(closures)]).__name__}, whose step() needs a closure, where workers do not wait for "
-            "each other, or with reduction='sum': each evaluation is the mean over all workers; give "
-            'strategy="ps" or "allreduce", and a loss that is a mean'
-        )
-    optimizers = [closures[at].updates if at in closures else o for at, o in enumerate(optimizers)]
+    servers, closures = _at_servers(loop, optimizers, reduction)
+    any_steps = any_steps or len(servers) < len(optimizers)
     module = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
     if reduction not in ("mean", "sum"):
         raise ConfigurationError(f"reduction={reduction!r:.80}: give 'mean' or 'sum'")
@@ -105,8 +99,8 @@ def prepare(
             "a whole step has; divide the loss by the samples of the batch, and leave reduction out"
         )
     data = None if not loaders else training_data(loaders[0], loop)
-    lockstep = _lockstep(loop, optimizers, data, any_steps=any_steps)
-    model = LoopModel(loop, module, optimizers, None if lockstep else data, project, table_shards)
+    lockstep = _lockstep(loop, servers, data, any_steps=any_steps)
+    model = LoopModel(loop, module, servers, None if lockstep else data, project, table_shards)
     _check_tables(model, alike=lockstep is None and not closures)
     # where workers do not wait for each other, each reads all of a further loader
     further = loaders[1:] if loop.together else []
@@ -115,12 +109,33 @@ def prepare(
         whole = lockstep.whole_batch(loop.size) if lockstep else step_size().of(data.batch_size)
         made[id(loaders[0])] = TrainingLoader(loaders[0], loop, data.size, whole)
     loop.prepare(
-        Prepared(
-            model, optimizers, schedulers, lockstep, sums=reduction == "sum", closures=closures
-        )
+        Prepared(model, servers, schedulers, lockstep, sums=reduction == "sum", closures=closures)
     )
     found = tuple(made.get(id(each), each) for each in objects)
     return found[0] if len(found) == 1 else found
+
+
+def _at_servers(
+    loop: UserLoop, optimizers: Sequence[torch.optim.Optimizer], reduction: str
+) -> tuple[list[torch.optim.Optimizer], list[tuple[int, ByClosure]]]:
+    """Return the optimizers that servers have, and those that step in each worker, with the number of theirs there."""
+    in_workers = steps_in_workers(optimizers)
+    if in_workers and (loop.local or not (loop.together and reduction == "mean")):
+        first = optimizers[min(in_workers)]
+        why = (
+            "whose step() needs a closure"
+            if needs_closure(first)
+            else "which shares parameters with another one"
+        )
+        raise ConfigurationError(
+            f"{type(first).__name__}, {why}, where workers do not wait for each other, or with reduction='sum': it "
+            'steps by the mean over all workers; give strategy="ps" or "allreduce", and a loss that is a mean'
+        )
+    every = [in_workers[at].updates if at in in_workers else o for at, o in enumerate(optimizers)]
+    servers = list({id(each): each for each in every}.values())
+    number = {id(each): at for at, each in enumerate(servers)}
+    closures = [(number[id(each.updates)], each) for each in in_workers.values()]
+    return servers, closures
 
 
 def _check_given(objects: Sequence[Any], known: Sequence[Any]) -> None:

@@ -1,4 +1,8 @@
-"""Optimizers whose step evaluates the loss as often as it likes, such as L-BFGS: every worker takes the same steps."""
+"""Optimizers that step in each worker, on the mean of all workers' gradients, so that all take the same steps.
+
+These are those whose step evaluates the loss as often as it likes, such as L-BFGS, and those that update a parameter
+which another one updates too, with a state of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,14 @@ from typing import Any, Protocol
 
 import torch
 
+from steepest.errors import ConfigurationError
 from steepest.loop.losses import Losses
+
+#: Where an optimizer is to step without a gradient.
+NO_GRADIENT = (
+    "optimizer.step() was called, and no parameter has a gradient: call loss.backward() before it, and zero_grad() "
+    "before that"
+)
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -19,27 +30,64 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def steps_in_workers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, ByClosure]:
+    """Return, by number, those of a user's optimizers that are to step in each worker.
+
+    Those that have parameters in common, directly or by way of others, have the same optimizer in their place.
+    """
+    bonds: list[tuple[set[int], list[int]]] = []  # parameters, and the optimizers of them
+    for at, each in enumerate(optimizers):
+        own = {id(p) for group in each.param_groups for p in group["params"]}
+        bound = [bond for bond in bonds if bond[0] & own]
+        bonds = [bond for bond in bonds if not bond[0] & own]
+        bonds.append(
+            (own.union(*(ids for ids, _ in bound)), [*(n for _, ns in bound for n in ns), at])
+        )
+    found: dict[int, ByClosure] = {}
+    for _, numbers in bonds:
+        if len(numbers) == 1 and not needs_closure(optimizers[numbers[0]]):
+            continue
+        groups = [
+            group["params"] for at in sorted(numbers) for group in optimizers[at].param_groups
+        ]
+        first = {id(p): at for at in reversed(range(len(groups))) for p in groups[at]}
+        disjoint = [[p for p in group if first[id(p)] == at] for at, group in enumerate(groups)]
+        updates = torch.optim.SGD([{"params": group} for group in disjoint if group], lr=1.0)
+        found |= {at: ByClosure(optimizers[at], updates) for at in numbers}
+    return dict(sorted(found.items()))
+
+
 class ByClosure:
     """Such an optimizer, which steps in each worker, on values of the worker's own.
 
     Args:
         optimizer: the user's.
+        updates: the optimizer that servers have in its place: it adds to the weights what they have changed by.
 
     Attributes:
-        updates: the optimizer that servers have in its place: it adds to the weights what they have changed by.
         aside: by parameter, the values that are tried; while a step is under way, otherwise empty.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        groups = [{"params": group["params"]} for group in optimizer.param_groups]
-        self.updates = torch.optim.SGD(groups, lr=1.0)
+    def __init__(self, optimizer: torch.optim.Optimizer, updates: torch.optim.Optimizer) -> None:
+        self.optimizer, self.updates = optimizer, updates
         self.aside: dict[torch.Tensor, torch.Tensor] = {}
         self._before: dict[str, Any] | None = None  # its state before the step that is under way
+        self._set: list[
+            dict[str, Any]
+        ] = []  # its hyperparameters after the last step of the loop's
 
-    def state(self) -> dict[str, Any]:
-        """Return its state after the last step that is committed."""
-        return self.optimizer.state_dict() if self._before is None else self._before
+    def note(self) -> None:
+        """Note the hyperparameters: a worker that takes the place of this one sets them from here on by itself."""
+        groups = self.optimizer.param_groups
+        self._set = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+    def state(self, *, noted: bool) -> dict[str, Any]:
+        """Return its state after the last step that is committed; `noted`: with the hyperparameters of `note`."""
+        found = self.optimizer.state_dict() if self._before is None else self._before
+        if not noted:
+            return found
+        groups = zip(found["param_groups"], self._set, strict=True)
+        return {**found, "param_groups": [{**own, **before} for own, before in groups]}
 
     def end_step(self) -> None:
         """Note that the last step is committed."""
@@ -72,6 +120,11 @@ class ByClosure:
         for parameter, values in tried.items():
             parameter.grad = parameter.detach() - values
         return found
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether one of its parameters has a gradient."""
+        return any(p.grad is not None for p in self.parameters)
 
     def lay_out(self) -> None:
         """Have parameters be the values that are tried."""
@@ -125,27 +178,36 @@ def step_by_closure(loop: Trying, by: ByClosure, push: Callable[[], None]) -> Ca
         push: pushes what the step has left in the gradients, and returns when that is committed.
     """
 
-    def step(closure: Callable[[], Any]) -> Any:
+    def step(closure: Callable[[], Any] | None = None) -> Any:
         vars(by.optimizer)["_opt_called"] = True  # else a scheduler would warn
         if not loop.counts:
-            with torch.enable_grad():
-                loss = closure()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
             push()
             return loss
         loop.check_may_step()
+        if closure is None and not by.has_gradient:
+            raise ConfigurationError(NO_GRADIENT)
         loop.trying = by
         loss = by.step(partial(_evaluated, loop, by, closure), loop.end_trial)
         del loop.losses.found[1:]
         push()
         by.end_step()
-        return loss
+        return None if closure is None else loss
 
     step.__dict__["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
     return step
 
 
-def _evaluated(loop: Trying, by: ByClosure, closure: Callable[[], Any]) -> torch.Tensor:
-    """Evaluate the loss; return its mean over the workers by weight, and leave the gradients' means."""
-    with torch.enable_grad():
-        loss = torch.as_tensor(closure()).detach()
+def _evaluated(loop: Trying, by: ByClosure, closure: Callable[[], Any] | None) -> torch.Tensor:
+    """Evaluate the loss; return its mean over the workers by weight, and leave the gradients' means.
+
+    Without a closure the gradients are there, and the loss is not asked for.
+    """
+    loss = torch.zeros(())
+    if closure is not None:
+        with torch.enable_grad():
+            loss = torch.as_tensor(closure()).detach()
     return loop.gatherer.average(loss, by.parameters)

@@ -208,16 +208,23 @@ class Gatherer:
     def average(
         self, loss: torch.Tensor, parameters: Sequence[torch.nn.Parameter | torch.Tensor]
     ) -> torch.Tensor:
-        """Return the mean of all workers' losses by weight, and leave those of gradients in the parameters."""
+        """Return the mean of all workers' losses by weight, and leave those of gradients in the parameters.
+
+        One that has a gradient on no worker has none behind it either.
+        """
         place, weight = self._place(), self._loop.present_weight
         if self._loop.size == 1:
             return loss
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        own = [torch.stack([loss.double().cpu(), torch.tensor(weight).double()]), *gradients]
+        has = torch.tensor([p.grad is not None for p in parameters])
+        own = [torch.stack([loss.double().cpu(), torch.tensor(weight).double()]), has, *gradients]
         found = [unpack(part)["leaves"] for part in self._ask(place, pack({"leaves": own}))]
         found = [leaves for leaves in found if len(leaves[0]) and leaves[0][1]]
         total = sum(float(leaves[0][1]) for leaves in found)
-        for at, parameter in enumerate(parameters, 1):
+        for at, parameter in enumerate(parameters, 2):
+            if not any(leaves[1][at - 2] for leaves in found):
+                parameter.grad = None
+                continue
             mean = sum(leaves[at] * (float(leaves[0][1]) / total) for leaves in found)
             if isinstance(mean, torch.Tensor):
                 parameter.grad = mean.to(parameter)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from steepest.loop.closures import ByClosure
 from steepest.loop.gatherer import Gatherer
 from steepest.loop.gathering import Region
 from steepest.loop.job_view import JobView
@@ -242,6 +244,10 @@ class LoopStates:
             "since": self._loop.calls.weight,
             "kept": numbers,
         }
+        if self._loop.lockstep is not None:  # what is between two steps of a batch is done again
+            self._before |= copy.deepcopy(self._scheduled())
+            for each in self._in_workers:
+                each.note()
         if self._loop.prepared is not None:
             self._loop.prepared.model.note_buffers()
 
@@ -287,10 +293,16 @@ class LoopStates:
             return None
         return self._loop.window.begins_before(self.steps, self._loop.prepared.model)
 
+    @property
+    def _in_workers(self) -> list[ByClosure]:
+        """The optimizers that step in the workers."""
+        prepared = self._loop.prepared
+        return [] if prepared is None else [each for _, each in prepared.closures]
+
     def _of_closures(self) -> list[Any]:
         """Return the states of the optimizers that step in the workers."""
-        closures = {} if self._loop.prepared is None else self._loop.prepared.closures
-        return [each.state() for each in closures.values()]
+        noted = self.is_in_step and self._loop.lockstep is not None
+        return [each.state(noted=noted) for each in self._in_workers]
 
     @property
     def steps(self) -> int:

@@ -287,6 +287,10 @@ class LoopModel(TorchModel):
             self.put_back()
         return writes.end(begun)
 
+    def expect_trials(self) -> None:
+        """Expect that optimizers try values in this worker."""
+        self._writes.expect()
+
     def put_back(self) -> None:
         """Make trained parameters views of the job's weights again."""
         assert self._vector is not None

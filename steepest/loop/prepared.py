@@ -67,10 +67,10 @@ class Prepared:
 
     Attributes:
         model: made of it, for the worker; a `steepest.core.models.protocol.Model`.
-        optimizers: that the function steps.
+        optimizers: that servers have.
         schedulers: that it steps too.
         lockstep: where the loop is, if its steps are not one for each batch.
-        closures: by number, those of the optimizers of which `optimizers` has what servers have in their place.
+        closures: those that step in each worker, with the number of what servers have in their place.
         sums: whether losses add up samples; their gradients over workers are to be added up too.
     """
 
@@ -78,7 +78,7 @@ class Prepared:
     optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[LRScheduler | ReduceLROnPlateau]
     lockstep: Lockstep | None = None
-    closures: Mapping[int, ByClosure] = field(default_factory=dict)
+    closures: Sequence[tuple[int, ByClosure]] = ()
     sums: bool = False
 
     @property

@@ -17,7 +17,7 @@ from steepest.core.models.protocol import Where, checked_metrics, checked_weight
 from steepest.core.models.scalars import as_number
 from steepest.core.optim.portable import Record
 from steepest.errors import ConfigurationError
-from steepest.loop.closures import ByClosure, step_by_closure
+from steepest.loop.closures import NO_GRADIENT, ByClosure, step_by_closure
 from steepest.loop.gatherer import Gatherer
 from steepest.loop.gathering import Region
 from steepest.loop.job_view import JobView
@@ -222,19 +222,19 @@ class UserLoop:
             optimizer: Any = each
             name = type(optimizer).__name__
             optimizer.add_param_group = partial(self._refuse_group, name)
-            if index in prepared.closures:
-                user: Any = prepared.closures[index].optimizer
-                user.step = step_by_closure(
-                    self, prepared.closures[index], partial(self.step, index)
-                )
-                continue
             optimizer.step = self._step_function(index)
             if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
                 optimizer.zero_grad = partial(drop_gradients, each)
             optimizer.state_dict = partial(self._optimizer_state, each)
             optimizer.load_state_dict = partial(_refuse_state, name)
-        # all workers take part in each evaluation
-        self.gatherer.among_batches |= bool(prepared.closures)
+        for index, by in prepared.closures:
+            user: Any = by.optimizer
+            user.add_param_group = partial(self._refuse_group, type(user).__name__)
+            push = partial(self.step, index, {id(parameter) for parameter in by.parameters})
+            user.step = step_by_closure(self, by, push)
+        if prepared.closures:
+            prepared.model.expect_trials()
+            self.gatherer.among_batches = True  # all workers take part in each evaluation
         self.schedules = Schedules(self, prepared.schedulers)
         self.job.turns.ask(Ask.BEGIN)
 
@@ -335,7 +335,7 @@ class UserLoop:
             prepared.set_groups(state["groups"])
         if state.get("frozen") is not None:  # not in checkpoints of before
             prepared.model.freeze(state["frozen"])
-        for each, own in zip(prepared.closures.values(), state.get("closures", ()), strict=False):
+        for (_, each), own in zip(prepared.closures, state.get("closures", ()), strict=False):
             each.optimizer.load_state_dict(own)
         if state.get("local", 0) == self.local:  # else schedulers have counted something else
             self.schedules.restore(state)
@@ -604,8 +604,13 @@ class UserLoop:
                 "loop, so that a worker that joins later knows where the job is"
             )
 
-    def step(self, index: int = 0) -> None:
-        """Push the gradients of an optimizer's parameters; return when the update is committed."""
+    def step(self, index: int = 0, stepping: set[int] | None = None) -> None:
+        """Push the gradients of an optimizer's parameters; return when the update is committed.
+
+        Args:
+            index: of the optimizer that servers have.
+            stepping: the ids of those of its parameters that are updated; None for all.
+        """
         assert self.prepared is not None
         prepared = self.prepared
         optimizer, lockstep = prepared.optimizers[index], prepared.lockstep
@@ -618,10 +623,7 @@ class UserLoop:
         self.check_may_step()
         prepared.check_groups()
         if not _has_gradient(optimizer):
-            raise ConfigurationError(
-                "optimizer.step() was called, and no parameter has a gradient: call loss.backward() before it, and "
-                "zero_grad() before that"
-            )
+            raise ConfigurationError(NO_GRADIENT)
         if lockstep is not None:
             while self.pending is None:
                 self.job.turns.ask(Ask.BATCH)
@@ -633,7 +635,7 @@ class UserLoop:
             self.schedules.catch_up(self._own_updates(self.taken.where) - 1)
         changed = prepared.model.optimizer_spec.changed(prepared.groups)
         self.hyper, self.changed = changed if any(changed) else None, changed
-        self.stepping = self._stepped_by[index]
+        self.stepping = self._stepped_by[index] if stepping is None else stepping
         self.stepped = True
         self.job.turns.ask(Ask.COMMIT)
         self._after_step(lockstep)
@@ -670,6 +672,7 @@ class UserLoop:
         self.losses.found, self.clip = [], None
         if not lockstep.skip and self.arriving is not None:
             self._take(self.arriving)
+            self.states.begin_step()
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer, which servers have, as the optimizer itself would."""
@@ -694,8 +697,8 @@ class UserLoop:
         by_optimizer = [] if self.prepared is None else self.prepared.trained()
         if self.prepared is not None and self.prepared.closures:
             raise ConfigurationError(
-                "steepest.clip_grad_norm_() with an optimizer whose step() needs a closure: it sees the mean gradient "
-                "of all workers by itself; leave clipping out"
+                "steepest.clip_grad_norm_() with an optimizer whose step() needs a closure, or which shares parameters "
+                "with another one: it sees the mean gradient of all workers by itself; leave clipping out"
             )
         trained = [p for each in by_optimizer for p in each]
         of_one = [{id(p) for p in each} for each in by_optimizer]

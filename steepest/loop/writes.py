@@ -25,7 +25,11 @@ class LoopWrites(WriteCheck):
     def __init__(self) -> None:
         super().__init__()
         self._turns = 0
-        self._writes = False  # whether a trained parameter was ever written to
+        self._writes = False  # whether a trained parameter was ever written to, or is to be
+
+    def expect(self) -> None:
+        """Expect that the loop writes to trained parameters, and undoes that; as it tries values, say."""
+        self._writes = True
 
     @property
     def compares(self) -> bool:

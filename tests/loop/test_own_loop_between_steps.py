@@ -1,12 +1,14 @@
-"""Workers die between two batches of a sum of gradients, of a count, or of a projection, in loops of users' own."""
+"""Workers die, or programs end, between two batches or steps of users' own loops: what stands there counts once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import steepest
@@ -105,3 +107,27 @@ def telling(parts: Parts, epochs: int) -> None:
             loss.backward()
             parts.optimizer.step()
             steepest.report(loss=loss)
+
+
+def in_turns(parts: Parts, epochs: int) -> None:
+    """A schedule goes on between the two steps of each batch."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            for number in range(2):
+                parts.optimizer.zero_grad()
+                nn.functional.mse_loss(parts.model(x), y).backward()
+                parts.optimizer.step()
+                if not number:
+                    for scheduler in parts.schedulers:
+                        scheduler.step()
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_schedule_that_goes_on_between_two_steps_does_so_once(step: int, tmp_path: Path) -> None:
+    """The program ends behind it, or before; started again it goes through the rest of the batch."""
+    falling = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    script = Script(in_turns, optimizer=sgd(momentum=0.9), schedule=falling, any_steps=True)
+    checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
+    with pytest.raises(InterruptedRunError):
+        run(script, 2, checkpoints=checkpoints, callbacks=[Interrupts(step)])
+    assert difference(run(script, 2, checkpoints=checkpoints).weights, script.alone(2)) < 1e-12
