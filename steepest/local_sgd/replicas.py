@@ -205,6 +205,12 @@ class LocalReplicas(Replicas):
             return False
         return plan.position(step).epoch != plan.position(step - 1).epoch
 
+    def _meet(self, step: int) -> None:
+        """Let models go on that wait for others behind an epoch, before the worker's own weights are laid out."""
+        if self._of_rounds or self.meets_before(step):
+            for model in self._followers:
+                model.go_on_together(step)
+
     def compute(
         self,
         number: int,
@@ -219,9 +225,7 @@ class LocalReplicas(Replicas):
             arrive(None)
         if not self.places(number):
             self._tell_place((number, 0, 0), empty=True)
-        if self.meets_before(step := self.batches.places.step_of(number)):
-            for model in self._followers:
-                model.go_on_together(step)
+        self._meet(self.batches.places.step_of(number))
         self._begin(number)
         self._begin_round()
         if self.leased and not self.delays:

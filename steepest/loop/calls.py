@@ -23,7 +23,7 @@ from steepest.loop.streamed import StreamLockstep
 from steepest.loop.table_rows import connect_alone
 from steepest.loop.training_data import TrainingData, training_data
 from steepest.loop.user_loop import UserLoop, current
-from steepest.validation import require_count
+from steepest.validation import require_choice, require_count
 
 _ORDER = (
     "steepest.prepare(model, optimizer, loader), and schedulers and further loaders as there are"
@@ -238,11 +238,17 @@ def register(**objects: Any) -> Any:
     return Kept(objects) if loop is None else loop.register(objects)
 
 
-def epochs(count: int, end: int | None = None) -> Iterable[int]:
+def epochs(count: int, end: int | None = None, *, meet: bool = False) -> Iterable[int]:
     """Return the numbers of the epochs of a loop, from 0 to `count` - 1; or from the first number to before the second.
 
     In a worker that joins a job later they begin with the epoch in which the job is; the loader yields what is left of
     it. Outside of `steepest.run` it is ``range(count)``, or ``range(count, end)``.
+
+    Args:
+        count, end: as of `range`, where `end` is left out or greater.
+        meet: whether workers wait for each other behind each epoch where they do not elsewhere, under
+            ``LocalStrategy(quorum=)`` or ``pace="speed"``: all see the same weights there, and may `gather`. Others
+            meet there in any case.
 
     Example:
         >>> list(epochs(3)), list(epochs(1, 3))
@@ -253,8 +259,9 @@ def epochs(count: int, end: int | None = None) -> Iterable[int]:
     else:
         first = require_count("the first epoch", count, 0)
         count = require_count("the end of epochs", end, first + 1) - first
+    require_choice("meet", meet, (False, True))
     loop = current()
-    return range(first, first + count) if loop is None else loop.epochs(count, first)
+    return range(first, first + count) if loop is None else loop.epochs(count, first, meet)
 
 
 def report(**values: Any) -> None:
@@ -321,7 +328,8 @@ def gather(value: Any) -> Any:
 
     Raises:
         ConfigurationError: something else, or not of one form on all workers; it is called before `epochs`, or
-            workers do not wait for each other (``strategy="async"``).
+            workers do not wait for each other (``strategy="async"``; under rounds of a quorum or a pace they do behind
+            each of ``epochs(..., meet=True)``).
 
     Example:
         >>> gather({"right": 7, "scores": torch.zeros(3, 2)})["right"]

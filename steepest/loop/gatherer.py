@@ -28,8 +28,8 @@ from steepest.loop.turns import Turns
 class Meets(Protocol):
     """What is asked of a loop that gathers."""
 
-    together: bool
     local: int
+    meets: bool
 
     @property
     def rank(self) -> int:
@@ -171,10 +171,15 @@ class Gatherer:
                 "steepest.gather() before steepest.epochs(): call it in the loop, or after it, so that a worker that "
                 "joins later knows which values are meant"
             )
-        if not loop.together:
+        if not loop.meets:
+            do = (
+                "give steepest.epochs(..., meet=True), with which they do behind each epoch, and gather there"
+                if loop.local
+                else 'give strategy="ps" or "allreduce"'
+            )
             raise ConfigurationError(
                 "steepest.gather() where workers do not wait for each other: report() gives the driver means over "
-                'them; or give strategy="ps" or "allreduce"'
+                f"them; or {do}"
             )
         if loop.size == 1 or loop.stands_in:
             return alone(value)

@@ -29,6 +29,7 @@ class HasStates(Protocol):
     together: bool
     local: int
     ahead: bool
+    meets: bool
     gatherer: Gatherer
     prepared: Prepared | None
     lockstep: Lockstep | None

@@ -53,12 +53,14 @@ class Progress:
         epochs: that it wants in all; None where it has not entered `epochs` yet.
         in_lockstep: whether its steps are not one for each batch, so that it counts epochs itself.
         reports: since this was asked for the last time.
+        meets: whether it is to find the others behind each epoch.
     """
 
     ended: bool
     epochs: int | None
     in_lockstep: bool
     reports: list[Reported] = field(default_factory=list)
+    meets: bool = False
 
 
 @dataclass(frozen=True)

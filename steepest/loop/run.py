@@ -28,7 +28,6 @@ from steepest.observe.results import StepResult
 from steepest.observe.timeline.trace_file import check_target
 from steepest.strategies.named import as_strategy
 
-_IN_LOCKSTEP = -1
 _ATTEMPTS = 64  # at a call of all functions, in which processes may die
 
 
@@ -62,6 +61,13 @@ class _StopsAtTheEnd(Callback):
             return
         self.first = result.step if self.first is None else min(self.first, result.step)
         sgd.stop()
+
+
+class _PausesAtEpochs(Callback):
+    """Has workers begin no batch of an epoch before all of the one before are committed."""
+
+    def on_epoch_end(self, sgd: Any, result: StepResult) -> None:
+        """Do nothing: that it is called makes the pause."""
 
 
 def run(  # noqa: PLR0913 - keywords of a user, most of them optional
@@ -141,13 +147,14 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         ends = _StopsAtTheEnd()
         begun = 0  # epochs that `fit` was asked for; those of a checkpoint are the first of them
         while (wanted := _advance(sgd, reports, next(numbers))) is not None:
-            if wanted == _IN_LOCKSTEP:
+            if wanted.in_lockstep:
                 shown = "lines" if progress is True else progress
                 sgd.fit(steps=ENDLESS, callbacks=[ends, *callbacks], progress=shown)
                 continue
-            epochs = max(wanted - begun, 1)
+            epochs = max(wanted.epochs - begun, 1)
             begun += epochs
-            sgd.fit(epochs=epochs, callbacks=[ends, *callbacks], progress=progress)
+            pauses = [_PausesAtEpochs()] if wanted.meets else []
+            sgd.fit(epochs=epochs, callbacks=[ends, *pauses, *callbacks], progress=progress)
         if ends.first is not None:  # steps in which nobody had samples
             sgd.history.end(ends.first)
         if checkpoints is not None:
@@ -155,8 +162,17 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         return RunResult(reports.last(), reports.rows(), sgd.history, sgd.state_dict())
 
 
-def _advance(sgd: DistributedSGD, reports: Reports, number: int) -> int | None:
-    """Let all functions go on up to where they need batches, of so many epochs in all; None if all have ended."""
+@dataclass(frozen=True)
+class _LoopNeeds:
+    """What the workers' functions need next: so many epochs in all, or steps that they count themselves."""
+
+    epochs: int
+    in_lockstep: bool
+    meets: bool
+
+
+def _advance(sgd: DistributedSGD, reports: Reports, number: int) -> _LoopNeeds | None:
+    """Let all functions go on up to where they need batches; return what they want, or None if all have ended."""
     epoch = sgd.epoch or 0
     found = _surviving(sgd, _Advance(epoch, number))
     for worker, progress in enumerate(found):
@@ -164,10 +180,12 @@ def _advance(sgd: DistributedSGD, reports: Reports, number: int) -> int | None:
     going_on = [progress for progress in found if not progress.ended]
     if not going_on:
         return None
-    if any(progress.in_lockstep for progress in going_on):
-        return _IN_LOCKSTEP
     wanted = {progress.epochs for progress in going_on if progress.epochs is not None}
-    return max(max(wanted, default=0), epoch + 1)
+    return _LoopNeeds(
+        max(max(wanted, default=0), epoch + 1),
+        any(progress.in_lockstep for progress in going_on),
+        any(progress.meets for progress in going_on),
+    )
 
 
 def _surviving(sgd: DistributedSGD, advance: _Advance) -> list[Progress]:

@@ -108,7 +108,11 @@ class Session:
         if not amid or self.loop.lockstep is not None:
             self.loop.give(batch)
         if self.loop.lockstep is None:
-            self.loop.gatherer.gatherings.drop_before(batch.where.step)
+            where = (
+                batch.where
+            )  # an epoch's end has the number of that where steps come in any order
+            before = where.step if self.loop.together else where.epoch or 0
+            self.loop.gatherer.gatherings.drop_before(before)
         self._go_on()
         self._raise_error()
         self.loop.states.rounds.said = self.loop.calls.count
@@ -181,6 +185,11 @@ class Session:
         if self.job.asked is Ask.COMMIT or (self.job.asked is Ask.BATCH and self.loop.is_over):
             self._go_on(waits=False)
 
+    def go_on_gathering(self) -> None:
+        """Let the loop go on where it gathers behind an epoch; it waits for other workers there."""
+        if self.job.asked is Ask.PARTS and self.loop.gatherer.region is Region.END:
+            self._go_on()
+
     def fail(self, error: BaseException) -> None:
         """Have the next `compute` or `advance` raise an error."""
         self._error = self._error or error
@@ -203,7 +212,13 @@ class Session:
             self._go_on()
         self._raise_error()
         reports = self.loop.reports.hand_over(number)
-        return Progress(self.has_ended, self.loop.wanted_epochs, self.loop.in_lockstep, reports)
+        return Progress(
+            self.has_ended,
+            self.loop.wanted_epochs,
+            self.loop.in_lockstep,
+            reports,
+            meets=self.loop.meets and not self.loop.together,
+        )
 
     @property
     def _waits_for_the_job(self) -> bool:

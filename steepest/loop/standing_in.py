@@ -81,7 +81,7 @@ class Marked(Protocol):
         """The number of workers."""
         ...
 
-    together: bool
+    meets: bool
     batches: int
 
 
@@ -108,7 +108,7 @@ class Boundary:
         """Keep the state from which a worker that joins takes part in what is gathered from now on."""
         self._state = None
         loop = self._loop
-        if loop.size > 1 and loop.together:
+        if loop.size > 1 and loop.meets:
             # objects may be large: their state is kept from before only where the loop is known to gather
             whole = at == "end" or self._gatherer.among_batches
             state = self._state_at(at, objects=whole)

@@ -62,6 +62,7 @@ class UserLoop:
         stepping: ids of the parameters of the optimizer that steps.
         fresh: what was reported since the last step.
         batches: that the loop has taken.
+        meets: whether workers wait for each other behind each epoch, as far as the loop has said so.
         trying: the optimizer whose step by a closure is under way.
     """
 
@@ -112,6 +113,7 @@ class UserLoop:
         self.pending: Batch | None = None  # a batch that the loop has yet to take
         self.taken: Batch | None = None
         self.wanted_epochs: int | None = None
+        self.meets = self.together
         self.epoch, self._left = 0, -1  # in which the loop is; through which it has gone last
         self.stepped = False
         self.stepping: set[int] = set()
@@ -265,8 +267,10 @@ class UserLoop:
             )
         raise ConfigurationError(f"{name}.add_param_group() after steepest.prepare(): {do}")
 
-    def epochs(self, count: int, first: int = 0) -> Iterator[int]:
+    def epochs(self, count: int, first: int = 0, meet: bool = False) -> Iterator[int]:
         """Yield the numbers of the epochs that are still to come, of `count`, where the user counts from `first`."""
+        # meet: whether workers wait for each other behind each
+        self.meets = self.together or (meet and self.local > 0)
         return (first + epoch for epoch in self._epochs_of(count))
 
     def _epochs_of(self, count: int) -> Iterator[int]:
@@ -281,6 +285,10 @@ class UserLoop:
         self.wanted_epochs = count
         pending = self.pending
         self.epoch = self.job.next_epoch if pending is None else pending.where.epoch or 0
+        if self.meets and not self.together and self.arriving is not None:
+            self.epoch = min(
+                self.epoch, self.arriving["epoch"]
+            )  # behind which others wait for this worker
         self._left = self.epoch - 1
         lockstep = self.prepared.lockstep
         if lockstep is not None:
@@ -511,6 +519,8 @@ class UserLoop:
         """Raise StopIteration: the epoch has no further batch."""
         locked = self.lockstep
         number = locked.number if locked is not None else max(self.at_step + 1, self.job.passed)
+        if not self.together:  # each has had another step last
+            number = self.epoch + 1
         self._left = self.epoch
         if (self.gatherer.region, self.gatherer.number) != (Region.END, number):
             self.gatherer.enter(Region.END, number)

@@ -98,6 +98,9 @@ class Worker:
         self._limit = -1  # the version up to which steps are granted
         # shares of the samples, version to compute from; and those that will be leased next, empty for none
         self._lease: tuple[range, int] | None = None
+        self._begun: tuple[range, int] | None = (
+            None  # the lease that is computed, unless it came in the middle
+        )
         self._ahead = range(0)
         self._stats = True
         self._baseline = 0  # generation since which arriving weights count
@@ -262,7 +265,8 @@ class Worker:
             return  # a copy
         self.generation = begun.generation
         self._limit = self._floor = begun.version
-        self._lease, self._ahead = None, range(0)
+        self._lease = self._begun = None
+        self._ahead = range(0)
         self._exchange.begin_generation()
         if not begun.again:  # weights may be others, or what the models do
             self._computed = None
@@ -311,6 +315,7 @@ class Worker:
     def _step_ahead(self) -> None:
         """Begin the next leased share: before its lease, or the weights of that."""
         shares = self._ahead if self._lease is None else self._lease[0]
+        self._begun = None
         self._ahead = range(0) if self._lease is None else self._ahead
         self._replicas.leased_shares = len(shares)
         self._waited = 0.0
@@ -325,7 +330,7 @@ class Worker:
     def _begin_leased(self) -> None:
         """Begin the push of a share whose lease has come in the middle of its step."""
         assert self._lease is not None
-        (_, version), self._lease = self._lease, None
+        (_, version), self._lease, self._begun = self._lease, None, None
         self._pushed = (self.generation, version)
         self._exchange.begin(self.generation, version, self._incarnation, is_last=True)
 
@@ -428,7 +433,8 @@ class Worker:
             shares, needed = self._lease
             if version < needed:
                 return None
-            self._lease, self._replicas.leased_shares = None, len(shares)
+            self._begun, self._lease = self._lease, None
+            self._replicas.leased_shares = len(shares)
             return shares[0]
         return version * self._members + self._index if version < self._limit else None
 
@@ -513,6 +519,7 @@ class Worker:
                 self._computed = None
                 if isinstance(error, PausedError):
                     self._pushed, self._paused = before, True
+                    self._lease = self._lease or self._begun
                     return
                 if not isinstance(error, AbandonedError):
                     self._replicas.batches.skip()

@@ -303,7 +303,7 @@ class FollowsOwnUpdates(Protocol):
         """Note that the worker has made an update of its own with the model's last gradient."""
 
     def go_on_together(self, version: int) -> None:
-        """Note that an epoch is over, and that all see the servers' weights of a version; it may wait for others."""
+        """Note that all weights of a version are here, and a round is about to begin; it may wait for other models."""
 
 
 @runtime_checkable
