@@ -146,7 +146,8 @@ def carry_rows(cluster: Cluster, number: int) -> None:
         }
         if not having:
             raise PeerLostError(
-                f"of the rows of {dealing.name(chunk)} no snapshot is left: the processes that had it on disk died"
+                f"of the rows of {dealing.name(chunk)} no snapshot is left: the processes that had it on disk died. "
+                "Start the program again: with checkpoints= it goes on from the newest checkpoint"
             )
         for process in holders:
             if process not in having:

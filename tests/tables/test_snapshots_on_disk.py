@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from steepest import AllreduceStrategy, FailureConfig, ParameterServerStrategy
+from steepest import AllreduceStrategy, Checkpoints, FailureConfig, ParameterServerStrategy
 from steepest.config.run import DeadlineConfig
 from steepest.core.engine.job import ModelCreator
 from steepest.core.system import system
@@ -120,6 +120,30 @@ def test_two_deaths_at_once_leave_no_snapshot_and_say_so(tmp_path: Path) -> None
                 simulation.world.kill(each, "it was killed. connection error code 2.")
         with pytest.raises(PeerLostError, match=r"of the rows of tables/\d no snapshot is left"):
             sgd.fit(steps=7, progress=False)
+
+
+@pytest.mark.long
+def test_after_two_deaths_the_program_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    simulation, strategy = Simulation(3), ParameterServerStrategy(num_servers=2)
+    create, kept = on_disk(tmp_path / "rows"), Checkpoints(tmp_path / "kept", every=3)
+    with trainer(words(IDS), strategy) as sgd:
+        sgd.fit(steps=14, progress=False)
+        expected = sgd.export_table("words")
+    how: dict[str, Any] = {"run_config": EVERY, "checkpoints": kept}
+    with quiet(), trainer(create, strategy, simulation=simulation, **how) as sgd:
+        sgd.fit(steps=7, progress=False)
+        for each in simulation.living():
+            if "server" in str(each):
+                simulation.world.kill(each, "it was killed. connection error code 2.")
+        with pytest.raises(PeerLostError, match=r"Start the program again: with checkpoints="):
+            sgd.fit(steps=7, progress=False)
+    with trainer(create, strategy, **how) as sgd:
+        sgd.fit(steps=7, progress=False)
+        assert sgd.stats().step >= 7
+        sgd.fit(steps=7, progress=False)
+        found = sgd.export_table("words")
+    assert torch.equal(found.ids, expected.ids)
+    assert torch.equal(found.values, expected.values)
 
 
 @pytest.mark.parametrize("who", ["a server", "who has the copies"])
