@@ -77,7 +77,8 @@ class ModelTables:
         if strategy.delay or strategy.blend:
             raise ConfigurationError(
                 f"delay={strategy.delay} and blend={strategy.blend} with embedding tables: their rows are the "
-                "servers' alone, so that a worker has none of its own to go on with; leave both out"
+                "servers' alone, so that a worker has none of its own to go on with; leave both out (fragments= lets "
+                "a link carry less at a time), or have tables held by every worker: num_embeddings= and replicate=True"
             )
         for table in self.tables:
             _require_followed(table, strategy, spec)

@@ -42,11 +42,12 @@ class LocalStrategy(WithFormats, ServerStrategy):
             that part of the bytes to carry at a time (Douillard et al. 2025, Streaming DiLoCo,
             arXiv:2501.18512). In between a worker has weights of its own for the other fragments;
             they are part of checkpoints, and a dead worker's successor begins with the mean of the
-            other workers'. Not together with embedding tables.
+            other workers'.
         delay: batches that a worker computes between sending a fragment's changes and taking in what
             became of them; in between both travel while it computes, so that it waits for neither
             on a link that needs no longer. Less than ``sync_every / fragments``. With ``pace="speed"`` it counts
-            the fastest worker's, of which others compute fewer.
+            the fastest worker's, of which others compute fewer. Not together with embedding tables on servers,
+            nor is `blend`.
         blend: the part that the worker's own weights have in what it goes on with then: 0 for the
             servers' weights, 0.5 for the mean of both.
         quorum: how many workers' changes make a round; the others go on by themselves, and theirs are part
@@ -54,7 +55,7 @@ class LocalStrategy(WithFormats, ServerStrategy):
             that has left (Decoupled DiLoCo, 2026, arXiv:2604.21428). A step is then as many changes as there are
             workers, whichever made them. None for all workers' changes, each from the same weights. With
             `fragments` each worker's change is of one of them, as the rounds take turns; that of a late worker may
-            be of another than the others'. Needs `num_servers`; not together with embedding tables.
+            be of another than the others'. Needs `num_servers`.
         grace: seconds for which a round waits for further changes once `quorum` have come, by the
             coordinator's clock. What had come is in the log, so that a replay does not depend on time.
         pace: "equal" for `sync_every` batches of each worker between two exchanges; "speed" for so many of the fastest,

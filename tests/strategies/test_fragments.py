@@ -381,18 +381,24 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
         LocalStrategy(**settings)
 
 
-def test_a_delay_is_refused_with_embedding_tables() -> None:
-    def net() -> nn.Module:
-        return nn.Sequential(
-            Embedding(Table("rows", 4)), nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 1)
-        )
+def test_a_delay_is_refused_with_embedding_tables_on_servers() -> None:
+    strategy = LocalStrategy(sync_every=4, delay=1)
 
-    data = torch.arange(8).view(-1, 1), torch.zeros(8, 1)
-    task = Task(net, sgd(), data, batch_size=2)
-    with pytest.raises(ConfigurationError, match="delay=1 and blend=0.0 with embedding tables"):
-        InProcessCluster(
-            task.creator(), num_workers=2, strategy=LocalStrategy(sync_every=4, delay=1)
-        )
+    def task(**settings: Any) -> Task:
+        def net() -> nn.Module:
+            rows = Embedding(Table("rows", 4, **settings))
+            return nn.Sequential(rows, nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 1))
+
+        data = torch.arange(32).view(-1, 1), torch.ones(32, 1)
+        return Task(net, sgd(), data, batch_size=2)
+
+    with pytest.raises(ConfigurationError, match="delay=1 and blend=0.0 with .* replicate=True"):
+        InProcessCluster(task().creator(), num_workers=2, strategy=strategy)
+    held = task(num_embeddings=32, replicate=True)
+    cluster = InProcessCluster(held.creator(), num_workers=2, strategy=strategy, keep_log=True)
+    losses = [result.loss for result in cluster.step(6)]
+    assert losses[-1] < losses[0]
+    assert same_bits(replay(cluster.log(), held.creator()), cluster.weights())
 
 
 @pytest.mark.parametrize(("servers", "delay"), [(None, 0), (1, 1), (None, 1)])
