@@ -15,7 +15,8 @@ the other. Of pairs the median is told, with the interval in which it lies with 
   the busiest, which takes the steps.
 
 Last stand the calls of the library's functions in a step of two workers, without and with a recorded timeline, which no
-other program changes; a page makes none in processes of workers and servers but "counters", every five seconds.
+other program changes, and what that adds to the processor time of all roles in one thread (``--inside`` measures these
+alone, in half a minute); a page makes none in processes of workers and servers but "counters", every five seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from types import FrameType
 
 import torch
@@ -95,7 +96,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=positive, default=41, help="pairs of turns of each")
     parser.add_argument("--steps", type=positive, help="steps of one turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
+    parser.add_argument("--inside", action="store_true", help="measure in one thread alone")
     options = parser.parse_args(arguments)
+    if options.inside:
+        show_inside(options.strategy)
+        return
     workload = WORKLOADS[options.model]
     steps = options.steps or workload.steps
 
@@ -129,13 +134,22 @@ def main(arguments: list[str] | None = None) -> None:
     for name, pairs in found.items():
         print(table(name, pairs), flush=True)
     print(f"\nthe last trace has {size:.1f} MB")
-    plain, recorded = (calls_of_a_step(options.strategy, recorded) for recorded in (False, True))
-    print(
-        f"calls of functions in a step of {WORKERS} workers: {plain:.0f}, recorded {recorded:.0f}"
-    )
+    show_inside(options.strategy)
     if options.json:
         rows = {name: [list(map(asdict, pair)) for pair in pairs] for name, pairs in found.items()}
         options.json.write_text(json.dumps(rows) + "\n")
+
+
+def show_inside(strategy: str) -> None:
+    """Print what a recorded timeline adds to a step whose roles are all in this thread."""
+    plain, recorded = (calls_of_a_step(strategy, recorded) for recorded in (False, True))
+    print(
+        f"calls of functions in a step of {WORKERS} workers: {plain:.0f}, recorded {recorded:.0f}"
+    )
+    added, without = added_to_a_step(strategy)
+    print(
+        f"processor time of such a step, all roles in one thread: {without:.0f} us, recorded {added} us"
+    )
 
 
 def pair_of(off: Callable[[], Spent], turn: Callable[[], Spent], reverse: bool) -> Pair:
@@ -242,18 +256,40 @@ def microseconds(seconds: Sequence[float]) -> str:
 # -- calls ----------------------------------------------------------------------------------------
 
 
-def calls_of_a_step(name: str, recorded: bool, steps: int = 20) -> float:
-    """Return how many of the library's functions a step of all roles in one thread calls."""
+def one_thread(name: str, recorded: bool) -> InProcessCluster:
+    """Return a job with all roles in this thread, whose timeline is recorded or not."""
     cluster = InProcessCluster(
         linear_model_creator(), num_workers=WORKERS, strategy=as_strategy(name)
     )
     if recorded:
         for router in {*cluster.server_routers, *cluster.worker_routers}:
             record_roles(router, SpanRing(1 << 12))
-    cluster.step(steps)
+    cluster.step(20)
+    return cluster
+
+
+def calls_of_a_step(name: str, recorded: bool, steps: int = 20) -> float:
+    """Return how many of the library's functions a step of all roles in one thread calls."""
+    cluster = one_thread(name, recorded)
     with counted() as calls:
         cluster.step(steps)
     return calls.total() / steps
+
+
+def added_to_a_step(name: str, rounds: int = 201, steps: int = 10) -> tuple[str, float]:
+    """Return what recording adds to this thread's processor time of a step of all roles, and that without, in us."""
+    clusters = [one_thread(name, recorded) for recorded in (False, True)]
+    found = []
+    for number in range(rounds):
+        spent = [0.0, 0.0]
+        for at in (0, 1) if number % 2 else (1, 0):
+            began = thread_time()
+            clusters[at].step(steps)
+            spent[at] = (thread_time() - began) / steps
+        found.append(spent)
+    return microseconds([after - before for before, after in found]), 1e6 * statistics.median(
+        before for before, _ in found
+    )
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ perceptron of 1.9 million parameters and a sleep of ``--batch`` milliseconds in 
 two cores could not compute, or carry bytes, for four hosts at once. So what is checked is what waits for what, over
 which link, and not how fast processors are. The profile is measured by as many processes at once as a case has
 workers, as all share this machine's cores; each number is the median over them. A measured figure is the median of
-``--rounds`` turns. Beside it stands what all processes together take of processors in a step, without the passes,
-measured and predicted: other programs of a machine disturb that little.
+``--rounds`` turns. Beside it stands what workers' processes, and those of servers, take of processors in a step,
+measured and predicted: other programs of a machine disturb that less.
 
 The published figures are those of `benchmarks.plan_published`.
 """
@@ -27,7 +27,6 @@ import functools
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,6 +122,7 @@ def measured_at_once(orders: Orders, workload: Slowly, place: str) -> None:
             "seconds": found.seconds,
             "loading": found.loading,
             "variation": found.variation,
+            "processor": found.processor,
             "needed": dict(found.needed),
             "ready": dict(found.ready),
             "costs": vars(found.costs),
@@ -150,7 +150,8 @@ def profile_of(spaces: Sequence[Namespace], workload: Slowly, own: Profile) -> P
         return statistics.median(values)
 
     numbers = {
-        name: median(name) for name in ("seconds", "loading", "variation", "needed", "ready")
+        name: median(name)
+        for name in ("seconds", "loading", "variation", "processor", "needed", "ready")
     }
     return replace(own, costs=Costs(**median("costs")), **numbers)
 
@@ -160,13 +161,15 @@ class Compared:
     """A case: seconds of a step, measured (median, least, greatest) and predicted.
 
     Attributes:
-        processors: processor seconds of a step beside its passes, of all processes, measured and predicted.
+        workers, servers: processor seconds of a step, of all processes with workers and of those with servers alone,
+            measured and predicted.
     """
 
     name: str
     measured: tuple[float, float, float]
     predicted: float
-    processors: tuple[float, float]
+    workers: tuple[float, float]
+    servers: tuple[float, float]
 
     @property
     def error(self) -> float:
@@ -189,36 +192,27 @@ def compare(
         ):
             team.turn(2 * cycle)
             steps = max(3, cycle)
-            used, found = -seconds_of_processors(team.pids()), []
+            pids, found = team.pids(), []  # servers' before workers'
+            both = pids[-hosts:], pids[:-hosts]
+            before = [seconds_of_processors(each) for each in both]
             for _ in range(rounds):
                 found.append(max(team.turn(steps)))
-            used += seconds_of_processors(team.pids())
+            used = [
+                (seconds_of_processors(each) - began) / (rounds * steps)
+                for each, began in zip(both, before, strict=True)
+            ]
     late = round_trip > 0
     bandwidth = UNLIMITED if mbit is None else mbit * 1e6 / 8
     links = Links(bandwidth, round_trip / 2e3, FRAMES[late], 10 * SEGMENTS[late])
     predicted = predict(profiles[hosts], strategy, hosts, links)
-    beside = used / (rounds * steps) - hosts * strategy.updates * pass_seconds(workload)
     middle = statistics.median(found), min(found), max(found)
-    return Compared(name, middle, predicted.seconds, (beside, predicted.beside))
+    workers, servers = (used[0], predicted.of_workers), (used[1], predicted.of_servers)
+    return Compared(name, middle, predicted.seconds, workers, servers)
 
 
 def seconds_of_processors(pids: Sequence[int]) -> float:
     """Return the processor time of some processes so far."""
     return sum(sum(thread_seconds(pid).values()) for pid in pids)
-
-
-@functools.cache
-def pass_seconds(workload: Slowly, passes: int = 20) -> float:
-    """Return the processor time of loading a batch, and of a pass over it."""
-    one = workload.model()  # whose rest lets caches be used by others
-    features, labels = torch.ones(1, 1024), torch.zeros(1, dtype=torch.int64)
-    found = []
-    for _ in range(passes):
-        began = time.thread_time()
-        one.module.zero_grad()
-        torch.nn.functional.cross_entropy(one.module(features), labels).backward()
-        found.append(time.thread_time() - began)
-    return statistics.median(found)
 
 
 class Small:
@@ -236,7 +230,8 @@ def measured(only: str, batch: float, rounds: int) -> None:
     found: list[Compared] = []
     profiles: dict[int, Profile] = {}
     print(
-        f"{'':38} measured ms (least to greatest)  predicted   error   load   processors ms, predicted",
+        f"{'':38} measured ms (least to greatest)  predicted   error   load"
+        "   processors ms of workers, predicted   of servers, predicted",
         flush=True,
     )
     for name in (each for each in cases() if each.startswith(only)):
@@ -246,7 +241,7 @@ def measured(only: str, batch: float, rounds: int) -> None:
         print(
             f"{name:38} {middle:8.0f} ({least:.0f} to {greatest:.0f})".ljust(72)
             + f"{1000 * each.predicted:9.0f}  {each.error:+6.1%}  {os.getloadavg()[0]:5.1f}"
-            + "".join(f"{1000 * seconds:12.1f}" for seconds in each.processors),
+            + "".join(f"{1000 * seconds:12.1f}" for seconds in (*each.workers, *each.servers)),
             flush=True,
         )
     errors = [abs(each.error) for each in found]
@@ -254,6 +249,14 @@ def measured(only: str, batch: float, rounds: int) -> None:
         print(
             f"\n{len(errors)} cases: median error {statistics.median(errors):.1%} (goal {GOAL:.0%}), worst "
             f"{max(errors):.1%} (goal {LIMIT:.0%}); at most {LIMIT:.0%} in {sum(e <= LIMIT for e in errors)}"
+        )
+        shares = [
+            sum(each.workers[1:] + each.servers[1:]) / (each.workers[0] + each.servers[0])
+            for each in found
+        ]
+        print(
+            f"processor time of all processes, predicted over measured: median {statistics.median(shares):.2f}, "
+            f"{min(shares):.2f} to {max(shares):.2f}"
         )
 
 

@@ -73,14 +73,20 @@ class ModelledProcess:
 
     Messages are handled in the order in which they came, while the task waits for something.
 
+    Args:
+        events: what is to happen.
+        host: the number of its host.
+        alone: seconds that it works more for a message which it slept until, see `Costs`.
+
     Attributes:
         host: the number of its host.
         cursor: how far its thread has come, in virtual seconds.
         spent: the seconds in which its thread has worked.
     """
 
-    def __init__(self, events: Events, host: int) -> None:
+    def __init__(self, events: Events, host: int, alone: float = 0.0) -> None:
         self.host, self.cursor, self.spent = host, 0.0, 0.0
+        self._alone = alone
         self._events = events
         self._inbox: deque[tuple[float, Callable[[], None]]] = deque()
         self._task: Task | None = None
@@ -94,9 +100,12 @@ class ModelledProcess:
 
     def deliver(self, seconds: float, act: Callable[[], None]) -> None:
         """Have something done on the thread after so many seconds of work; it may `spend` more with it."""
-        self._inbox.append((seconds, act))
-        if not self._is_busy:
-            self._go()
+        if self._is_busy:
+            self._inbox.append((seconds, act))
+            return
+        slept = self.cursor < self._events.now
+        self._inbox.append((seconds + self._alone if slept else seconds, act))
+        self._go()
 
     @property
     def ahead(self) -> float:

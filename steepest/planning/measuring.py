@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ _REPEATS = 5
 _PUSHES = 4  # that are added up
 _LARGE = 4 << 20  # bytes of a payload
 _MESSAGES = 200
+_ALONE = 24  # messages one by one
+_ELSEWHERE = 8 << 20  # floats that are changed so that no cache holds anything else
 _FEW = 4  # passes, of which fewer tell nothing of their variation
 _QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution
 _OTHERS = 6  # messages of a step of one worker beside chunks: ASK, GRANT, REPORT, VERSION_STAGED, COMMIT, RESULT
@@ -108,6 +111,7 @@ def measure(
         codec_costs=cache(measure_codec),
         holds_back=job.replicas.may_take_back,
         own_loop=isinstance(model, LoopModel),
+        processor=statistics.median(row.processor for row in rows),
     )
 
 
@@ -147,6 +151,7 @@ class _MeasuredPass:
 
     def __init__(self) -> None:
         self.seconds = self.loading = self.applying = self.handling = 0.0
+        self.processor = self.on_thread = 0.0  # of the pass, on all threads and on its own
         self.needed: dict[int, float] = {}
         self.ready: dict[int, float] = {}
 
@@ -203,6 +208,9 @@ class _MeasuredJob:
         self._server: Server = host_server(router, job, 0, self.replicas.weights.clone())
         host_coordinator(router, job)
         self._client: Client = host_client(router, job, 0)
+        self._applying = 0.0  # processor seconds of updates
+        for held in self._server.chunks.values():
+            vars(held)["apply"] = self._timed_update(held.apply)
         self._worker: Worker = host_worker(router, job, 0, self.replicas, extensions=EXTENSIONS)
         self._worker.join()
 
@@ -213,6 +221,7 @@ class _MeasuredJob:
 
         def timed(batch: Any, ready: Any, metrics: bool, arrive: Any = all_here) -> Any:
             row, began = _MeasuredPass(), now()
+            processor, on_thread = time.process_time(), time.thread_time()
 
             def arriving(entry: int | None) -> None:
                 if entry is not None:
@@ -225,10 +234,22 @@ class _MeasuredJob:
 
             found = compute(batch, readied, metrics, arriving)
             row.seconds = now() - began
+            row.processor = time.process_time() - processor
+            row.on_thread = time.thread_time() - on_thread
             rows.append(row)
             return found
 
         vars(model)["compute_gradients"] = timed
+
+    def _timed_update(self, apply: Callable[..., None]) -> Callable[..., None]:
+        """Return what updates a chunk as `apply` does, and is timed."""
+
+        def timed(*arguments: Any) -> None:
+            began = time.thread_time()
+            apply(*arguments)
+            self._applying += time.thread_time() - began
+
+        return timed
 
     def _count(self, counting: list[CountingRows]) -> None:
         """Have the ids of the model's batches counted."""
@@ -279,10 +300,11 @@ class _MeasuredJob:
 
     def _take_one(self, before: int) -> bool:
         """Take a step; return whether it had samples."""
-        began, _, taking, committing = self._now(), *self._server.spent[1:]
+        taking, self._applying = self._server.spent[2], 0.0
+        began = time.thread_time()
         self._client.ask(1, True)
         self._turn_until(lambda: not self._client.outcomes.empty())
-        took = self._now() - began
+        took = time.thread_time() - began
         outcome = self._client.outcomes.get()
         if isinstance(outcome, Failure):
             raise ModelRaisedError(
@@ -293,8 +315,8 @@ class _MeasuredJob:
             return False
         row, spent = self._rows[-1], self._server.spent
         row.loading = (outcome.timings or {}).get("data", 0.0)
-        row.applying = spent[3] - committing
-        known = row.seconds + row.loading + row.applying + spent[2] - taking
+        row.applying = self._applying
+        known = row.on_thread + row.loading + row.applying + spent[2] - taking
         row.handling = max(took - known, 0.0)
         return True
 
@@ -310,12 +332,11 @@ class _MeasuredJob:
         """Return what is done beside the passes takes for each byte."""
         chunks = [held for held in self._server.chunks.values() if held.chunk.trainable]
         nbytes = max(sum(held.chunk.nbytes for held in chunks), 1)
-        applied = min(row.applying for row in rows) / nbytes
+        applied = statistics.median(row.applying for row in rows) / nbytes
         added, checked = self._adding(chunks)
         transport = measure_transport()
-        # a push and its weights for each chunk, and what coordinator, server, worker and client say to each other;
-        # the least, which other programs have lengthened the least
-        handled = min(row.handling for row in rows) / (2 * len(chunks) + _OTHERS)
+        # a push and its weights for each chunk, and what coordinator, server, worker and client say to each other
+        handled = statistics.median(row.handling for row in rows) / (2 * len(chunks) + _OTHERS)
         transport["message"] += handled / 2  # half where it is sent
         return Costs(applied=applied, added=added, checked=checked, **transport)
 
@@ -333,8 +354,8 @@ class _MeasuredJob:
                     *(frozenset({push.worker}), torch.ones_like(held.weights), 1.0, 1.0),
                     *(frozenset(), None),
                 )
-        adding = _fastest(lambda: [held.reduce(pushes) for held in chosen])
-        checking = _fastest(lambda: [held.squares() for held in chosen])
+        adding = _usual(lambda: [held.reduce(pushes) for held in chosen])
+        checking = _usual(lambda: [held.squares() for held in chosen])
         for held in chosen:
             held.discard()
         return adding / (_PUSHES * nbytes), checking / nbytes
@@ -350,15 +371,17 @@ def _own_main() -> Iterator[None]:
         sys.modules["__main__"], sys.argv = main, arguments
 
 
-def _fastest(act: Callable[[], object], repeats: int = _REPEATS) -> float:
-    """Return the least processor time of this thread for several calls, which a busy machine lengthens little."""
+def _usual(act: Callable[[], object], repeats: int = _REPEATS) -> float:
+    """Return the median processor time of this thread for a call, when caches hold other things, as after a pass."""
+    elsewhere = torch.zeros(_ELSEWHERE)
     act()
     found = []
     for _ in range(repeats):
+        elsewhere.add_(1.0)
         began = time.thread_time()
         act()
         found.append(time.thread_time() - began)
-    return min(found)
+    return statistics.median(found)
 
 
 def measure_codec(codec: Codec) -> CodecCosts:
@@ -398,7 +421,7 @@ def measure_codec(codec: Codec) -> CodecCosts:
                 codec.add(layout, chunk, [(payload, 0.5)], out)
 
     nbytes = sum(chunk.nbytes for chunk in chunks)
-    return CodecCosts(_fastest(pack) / nbytes, _fastest(add) / nbytes)
+    return CodecCosts(_usual(pack) / nbytes, _usual(add) / nbytes)
 
 
 class _PushSink:
@@ -406,6 +429,7 @@ class _PushSink:
 
     def __init__(self) -> None:
         self.memory, self.count = torch.empty(_LARGE, dtype=torch.uint8), 0
+        self.taken = threading.Event()  # a push
 
     def destination(self, message: Message, size: int) -> torch.Tensor:
         """Return the same memory for each payload."""
@@ -414,6 +438,7 @@ class _PushSink:
     def handle(self, source: Peer, message: Message) -> None:
         """Count a message."""
         self.count += 1
+        self.taken.set()
 
     def lost(self, peer: Peer, reason: str) -> None:
         """Do nothing."""
@@ -427,7 +452,7 @@ class _PushSink:
 
 
 def measure_transport() -> dict[str, float]:
-    """Return what messages take over TCP inside this host, as "message", "sent" and "received" of `Costs`.
+    """Return what messages take over TCP inside this host, as "message", "alone", "sent" and "received" of `Costs`.
 
     Processor time of the sending and of the receiving thread, so that a busy machine changes it little.
     """
@@ -449,10 +474,34 @@ def measure_transport() -> dict[str, float]:
         both = _processor_seconds(here, there, sink, None, _MESSAGES)
         large = _processor_seconds(here, there, sink, payload, _REPEATS * 2)
         sent, received = (max(seconds, 0.0) / (_REPEATS * 2 * _LARGE) for seconds in large)
-        return {"message": sum(both) / 2 / _MESSAGES, "sent": sent, "received": received}
+        message = sum(both) / 2 / _MESSAGES
+        alone = max(_alone(here, there, sink) - message, 0.0)
+        return {"message": message, "alone": alone, "sent": sent, "received": received}
     finally:
         for router in (here, there):
             router.stop()
+
+
+def _alone(here: Router, there: Router, sink: _PushSink) -> float:
+    """Return the processor time of one thread for a message by itself, when caches hold other things."""
+    elsewhere, send = torch.zeros(_ELSEWHERE), here.sender(Peer("worker", 0))
+    push = Push(1, 0, 1, 0, 0, 1.0, 1.0, (), None)
+
+    def empty() -> None:
+        sink.taken.set()
+
+    def spent(act: Callable[[], None]) -> float:
+        began = [router.call(time.thread_time).result(_SECONDS) for router in (here, there)]
+        for _ in range(_ALONE):
+            elsewhere.add_(1.0)
+            sink.taken.clear()
+            here.call(act).result(_SECONDS)
+            if not sink.taken.wait(_SECONDS):
+                raise SteepestError("a message inside this host did not arrive in time")
+        ended = [router.call(time.thread_time).result(_SECONDS) for router in (here, there)]
+        return sum(ended) - sum(began)
+
+    return (spent(lambda: send(Peer("server", 0), push.pack())) - spent(empty)) / _ALONE / 2
 
 
 def _processor_seconds(

@@ -16,7 +16,9 @@ class Costs:
     """Seconds of one processor for what is done beside the model's own computation.
 
     Attributes:
-        message: to send, or to receive and handle, one message without its payload.
+        message: to send, or to receive and handle, one message without its payload, of several in a row.
+        alone: more, where it is not one of a row: sent amid a pass, or received by a process that slept. Its code and
+            data have left the processor's caches by then.
         sent, received: for each byte that is sent, or received, over TCP.
         added: for each byte of a gradient that a server adds up.
         applied: for each byte of weights in the optimizer's step.
@@ -24,6 +26,7 @@ class Costs:
     """
 
     message: float = 0.0
+    alone: float = 0.0
     sent: float = 0.0
     received: float = 0.0
     added: float = 0.0
@@ -58,6 +61,7 @@ class Profile:
             whose gradients leave by a guess.
         own_loop: whether the loop is the user's own, which some settings of a strategy exclude.
         on_device: whether a device computes the passes, while the process' thread sends and receives.
+        processor: processor seconds of a pass, on all threads; None: as many as the pass takes.
     """
 
     samples: int
@@ -73,12 +77,20 @@ class Profile:
     holds_back: bool = False
     own_loop: bool = False
     on_device: bool = False
+    processor: float | None = None
 
     @cached_property
     def nbytes(self) -> int:
         """The bytes of the trained parameters."""
         layout = self.layout(ChunkSpec())
         return sum(layout.chunks[index].nbytes for index in layout.trainable_chunks)
+
+    @property
+    def occupied(self) -> float:
+        """The processors that a pass keeps busy, on average: 0 where a device computes."""
+        if self.on_device:
+            return 0.0
+        return 1.0 if self.processor is None else self.processor / max(self.seconds, 1e-9)
 
     @property
     def alone(self) -> float:

@@ -281,6 +281,7 @@ class ModelledWorker:
         self.to_server: Callable[[ModelledProcess, int, ModelledPush], None]
         self.computed = 0.0  # seconds in which it has computed
         self.beside = 0.0  # of these, other than passes and loading
+        self.passes = 0.0  # of these, in passes
 
     # -- what it is sent -----------------------------------------------------------------------
 
@@ -372,8 +373,10 @@ class ModelledWorker:
                     yield partial(self._has, version, (chunk,))
                     self._device = max(self._device, self.process.cursor)
         for at, chunk in self._ready:
-            yield from self._compute(at - done)
-            done = max(done, at)
+            if at > done:
+                yield from self._compute(at - done)
+                done = at
+                self.process.spend(self._profile.costs.alone)
             self._push(version, chunk)
         yield from self._compute(self._profile.seconds - done)
 
@@ -388,11 +391,13 @@ class ModelledWorker:
             more, self._pace = profile.loading if batch else 0.0, self._draw()
             updating = profile.nbytes * profile.costs.applied
             self.beside += updating * self._pace
+            self.passes -= (more + updating) * self._pace
             yield from self._compute(profile.seconds + more + updating)
         exchanged = self._layout.of_fragment(version)
         nbytes = sum(self._sizes.plain[chunk] for chunk in exchanged)
         forming = _PASSES * nbytes * profile.costs.added
         self.beside += forming * self._pace
+        self.passes -= forming * self._pace
         yield from self._compute(forming)
 
     def _compute(self, seconds: float) -> Task:
@@ -400,6 +405,7 @@ class ModelledWorker:
             return
         took = seconds * self._pace
         self.computed += took
+        self.passes += took
         if self._profile.on_device:
             self._device += took
             yield self.process.until(self._device)

@@ -45,6 +45,8 @@ class Prediction:
         computing: share of the time in which a worker computes, on average.
         sent: bytes of payloads that go over links in a step, of all hosts together.
         beside: processor seconds of a step, of all processes together, beside passes and loading.
+        of_workers, of_servers: processor seconds of a step, of all processes with workers together, and of those with
+            servers alone: all that they compute, load, send, receive and apply.
         chunks: into which the trained parameters are cut; servers beyond as many hold nothing.
     """
 
@@ -57,6 +59,8 @@ class Prediction:
     sent: float
     beside: float = 0.0
     chunks: int = 0
+    of_workers: float = 0.0
+    of_servers: float = 0.0
 
 
 def make_job(
@@ -136,7 +140,7 @@ def predict_job(
     simulated.run(begun + counted + flows, begun + counted)
     ends = simulated.ends
     began, ended = ends[begun], ends[begun + counted]
-    seconds, computed, moved, beside = (
+    seconds, computed, moved, beside, of_workers, of_servers = (
         (after - before) / counted for before, after in zip(began, ended, strict=True)
     )
     if not seconds > 0:
@@ -147,7 +151,17 @@ def predict_job(
     share = min(computed / (seconds * workers), 1.0)
     chunks = len(job.description.layout.trainable_chunks)
     return Prediction(
-        strategy.name, workers, job.num_servers, seconds, samples, share, moved, beside, chunks
+        strategy.name,
+        workers,
+        job.num_servers,
+        seconds,
+        samples,
+        share,
+        moved,
+        beside,
+        chunks,
+        of_workers,
+        of_servers,
     )
 
 
@@ -193,10 +207,12 @@ class _Simulation:
         sizes = Sizes(job, profile)
         self.bytes: Counter[tuple[Peer, Peer]] = Counter()
         self._counts = counts
-        # by step, from 0: when it has ended; until then the seconds computed, bytes moved, seconds beside passes
-        self.ends: dict[int, tuple[float, float, float, float]] = {0: (0.0, 0.0, 0.0, 0.0)}
+        # by step, from 0: when it has ended; until then the seconds computed, bytes moved, seconds beside passes, and
+        # processor seconds of workers' processes and of the others
+        self.ends: dict[int, tuple[float, ...]] = {0: (0.0,) * 6}
         self._last = 0  # the step with which `run` ends
-        processes = [ModelledProcess(self._events, host) for host in hosts.workers]
+        slept = profile.costs.alone
+        processes = [ModelledProcess(self._events, host, slept) for host in hosts.workers]
         together = job.servers_in_workers
         holding = self._coordinator.holding | {0}  # others take no time and send nothing
         self._workers = [
@@ -211,7 +227,7 @@ class _Simulation:
                 job,
                 profile,
                 sizes,
-                processes[index] if together else ModelledProcess(self._events, host),
+                processes[index] if together else ModelledProcess(self._events, host, slept),
                 schedule,
             )
             for index, host in enumerate(hosts.servers)
@@ -220,7 +236,7 @@ class _Simulation:
             worker.to_coordinator, worker.to_server = self._to_coordinator, self._to_server
         for server in self._servers:
             server.to_coordinator, server.to_worker = self._to_coordinator, self._to_worker
-        self._on_device = profile.on_device
+        self._on_device, self._occupied = profile.on_device, profile.occupied
         others = [server.process for server in self._servers]
         self._processes = list(dict.fromkeys([*processes, *others]))
         state = self._coordinator.membership.state
@@ -293,15 +309,20 @@ class _Simulation:
         """Note the end of a step."""
         if message.kind is Kind.RESULT:
             step = len(self.ends)
-            on_device = self._on_device
-            computed = sum(
-                worker.computed - (0.0 if on_device else worker.process.ahead)
-                for worker in self._workers
-            )
+            workers, on_device = self._workers, self._on_device
+            ahead = 0.0 if on_device else sum(worker.process.ahead for worker in workers)
+            computed = sum(worker.computed for worker in workers) - ahead
             spent = sum(process.spent - process.ahead for process in self._processes)
             on_threads = 0.0 if on_device else computed
-            beside = spent - on_threads + sum(worker.beside for worker in self._workers)
-            self.ends[step] = (self._beside.cursor, computed, self._traffic.moved, beside)
+            beside = spent - on_threads + sum(worker.beside for worker in workers)
+            # a pass takes its process' time, and perhaps more or fewer processors than one
+            in_workers = sum(worker.process.spent - worker.process.ahead for worker in workers)
+            passes = sum(worker.passes for worker in workers) - ahead
+            passes *= 0.0 if on_device else self._occupied - 1.0
+            processors = in_workers + passes, spent - in_workers
+            self.ends[step] = (
+                self._beside.cursor, computed, self._traffic.moved, beside, *processors,
+            )  # fmt: skip
             if step == self._last:
                 self._events.stop()
 

@@ -15,7 +15,7 @@ import steepest
 from steepest.cli import main
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError, ModelRaisedError
-from steepest.planning.events import Links
+from steepest.planning.events import Events, Links, ModelledProcess
 from steepest.planning.measuring import measure, measure_codec
 from steepest.planning.profile import Costs
 from steepest.planning.quantities import bandwidth_of, seconds_of
@@ -141,9 +141,37 @@ def test_asynchronous_workers_wait_for_no_other() -> None:
 
 def test_work_beside_the_passes_takes_time() -> None:
     links, strategy = Links(1e12, 0.0), as_strategy("ps")
-    for costs in (Costs(applied=1e-9), Costs(added=1e-9), Costs(message=1e-4), Costs(sent=1e-9)):
+    for costs in (
+        Costs(applied=1e-9),
+        Costs(added=1e-9),
+        Costs(message=1e-4),
+        Costs(alone=1e-4),
+        Costs(sent=1e-9),
+    ):
         free = predict(made_up(SECONDS), strategy, 4, links)
         assert predict(made_up(SECONDS, costs=costs), strategy, 4, links).seconds > free.seconds
+
+
+@pytest.mark.parametrize("processor", [0.01, 0.3])
+def test_a_pass_takes_the_processors_that_were_measured(processor: float) -> None:
+    found = predict(
+        made_up(SECONDS, processor=processor, costs=Costs(sent=2e-10)), as_strategy("ps"), 4, SLOW
+    )
+    assert found.of_workers + found.of_servers == pytest.approx(4 * processor + found.beside)
+    assert found.of_servers == pytest.approx(
+        found.beside / 2
+    )  # weights; gradients are as many bytes
+
+
+def test_a_message_by_itself_costs_more_than_one_of_a_row() -> None:
+    events = Events()
+    process = ModelledProcess(events, 0, alone=0.5)
+    # the first is slept until, the second comes while it is worked on, the third when nothing is to be done
+    for time in (1.0, 1.2, 9.0):
+        events.at(time, lambda: process.deliver(0.25, lambda: None))
+    assert not events.run()
+    assert process.spent == pytest.approx(3 * 0.25 + 2 * 0.5)
+    assert process.cursor == pytest.approx(9.75)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
