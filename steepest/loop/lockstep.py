@@ -36,6 +36,7 @@ class Lockstep:
         skip: steps that are committed already of the batch, or epoch, at which the loop was entered.
         inside: whether the loop is at a batch, or without a loader in an epoch.
         taken: steps committed since that was begun.
+        idle: batches directly before in which no step was taken.
         samples: of the present batch, on this worker; None without a loader.
         whole: of the present batch, on all workers.
     """
@@ -43,7 +44,7 @@ class Lockstep:
     def __init__(
         self, source: Source | None, batch_size: int, seed: int, whole: int | None = None
     ) -> None:
-        self.skip = self.taken = 0
+        self.skip = self.taken = self.idle = 0
         self.inside = False
         self.samples: int | None = None
         self.whole = 0
@@ -52,6 +53,7 @@ class Lockstep:
         self._epoch = self._step = 0  # steps in the data, of all epochs
         self._plan: SamplePlan | None = None
         self._size = 0  # workers in the plan
+        self._begun = False  # whether any batch was
         if source is not None and source.size is None:
             raise ConfigurationError(
                 "steepest.prepare() was given a loader over data without a length: give one over a map-style dataset"
@@ -133,6 +135,7 @@ class Lockstep:
         """Begin an epoch; what is left of earlier ones is left out."""
         self._epoch = epoch
         if self._source is None:
+            self.idle = self.idle + 1 if self.inside and not self.taken else 0
             self.inside, self.taken = True, 0
         else:
             self._step = max(self._step, self._plan_for(size).end_of(epoch - 1) if epoch else 0)
@@ -153,8 +156,10 @@ class Lockstep:
         self.samples, self.whole = len(share), sum(end - begin for begin, end in position.ranges)
         if not self.samples:
             share = plan.samples_at(position.epoch, position.begin, position.begin + 1)
+        self.idle = self.idle + 1 if self._begun and not self.taken else 0
         self._step += 1
-        self.inside, self.taken = True, 0
+        self.inside = self._begun = True
+        self.taken = 0
         assert self._source is not None
         batch = next(iter(self._source.open([share], prefetch=False)))
         if isinstance(batch, Drawn):

@@ -285,6 +285,7 @@ class LoopStates:
             "window": None if at == "after" else self._window_of_others(),
             "frozen": None if self._loop.prepared is None else self._loop.prepared.model.frozen,
             "closures": self._of_closures() if objects else [],
+            "left_out": 0 if at == "after" else self._left_out(at),
             **self._scheduled(),
         }
 
@@ -299,6 +300,23 @@ class LoopStates:
         """The optimizers that step in the workers."""
         prepared = self._loop.prepared
         return [] if prepared is None else [each for _, each in prepared.closures]
+
+    def _left_out(self, at: str) -> int:
+        """Return how many batches of the sum of gradients that others have begun a loop that enters here leaves out."""
+        loop, job = self._loop, self._job
+        if loop.prepared is None or job.asked is None or loop.local or not loop.together:
+            return 0
+        if not loop.prepared.has_gradients:
+            return 0
+        if loop.lockstep is not None:
+            return 0 if loop.lockstep.taken else loop.lockstep.idle
+        window = loop.window
+        if window.start is None or (loop.stepped and (at or job.asked is not Ask.COMMIT)):
+            return 0
+        steps = max(loop.at_step + 1, job.passed) if at else self.steps
+        begun, model = max(steps - window.start, 0), loop.prepared.model
+        again = self.keeps_windows and not at and begun <= model.steps_before(steps)
+        return window.carried + (0 if again else begun)
 
     def _of_closures(self) -> list[Any]:
         """Return the states of the optimizers that step in the workers."""

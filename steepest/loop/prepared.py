@@ -119,6 +119,11 @@ class Prepared:
             for each in self.optimizers
         ]
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(p.grad is not None for each in self.trained() for p in each)
+
     def tell_schedulers(self) -> None:
         """Have torch's schedulers know that optimizers have stepped, in another worker: they would warn."""
         for optimizer in self.optimizers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -350,6 +351,14 @@ class UserLoop:
         self._go_back_to = state.get("window")
         if self.kept is not None:
             self.kept.load(state["kept"])
+        if left_out := state.get("left_out", 0):
+            warnings.warn(
+                f"worker {self.job.rank} enters the loop while gradients of several batches are added up for one step: "
+                f"what a dead worker had of the {left_out} before is missing in that step. Where a step is taken "
+                "before each epoch ends, with one optimizer, and without steepest.gather() among the batches, they "
+                "would be taken again",
+                stacklevel=2,
+            )
 
     def _begin_ticks(self, step: int) -> None:
         """Have schedulers count after a step of the job."""

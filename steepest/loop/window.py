@@ -46,21 +46,27 @@ class Window:
     Attributes:
         start: the job's step of the first; None before any.
         epoch: of these.
+        carried: batches of epochs before that are part of the present sum of gradients, if the loop makes one.
         until: the job's step whose batch is the first that is not taken again.
         goes_back: whether the present batch is taken again: its step is another worker's, and over.
     """
 
     start: int | None = None
     epoch: int = 0
+    carried: int = 0
     until: int = 0
     goes_back: bool = False
+    _last: int = 0  # the job's step of the last batch
     _left: Iterator[tuple[int, Again]] = field(default_factory=lambda: iter(()))
     _generators: Any = None
 
     def opens(self, where: Where, *, stepped: bool) -> bool:
         """Note a batch; return whether it is the first since a step, or of an epoch."""
+        last, self._last = self._last, where.step
         if self.start is not None and not stepped and self.epoch == where.epoch:
             return False
+        goes_on = self.start is not None and not stepped
+        self.carried = self.carried + last + 1 - (self.start or 0) if goes_on else 0
         self.start, self.epoch = where.step, where.epoch or 0
         return True
 

@@ -131,3 +131,39 @@ def test_a_schedule_that_goes_on_between_two_steps_does_so_once(step: int, tmp_p
     with pytest.raises(InterruptedRunError):
         run(script, 2, checkpoints=checkpoints, callbacks=[Interrupts(step)])
     assert difference(run(script, 2, checkpoints=checkpoints).weights, script.alone(2)) < 1e-12
+
+
+def over_the_end(parts: Parts, epochs: int) -> None:
+    """A step of the optimizer after each fifth batch of all epochs, of which each has six."""
+    count = 0
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            count += 1
+            if count % 5 == 0:
+                parts.optimizer.step()
+                parts.optimizer.zero_grad()
+
+
+def gathering(parts: Parts, epochs: int) -> None:
+    """A step after each third batch, and a gathering after each batch."""
+    for _ in steepest.epochs(epochs):
+        for number, (x, y) in enumerate(parts.loader, 1):
+            loss = nn.functional.mse_loss(parts.model(x), y)
+            loss.backward()
+            steepest.gather(loss.detach())
+            if number % 3 == 0:
+                parts.optimizer.step()
+                parts.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("function", "any_steps", "step", "count"),
+    [(over_the_end, False, 6, 1), (gathering, False, 2, 2), (accumulating, True, 1, 1)],
+)
+def test_a_part_of_a_sum_that_nobody_computes_again_is_told(
+    function: Any, any_steps: bool, step: int, count: int
+) -> None:
+    script = Script(function, data=samples(24), any_steps=any_steps)
+    with pytest.warns(UserWarning, match=f"worker 1 enters .* of the {count} before is missing"):
+        without(script, 2, 1, step)
