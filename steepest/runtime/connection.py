@@ -21,7 +21,7 @@ from steepest.runtime.ray_private import reload_token, without_autoscaler
 _MODE = "RAY_AUTH_MODE"
 _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 #: Milliseconds for which Ray keeps a process that it has started ahead, and for which no CPU is free; by Ray's name.
-_KEEPS_STARTED = {"idle_worker_killing_time_threshold_ms": 30_000}
+_KEEPS_STARTED = "idle_worker_killing_time_threshold_ms", 30_000
 _lock = threading.RLock()
 _holders: list[Holder] = []
 #: Ray's id of the job with which steepest began Ray; Ray ends with the last holder that is let go.
@@ -85,13 +85,15 @@ def start_ray(num_cpus: int | None = None, *, verbose: bool = False) -> None:
     level = logging.WARNING if verbose else logging.ERROR
     # Ray starts a process for each CPU at once. A job reserves the CPUs before it starts its workers: by default Ray
     # would end these processes a second after that, and start others for the workers.
+    name, value = _KEEPS_STARTED
+    own = {} if f"RAY_{name}" in os.environ else {name: value}
     with without_autoscaler():
         ray.init(
             address="local",
             num_cpus=cpus,
             include_dashboard=False,
             logging_level=level,
-            _system_config=_KEEPS_STARTED,
+            _system_config=own,
         )
     logging.getLogger("ray").setLevel(logging.WARNING)  # what it warns of later is heard
 
