@@ -10,7 +10,9 @@ from steepest.planning.simulation import make_job
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
-    assert Compared("case", (2.0, 1.0, 3.0), 1.9, (0.1, 0.1)).error == pytest.approx(-0.05)
+    assert Compared("case", (2.0, 1.0, 3.0), 1.9, (0.1, 0.1), (0.0, 0.0)).error == pytest.approx(
+        -0.05
+    )
 
 
 def test_every_case_can_be_had() -> None:

@@ -86,7 +86,7 @@ def start_ray(num_cpus: int | None = None, *, verbose: bool = False) -> None:
     # Ray starts a process for each CPU at once. A job reserves the CPUs before it starts its workers: by default Ray
     # would end these processes a second after that, and start others for the workers.
     name, value = _KEEPS_STARTED
-    own = {} if f"RAY_{name}" in os.environ else {name: value}
+    own = {} if environment_variable(f"RAY_{name}") else {name: value}
     with without_autoscaler():
         ray.init(
             address="local",

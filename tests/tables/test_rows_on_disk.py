@@ -56,6 +56,12 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_log, "_SEGMENT_BYTES", 256)
 
 
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read counts as one that takes long, however fast the disk is."""
+    monkeypatch.setattr(tiered_rows, "_WORTH_SECONDS", 1e-12)
+
+
 def log_of(folder: Path, most: int, segment: int = 8) -> tuple[RowLog, Int32s]:
     where = np.zeros(most, np.int32)
     return RowLog(str(folder), WIDTH, most, where, segment), where
@@ -478,7 +484,7 @@ def test_a_deadline_names_the_disk_that_a_server_waits_for(
             sgd.fit(steps=20, progress=False)
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("few", "slow")
 def test_a_pull_that_needs_no_disk_is_answered_while_another_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
