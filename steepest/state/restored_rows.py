@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,9 @@ from steepest.embedding.row_files import ON_DISK, PackedPiece, Records, packed
 from steepest.runtime.calls import drop_calls
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.job_runtime import runtime
-from steepest.tables.dealing import Dealing
+
+if TYPE_CHECKING:
+    from steepest.tables.dealing import Dealing
 
 PIECE_BYTES = 4 << 20
 _AT_ONCE = 4  # pieces on their way to processes
