@@ -80,6 +80,13 @@ class WholeDraws:
         self.epoch += 1
 
 
+def data() -> Any:
+    """A loader of a worker's batches; of those of all workers where there is one process."""
+    loader: Any = DataLoader(TensorDataset(*samples(SAMPLES)), batch_size=BATCH, shuffle=True)
+    workers = ALONE.get("workers")
+    return loader if workers is None else Whole(samples(SAMPLES), workers * BATCH, 0)
+
+
 def alone(script: Callable[[], None], workers: int) -> Weights:
     """The weights that a script finds that runs without workers, on the data of so many together."""
     ALONE["workers"] = workers

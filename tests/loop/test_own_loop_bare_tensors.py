@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
 from steepest.errors import ConfigurationError, ModelRaisedError
 from tests.own_loop_runs import STRATEGIES, run, without
-from tests.own_loops import ALONE, BATCH, FOUND, SAMPLES, Whole, alone
-from tests.reference import difference, perceptron, samples
+from tests.own_loops import FOUND, alone, data
+from tests.reference import difference, perceptron
 from tests.simulated_programs import quiet
 from tests.simulation.run import pause
 
@@ -23,13 +22,6 @@ from tests.simulation.run import pause
 def _simulated() -> Iterator[None]:
     with quiet():
         yield
-
-
-def data() -> Any:
-    """A loader of a worker's batches; of those of all workers where there is one process."""
-    loader: Any = DataLoader(TensorDataset(*samples(SAMPLES)), batch_size=BATCH, shuffle=True)
-    workers = ALONE.get("workers")
-    return loader if workers is None else Whole(samples(SAMPLES), workers * BATCH, 0)
 
 
 def with_a_temperature() -> None:
