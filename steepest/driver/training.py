@@ -85,6 +85,7 @@ class _Taken:
 
     done: int  # committed
     granted: int
+    generation: int  # of the job when the first of them is asked for
     # the version after which workers stop, when it is known; None if they are not to
     stopping: Future[int] | None = None
     changing: bool = False  # whether they stop for a change of the job's processes
@@ -276,7 +277,7 @@ class Training:
 
     def _take_until(self, goal: int, run: StepRun) -> int:
         """Take steps until so many are committed, or as many as `end` says after a change."""
-        taken = _Taken(self.step, self.step)
+        taken = self._begin(self.step)
         client, plan = self.cluster.client, self.cluster.plan[0]
         while taken.done < goal and not run.given_up:
             self._grant(taken, goal, run)
@@ -291,7 +292,7 @@ class Training:
                 client, plan, stopped = self.cluster.client, self.cluster.plan[0], True
             if stopped or self._idle:
                 self.rates.put_in_force(self._newest)
-                taken, goal = _Taken(taken.done, taken.done), self._goal(run)
+                taken, goal = self._begin(taken.done), self._goal(run)
             elif taken.done >= taken.granted:
                 self._await_caller(run, taken, goal)
             elif (outcome := self._next_outcome(run, taken, goal)) is not None:
@@ -299,13 +300,17 @@ class Training:
                 self._hand_on(outcome, plan, run)
         return goal
 
+    def _begin(self, done: int) -> _Taken:
+        """Return what is taken when no step is granted."""
+        return _Taken(done, done, self.cluster.client.position.generation)
+
     def _grant(self, taken: _Taken, goal: int, run: StepRun) -> None:
         """Have workers take more steps, unless they are far ahead of the caller, or are to stop."""
         if taken.stopping is None:
             lead = run.lead(self.cluster.job.num_workers)
             most = min(goal, taken.done + max(lead - (run.handed_on - run.told), 0))
             if most > taken.granted and (taken.granted - taken.done) * 2 <= lead:
-                self._ask(most - taken.granted, run.stats)
+                self._ask(most - taken.granted, run.stats, taken.generation)
                 taken.granted = most
 
     def _stop_if_wanted(self, taken: _Taken, client: Client, *, changing: bool, goal: int) -> None:
@@ -424,10 +429,10 @@ class Training:
         }
         self.history.record.describe(self.step, about)
 
-    def _ask(self, steps: int, stats: bool) -> None:
+    def _ask(self, steps: int, stats: bool, generation: int) -> None:
         client, self._idle = self.cluster.client, False
         rates = self.rates.since(self.step)
-        self._asked = self.cluster.router.call(lambda: client.ask(steps, stats, rates))
+        self._asked = self.cluster.router.call(lambda: client.ask(steps, stats, rates, generation))
 
     def _ask_to_stop(self, *, stopped: bool) -> Future[int]:
         """Have workers stop soon; return a future of the version after which they do."""

@@ -244,7 +244,7 @@ class _Simulation:
 
     def run(self, steps: int, until: int | None = None) -> None:
         """Let some steps pass; `until`: the step with whose end to stop, the last one by default."""
-        self._carry_out(self._coordinator.handle(_CLIENT, AskForSteps(1, steps).pack()))
+        self._carry_out(self._coordinator.handle(_CLIENT, AskForSteps(0, 1, steps).pack()))
         for worker in self._workers:
             joined = self._coordinator.handle(worker_peer(worker.index), Join(0).pack())
             self._carry_out(joined)

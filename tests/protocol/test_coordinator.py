@@ -67,9 +67,9 @@ def ask(
 ) -> Outgoing:
     if number is None:
         number = next(REQUESTS.setdefault(coordinator, itertools.count(1)))
-    return coordinator.handle(
-        CLIENT, Message(Kind.ASK, sequence=number, meta={"steps": steps, "stats": True, **meta})
-    )
+    meta = {"steps": steps, "stats": True, **meta}
+    generation = meta.pop("generation", coordinator.generation)
+    return coordinator.handle(CLIENT, Message(Kind.ASK, generation, sequence=number, meta=meta))
 
 
 def report(coordinator: Coordinator, worker: int, **fields: Any) -> Outgoing:
@@ -257,6 +257,7 @@ def test_a_model_that_raised_fails_the_step_and_the_next_can_be_taken() -> None:
     )
     assert (coordinator.version, coordinator.limit, coordinator.generation) == (0, 0, 2)
     assert coordinator.handle(worker_peer(0), Message(Kind.FAILED, 1, meta=about)) == []
+    assert ask(coordinator, generation=1) == [], "sent before the client heard that step 1 failed"
     assert [(m.version, m.generation) for _, m in ask(coordinator)] == [(1, 2), (1, 2)]
     assert only(complete(coordinator), Kind.RESULT).version == 1
 

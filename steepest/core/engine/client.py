@@ -139,8 +139,11 @@ class Client:
         self.outcomes.put(outcome)
         self.on_outcome()
 
-    def ask(self, steps: int, stats: bool, rates: RateChanges = ()) -> None:
+    def ask(
+        self, steps: int, stats: bool, rates: RateChanges = (), generation: int | None = None
+    ) -> None:
         """Ask the coordinator for more steps; each ends as one entry of `outcomes`."""
+        # generation: the newest of which the caller knows, who may not have taken all outcomes; None for the client's.
         # After the loss of a server or the coordinator the only entry is that loss. stats: whether results have loss,
         # metrics and timings; rates: that hold instead of the schedule's.
         if self._failure is not None:
@@ -149,7 +152,9 @@ class Client:
             self._tell(self._failure)
             return
         self._requests += 1
-        self._send(COORDINATOR, AskForSteps(self._requests, steps, stats, rates).pack())
+        known = self.position.generation if generation is None else generation
+        order = AskForSteps(known, self._requests, steps, stats, rates)
+        self._send(COORDINATOR, order.pack())
 
     def revoke(self) -> Future[Position]:
         """Take back the steps that are granted but not committed; return a future of the job's position after that."""

@@ -31,9 +31,11 @@ from steepest.core.messages.schema import Body, Generation, Header, Sequence, Ve
 class AskForSteps(Body):
     """A request for more steps; each step is answered by a RESULT, or all of them by one FAILURE.
 
-    The driver's client sends it to the coordinator when a user calls `step` or `fit`.
+    The driver's client sends it to the coordinator when a user calls `step` or `fit`. One that a
+    FAILURE crosses on its way asks for nothing: that FAILURE answers it too.
     """
 
+    generation: Generation  # the newest of which who asks knows
     sequence: Sequence
     steps: Annotated[int, COUNT]  # beyond those that were asked for before
     stats: Annotated[bool, FLAG] = True  # whether results are to have loss, metrics and timings

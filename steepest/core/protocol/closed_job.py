@@ -68,6 +68,8 @@ class ClosedJob:
         self._incarnations: dict[int, int] = {}  # of each worker that ever joined
         self._begun = False  # whether all workers have been joined at the same time
         self._client: Peer | None = None  # which asked for something last
+        # whom a failure was sent last, and the generation that began with it
+        self._told: tuple[Peer | None, int] = (None, 0)
         self._stats = True
         self._installs: list[tuple[Peer, int]] = []  # requests that wait for all workers to join
         self._step = OpenStep()
@@ -277,7 +279,10 @@ class ClosedJob:
     # -- clients -------------------------------------------------------------------------------
 
     def _ask(self, client: Peer, request: driver.AskForSteps) -> Outgoing:
-        """Grant more steps."""
+        """Grant more steps, unless they follow steps that have failed, of which the client is to hear yet."""
+        told, since = self._told
+        if client == told and request.generation < since:
+            return []
         self._client = client
         if self.losses:
             return self._fail_for_loss()
@@ -517,5 +522,6 @@ class ClosedJob:
         if self._client is not None:
             fields = {"step": state.step, "reason": reason, **about}
             failure = driver.Failure(state.generation, state.version, **fields)
+            self._told = self._client, state.generation
             out.append((self._client, failure.pack()))
         return out
