@@ -237,8 +237,11 @@ class StruckJob:
 
     def expect(self, *possible: Alone) -> None:
         """Check that the job is where one of these is, and go on from there."""
-        weights = self.trainer.weights()
-        step = self.trainer.stats().step
+        # an interrupted interruption leaves steps to be committed, or taken back, behind the call
+        before, step = -1, self.trainer.stats().step
+        while before != step:
+            weights = self.trainer.weights()
+            before, step = step, self.trainer.stats().step
         steps = {each.step for each in possible}
         assert step in steps, f"the job is at step {step}, not at one of {sorted(steps)}"
         found = [each for each in possible if each.step == step]
@@ -534,15 +537,14 @@ def _done(job: StruckJob, action: str) -> list[Alone]:
 
 def _note(job: StruckJob, action: str, *, interrupted: bool) -> None:
     """Note from where the job's log begins now."""
+    restored = not interrupted or job.trainer.stats().step == job.saved_alone.step
     if action in ("set_weights", "load_state_dict") or (
-        action == "restore local" and job.kind.exact
+        action == "restore local" and (job.kind.exact or not restored)
     ):
         job.replayed = (
             False  # from weights that were set, or where workers had a state of their own
         )
-    if action.startswith("restore") and (
-        not interrupted or job.trainer.stats().step == job.saved_alone.step
-    ):
+    if action.startswith("restore") and restored:
         job.begun = job.saved
 
 
