@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +27,7 @@ from steepest.core.protocol.push_tracking import (
     StagedEach,
     StagedTogether,
 )
-from steepest.core.protocol.sample_leases import Ledger
+from steepest.core.protocol.sample_leases import Leases, Ledger
 from steepest.testing.inspection import ranges_of, remembered_by, undecided
 from tests.random_examples import examples
 
@@ -287,6 +288,34 @@ def test_together_nothing_is_complete_before_every_server_has_reduced() -> None:
     assert staging.take(staging.complete()) == {1: report(1, 7, 3)[1]}
     assert staging.complete() == []
     assert staging.awaited([1]) == [worker_peer(1)]
+
+
+def test_together_a_report_costs_the_same_however_many_workers_have_reported() -> None:
+    staging, calls = StagedTogether(frozenset({0})), []
+    for worker in range(100):
+        each = report(worker, 1)
+        sys.setprofile(lambda *event: calls.append(event[1]))
+        staging.report(*each)
+        sys.setprofile(None)
+    assert calls.count("call") == 100
+
+
+def test_shares_are_out_from_their_lease_to_the_end_of_their_push() -> None:
+    leases = Leases(CommitQuorum(ahead=True), {0, 1, 2})
+    leases.lease({0, 1, 2}, 99, 0.0, lambda worker: worker + 1, ahead=True)
+    assert leases.out == 2 * (1 + 2 + 3)
+    leases.give_back([1])
+    assert leases.out == 12  # its worker computes them all the same
+    leases.commit([push(0)])
+    assert leases.drop([push(2)]) == [3, 4, 5]
+    assert leases.out == 8
+    leases.lease({0}, 99, 0.0)
+    assert leases.out == 8  # those that it was leased before
+    leases.forget_ahead(2)
+    leases.leave(1)
+    assert leases.out == 3
+    leases.clear({0, 1, 2}, 1)
+    assert (leases.out, leases.busy) == (0, ())
 
 
 def test_each_culprit_is_named_once_however_many_chunks_it_spoils() -> None:

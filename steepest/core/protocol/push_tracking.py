@@ -101,16 +101,13 @@ class StagedTogether(Staging):
 
     def __init__(self, holding: frozenset[int]) -> None:
         super().__init__(holding)
-        self._reports: dict[PushId, Reported] = {}
+        self._reports: dict[int, tuple[PushId, Reported]] = {}  # by worker
         self._servers: dict[int, VersionStaged] = {}
 
     def report(self, push: PushId, report: Reported) -> None:
         """Add the report of a push, see `Staging.report`; ProtocolError: another push of this version was reported."""
-        if push not in self._reports and any(
-            other.worker == push.worker for other in self._reports
-        ):
+        if self._reports.setdefault(push.worker, (push, report))[0] != push:
             raise ProtocolError(f"worker {push.worker} has reported another push of this version")
-        self._reports[push] = report
 
     def staged(self, server: int, staged: VersionStaged) -> None:
         """Add that a server has reduced the gradients of all members."""
@@ -120,11 +117,11 @@ class StagedTogether(Staging):
         """Return all reported pushes once every server has reduced them; none before."""
         if not self._servers.keys() >= self.holding:
             return []
-        return [Staged(*push, report.pulled) for push, report in self._reports.items()]
+        return [Staged(*push, report.pulled) for push, report in self._reports.values()]
 
     def take(self, pushes: Sequence[Staged]) -> Reports:
         """Return the reports by worker, and forget everything: the version is decided on."""
-        reports = {push.worker: self._reports[push.id] for push in pushes}
+        reports = {push.worker: self._reports[push.worker][1] for push in pushes}
         self.clear()
         return reports
 
@@ -142,7 +139,7 @@ class StagedTogether(Staging):
 
     def _missing(self) -> Mapping[int, Collection[int]]:
         missing = self.holding - self._servers.keys()
-        return {push.worker: missing for push in self._reports}
+        return dict.fromkeys(self._reports, missing)
 
 
 class SequenceSet:

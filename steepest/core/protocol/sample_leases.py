@@ -99,19 +99,15 @@ class Leases:
         self.sent: dict[int, int] = {}  # by worker, the version whose weights it was sent last
         self._rule = rule
         self._busy: dict[int, _Busy] = {}
+        self._idle = set(members)  # the others
         self._ahead: dict[int, range] = {}  # by worker, the shares that it is leased next
+        #: How many shares busy workers compute, or will next, those that are free for others included.
+        self.out = 0
 
     @property
     def busy(self) -> tuple[int, ...]:
         """The workers that have a lease: their pushes are neither committed nor dropped."""
         return tuple(self._busy)
-
-    @property
-    def out(self) -> int:
-        """How many shares busy workers compute, or will next, those that are free for others included."""
-        ahead = sum(map(len, self._ahead.values()))
-        # a list: of a thousand workers it is counted at each push, and a generator takes twice as long
-        return ahead + sum([len(busy.shares) for busy in self._busy.values()])
 
     def shares_of(self, worker: int) -> range:
         """Return the shares that are leased to a worker; none if none are or they are free for others."""
@@ -136,24 +132,40 @@ class Leases:
         # most: how many shares may be out, perhaps infinity; now: in seconds on the caller's clock; wanted: how many a
         # worker gets at most; ahead: whether workers get their next ones, too, while there are enough for all.
         leased = []
-        out = self.out  # counted once: of a thousand workers it takes as long as all else here
-        clocks = {worker: self.clocks[worker] for worker in joined}
+        # a copy at each push of a thousand workers would take longer than all else here
+        clocks = (
+            self.clocks
+            if len(joined) == len(self.clocks)
+            else {worker: self.clocks[worker] for worker in joined}
+        )
         for worker in sorted(
-            joined - self._busy.keys(), key=lambda worker: (self.clocks[worker], worker)
+            self._idle.intersection(joined), key=lambda worker: (self.clocks[worker], worker)
         ):
             shares = self._ahead.pop(worker, range(0))
             if not shares:
-                if (left := most - out) <= 0 or not self._rule.may_go_on(worker, clocks):
+                if (left := most - self.out) <= 0 or not self._rule.may_go_on(worker, clocks):
                     continue
-                shares = self.ledger.take(int(min(wanted(worker), left)))
-                out += len(shares)
+                shares = self._take(int(min(wanted(worker), left)))
             self._busy[worker] = _Busy(shares, now)
+            self._idle.discard(worker)
             leased.append((worker, shares))
         for worker, _ in leased if ahead else ():
-            if most - out >= wanted(worker) * len(joined):
-                self._ahead[worker] = self.ledger.take(wanted(worker))
-                out += len(self._ahead[worker])
+            if most - self.out >= wanted(worker) * len(joined):
+                self._ahead[worker] = self._take(wanted(worker))
         return [(*each, self._ahead.get(each[0], range(0))) for each in leased]
+
+    def _take(self, most: int) -> range:
+        """Return free shares that are out from now on."""
+        shares = self.ledger.take(most)
+        self.out += len(shares)
+        return shares
+
+    def _end(self, worker: int) -> range:
+        """End a busy worker's lease; return its shares that nobody else may have."""
+        busy = self._busy.pop(worker)
+        self._idle.add(worker)
+        self.out -= len(busy.shares)
+        return busy.held
 
     def restore(self, shares: Sequence[int]) -> None:
         """Continue with other free shares, as `state` returns them."""
@@ -175,14 +187,14 @@ class Leases:
     def commit(self, pushes: Iterable[Staged], *, skipped: bool = False) -> None:
         """End committed pushes' leases, and advance their workers' clocks by one; `skipped`: for NaN or infinity."""
         for push in pushes:
-            del self._busy[push.worker]
+            self._end(push.worker)
             self.clocks[push.worker] += 1
             if not skipped:
                 self.last_applied[push.worker] = push.sequence
 
     def drop(self, pushes: Iterable[Staged]) -> list[int]:
         """End the leases of dropped pushes; return their shares that are neither free nor leased now; see `free`."""
-        return [share for push in pushes for share in self._busy.pop(push.worker).held]
+        return [share for push in pushes for share in self._end(push.worker)]
 
     def give_back(self, workers: Iterable[int]) -> None:
         """Make the shares of busy workers free for others; these workers still compute them."""
@@ -201,21 +213,22 @@ class Leases:
 
     def forget_ahead(self, worker: int) -> None:
         """Make the shares free that a worker would have been leased next."""
-        self.free(self._ahead.pop(worker, ()))
+        shares = self._ahead.pop(worker, range(0))
+        self.out -= len(shares)
+        self.free(shares)
 
     def leave(self, worker: int) -> None:
         """End the lease of a lost worker, if it has one; its share is free."""
         if worker in self._busy:
-            self.give_back([worker])
-            del self._busy[worker]
+            self.free(self._end(worker))
 
     def clear(self, joined: Iterable[int], version: int) -> None:
         """End all leases, whose shares are free, as a generation begins."""
         # joined: the workers that take part, which are sent the weights of `version`.
-        self.give_back(self._busy)
+        for worker in [*self._busy]:
+            self.leave(worker)
         for worker in [*self._ahead]:
             self.forget_ahead(worker)
-        self._busy.clear()
         self.sent = dict.fromkeys(joined, version)
 
     def overdue(self, now: float, timeout: float) -> list[int]:
