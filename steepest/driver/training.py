@@ -350,9 +350,11 @@ class Training:
     def _end(self, run: StepRun) -> None:
         self.running = self._supervisor.in_call = False
         self.rates.put_in_force(self._newest)
-        self.seconds += system().now() - self._began
-        if not self._idle:
-            self._revoke()
+        try:
+            if not self._idle:
+                self._revoke()  # which counts steps that were committed meanwhile
+        finally:
+            self.seconds += system().now() - self._began
         if run.thread is not None and not self._supervisor.is_amid_change:
             self._supervisor.promised = max(self._supervisor.promised, self.step)
 
