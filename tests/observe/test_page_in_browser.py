@@ -93,6 +93,25 @@ def test_the_page_of_a_long_run_opens_at_any_width_by_day_and_by_night(
     assert page.complaints == []
 
 
+def test_what_few_steps_have_is_seen_beside_what_all_have(page: Browser, tmp_path: Path) -> None:
+    view, file = RunView("reports"), tmp_path / "page.html"
+    for step in range(1, 61):
+        found = {"loss": 1 / step, "accuracy": step / 60} if step % 20 == 0 else {}
+        view.add(row_of(step, metrics=found))
+    file.write_text(document(view.told(), chart_script()))
+    page.size(1440)
+    page.go(file.as_uri())
+    page.wait_for(SHOWN)
+    drawn = "[...document.getElementById('curve {}').querySelectorAll('{}')]"
+    page.wait_for(drawn.format("accuracy", ".point") + ".length === 3")
+    assert page.value(drawn.format("accuracy", "path.js-line") + ".length") == 1
+    legend = page.value(drawn.format("loss", ".legendtext") + ".map((each) => each.textContent)")
+    assert legend == ["loss", "reported by the script"]
+    rates = page.value(drawn.format("learning rate", ".ytick") + ".map((each) => each.textContent)")
+    assert "0" in rates
+    assert not any(each.startswith("−") for each in rates)  # none is below 0
+
+
 @pytest.mark.cluster
 def test_a_live_job_is_seen_to_lose_a_worker(page: Browser) -> None:
     task = Task(data=samples(24))

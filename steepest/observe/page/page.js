@@ -26,6 +26,7 @@
     "staleness": "staleness, in updates", "bytes": "bytes of a step",
   };
   const FIRST = ["loss", "samples per second", "learning rate", "gradient norm", "seconds", "staleness", "bytes", "processes"];
+  const FROM_ZERO = new Set(["samples per second", "learning rate", "seconds", "bytes", "processes"]);
   const derived = () => {
     const { sums, steps } = data.curves, found = {};
     if (sums.samples) {
@@ -75,13 +76,14 @@
     const traces = [];
     names.forEach((name, at) => {
       const [mean, least, most] = all[name], colour = PALETTE[at % PALETTE.length];
-      const label = name.includes("/") && !name.startsWith("metrics/") ? name.split("/").slice(1).join("/") : group;
+      const label = name === "metrics/loss" ? "reported by the script" : name.includes("/") && !name.startsWith("metrics/") ? name.split("/").slice(1).join("/") : group;
       if (most) {
         const band = { x: xs, type: "scatter", mode: "lines", line: { width: 0, color: colour }, hoverinfo: "skip", showlegend: false };
         traces.push({ ...band, y: least }, { ...band, y: most, fill: "tonexty", fillcolor: `${colour}33` });
       }
-      const few = xs.length < 3 ? "lines+markers" : "lines";
-      traces.push({ x: xs, y: mean, name: label, type: "scatter", mode: few, line: { width: 1.6, color: colour } });
+      // what few steps have, such as a report of an epoch, is joined over the others
+      const rare = 2 * mean.filter(isNumber).length < xs.length || xs.length < 3;
+      traces.push({ x: xs, y: mean, name: label, type: "scatter", mode: rare ? "lines+markers" : "lines", connectgaps: rare, line: { width: 1.6, color: colour }, marker: { size: 5 } });
     });
     const metric = (row) => group === "loss" ? row.loss : (row.metrics || {})[group];
     const seen = group === "loss" || names[0].startsWith("metrics/") ? data.evaluations.filter((row) => isNumber(metric(row))) : [];
@@ -92,7 +94,7 @@
       });
     }
     plot(box, [...traces, ...marks()], { yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true }, showlegend: names.length > 1 || seen.length > 0, xaxis: { tickformat: byTime ? undefined : "~s" },
-      yaxis: { tickformat: group === "bytes" ? "~s" : undefined } });
+      yaxis: { tickformat: group === "bytes" ? "~s" : undefined, rangemode: FROM_ZERO.has(group) ? "tozero" : "normal" } });
   };
 
   // -- workers -------------------------------------------------------------------------------
