@@ -10,7 +10,7 @@ from steepest.cli import plan_tables
 from steepest.cli.files import check_outputs, write_whole
 from steepest.cli.scripts import script_parser, strategy_names
 from steepest.errors import ConfigurationError
-from steepest.planning.quantities import bandwidth_of, numbers_of, seconds_of
+from steepest.planning.quantities import bandwidth_of, numbers_of, seconds_of, size_in_words
 from steepest.strategies.names import STRATEGY_NAMES
 
 _BATCHES = 12
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     profile = forecast.profile
     sys.stdout.write(
         f"one process: {profile.samples} samples in {in_words(profile.alone)}, {forecast.alone:,.4g} samples/s; "
-        f"{profile.nbytes / 1e6:,.3g} MB are trained; links of {options.bandwidth}, {options.latency}\n\n"
+        f"{size_in_words(profile.nbytes)} are trained; links of {options.bandwidth}, {options.latency}\n\n"
     )
     if forecast.rows:
         sys.stdout.write(as_text(forecast.table()))

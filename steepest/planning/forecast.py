@@ -120,29 +120,30 @@ class Forecast:
 
     def advice(self) -> list[str]:
         """Return sentences: from how many workers on each strategy pays, and which is the fastest of how many."""
-        words = []
+        alike: dict[str, list[str]] = {}  # strategies by what is said of them
         for name in self.strategies:
-            rows = [row for row in self.of(name) if row.workers > 1]
-            if not rows:
-                continue
-            pays, last = self.pays_with(name), rows[-1].workers
-            if not pays:
-                words.append(
-                    f"{name}: of {rows[0].workers:,} to {last:,} workers no number is faster than one process alone."
-                )
-                continue
-            far = max((row.workers for row in rows if self.efficiency(row) >= _HALF), default=None)
-            reach = (
-                f"and at least half of the ideal up to {far:,}"
-                if far
-                else "and never half of the ideal"
-            )
-            until = "on" if pays[-1] == last else f"to {pays[-1]:,}"
-            words.append(
-                f"{name}: faster than one process from {pays[0]:,} workers {until}, {reach}."
-            )
+            if said := self._pays(name):
+                alike.setdefault(said, []).append(name)
+        words = [f"{', '.join(names)}: {said}" for said, names in alike.items()]
         words += [f"{name}: {why}" for name, why in self.refused]
         return words + self._idle_servers() + self._changes()
+
+    def _pays(self, name: str) -> str:
+        """Return how many workers of a strategy pay, and how far; nothing where it has no more than one."""
+        rows = [row for row in self.of(name) if row.workers > 1]
+        if not rows:
+            return ""
+        pays, last = self.pays_with(name), rows[-1].workers
+        if not pays:
+            return f"of {rows[0].workers:,} to {last:,} workers no number is faster than one process alone."
+        far = max((row.workers for row in rows if self.efficiency(row) >= _HALF), default=None)
+        reach = (
+            f"and at least half of the ideal up to {far:,}"
+            if far
+            else "and never half of the ideal"
+        )
+        until = "on" if pays[-1] == last else f"to {pays[-1]:,}"
+        return f"faster than one process from {pays[0]:,} workers {until}, {reach}."
 
     def _idle_servers(self) -> list[str]:
         """Return which strategies have servers without a chunk, and how small chunks would give each of them one."""

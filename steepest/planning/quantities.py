@@ -88,6 +88,19 @@ def numbers_of(name: str, text: str) -> list[int]:
     return found
 
 
+def size_in_words(nbytes: float) -> str:
+    """Return bytes with a unit.
+
+    Example:
+        >>> size_in_words(2_500_000), size_in_words(16e9)
+        ('2.5 MB', '16 GB')
+    """
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes / 1e3:.3g} kB"
+
+
 def _above_zero(name: str, value: float, *, zero: bool = False) -> float:
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or value < 0 or (value == 0 and not zero):

@@ -14,7 +14,7 @@ from steepest.planning.distinct import DistinctIds, distinct_ids, hit_share
 from steepest.planning.id_samples import IdSample, sample_of
 from steepest.planning.measuring import sample_ids
 from steepest.planning.plan import creator_of
-from steepest.planning.quantities import bytes_of
+from steepest.planning.quantities import bytes_of, size_in_words
 from steepest.tables.row_bytes import RowBytes
 from steepest.tables.table import Table, merged
 from steepest.validation import require_count, require_number
@@ -278,19 +278,6 @@ def _row(each: TableForecast) -> list[str]:
         size_in_words(each.memory_with(each.wanted_places)),
         size_in_words(each.disk),
     ]
-
-
-def size_in_words(nbytes: float) -> str:
-    """Return bytes with a unit.
-
-    Example:
-        >>> size_in_words(2_500_000), size_in_words(16e9)
-        ('2.5 MB', '16 GB')
-    """
-    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes / 1e3:.3g} kB"
 
 
 def _counted(count: int, what: str) -> str:

@@ -230,7 +230,12 @@ def test_a_plan_has_a_row_for_each_strategy_and_number() -> None:
     assert best.strategy.startswith("local 100/4")
     assert forecast.pays_with("ps") == []  # a step of 2 takes 2 s longer
     assert forecast.pays_with("local 100") == [2, 4]
-    assert "ps: of 2 to 4 workers no number is faster than one process alone." in forecast.advice()
+    advice = forecast.advice()
+    assert (
+        advice[0]
+        == "ps, allreduce, async, ssp, local: of 2 to 4 workers no number is faster than one process alone."
+    )
+    assert len({line.partition(": ")[2] for line in advice[:-2]}) == len(advice) - 2
     rows = list(csv.DictReader(io.StringIO(forecast.csv())))
     assert len(rows) == len(forecast.rows)
     assert float(rows[0]["step_seconds"]) == pytest.approx(SECONDS, rel=1e-3)
@@ -379,6 +384,7 @@ def test_the_command_prints_a_table(tmp_path: Any, capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert "of ideal" in said
     assert "one process: 2 samples in" in said
+    assert "0.032 kB are trained" in said
     assert len(out.read_text().splitlines()) == 5
 
 
