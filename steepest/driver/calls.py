@@ -43,13 +43,19 @@ class Calls:
             return self._surviving(function)
 
     def _surviving(self, function: Callable[[], T]) -> T:
+        """Do as `surviving`; once more, too, for a loss without a death."""
+        # Workers may hear only now of a change before the call, and then give up what they wait for.
+        without = 0  # deaths
         while True:
             self._supervisor.await_whole()
             before = self._supervisor.processes()
             try:
                 return function()
-            except (PeerLostError, DeadlineError):
-                if not self._supervisor.has_died_since(before):
+            except (PeerLostError, DeadlineError) as error:
+                if self._supervisor.has_died_since(before):
+                    continue
+                without += 1
+                if without > 1 or isinstance(error, DeadlineError):
                     raise
 
     def surviving_here(self, collect: Callable[[], T], then: Callable[[T], object]) -> None:

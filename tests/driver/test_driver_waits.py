@@ -20,7 +20,13 @@ from steepest import (
     StepResult,
 )
 from steepest.config.run import DeadlineConfig
-from steepest.errors import DeadlineError, ResourcesError, ShutdownError
+from steepest.errors import (
+    DeadlineError,
+    PeerLostError,
+    ResourcesError,
+    ShutdownError,
+    SteepestError,
+)
 from steepest.storage.files import LocalStorage
 from tests.reference import Task
 from tests.simulated_programs import quiet
@@ -549,3 +555,24 @@ def test_a_program_that_had_ended_a_fit_early_ends_at_the_same_step_when_started
     assert program(tmp_path / "two", dies, early=early)[-1] == -1
     again = program(tmp_path / "two", None, early=early)
     assert again[-1] == undisturbed[-1], f"ends at {again} instead of {undisturbed}"
+
+
+@pytest.mark.parametrize("error", [PeerLostError, DeadlineError])
+def test_a_call_is_made_once_more_where_a_loss_was_no_death(
+    error: type[SteepestError], tmp_path: Path
+) -> None:
+    """Workers may hear amid it of a change before it, and give up what they wait for; but not again and again."""
+    made: list[int] = []
+
+    def call() -> int:
+        made.append(len(made))
+        if len(made) < 3:
+            raise error("what was awaited did not come")
+        return len(made)
+
+    with running(KINDS["ps"], 2, tmp_path) as job:
+        with pytest.raises(error):
+            job.trainer._calls.surviving(call)
+        assert made == [0, 1] if error is PeerLostError else made == [0]
+        made[:] = [0, 1] if error is DeadlineError else [0]
+        assert job.trainer._calls.surviving(call) == 3

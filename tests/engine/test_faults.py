@@ -159,6 +159,15 @@ def test_steps_taken_back_at_any_moment_can_be_taken_again(shuffle: int, events:
     assert at(cluster, 8)
 
 
+def test_who_has_stopped_workers_knows_the_generation_that_began() -> None:
+    """What the driver has workers do next waits until they know it too."""
+    cluster = make()
+    before = cluster.coordinator.generation
+    cluster.client.ask(8, True)
+    cluster.wait(cluster.client.stop(), "the coordinator")
+    assert cluster.client.position.generation == cluster.coordinator.generation > before
+
+
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_named_and_not_applied(factor: float) -> None:
     trouble: dict[int, Trouble] = {}

@@ -370,6 +370,8 @@ class Client:
                 self._answer(revoked.sequence, self.position)
             case Kind.STOPPED:
                 stopped = Stopped.unpack(message)
+                known = Position(stopped.generation, self.position.version)
+                self.position = max(self.position, known)
                 self._answer(stopped.sequence, stopped.limit)
             case Kind.COUNTERS:
                 counters = Counters.unpack(message)
