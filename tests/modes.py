@@ -42,7 +42,7 @@ MODES: dict[str, AllreduceStrategy | ParameterServerStrategy] = {
 TOGETHER = ("sync", "copies", "allreduce", "replicated", "groups", "sharded-groups")
 #: those in which workers add up gradients among themselves
 GROUPED = ("groups", "sharded-groups")
-#: those in which workers push their gradients to servers, as rows of tables are pushed in each
+#: those in which workers push whole gradients to servers, so that any number of servers makes the same bits
 PUSHED = [name for name in MODES if name not in GROUPED]
 PUSHED_TOGETHER = tuple(name for name in TOGETHER if name in PUSHED)
 #: those in which each push is an update

@@ -35,7 +35,8 @@ class GroupExchange(ExchangeAround):
     """Hands chunks to a process group instead of servers.
 
     Weights come as to the exchange around which it stands; those that only other workers' servers make are passed on in
-    the group, and delivered as if these servers had sent them.
+    the group, and delivered as if these servers had sent them. Opaque chunks, of rows of tables, go to servers as
+    without a group: of their rows each worker has others.
 
     A group is made for each generation, when its first step begins, and is left when another begins. A gradient that
     may be taken back is added up when it is whole; others chunk by chunk, during the backward pass. The payloads are
@@ -70,6 +71,9 @@ class GroupExchange(ExchangeAround):
         self._own: OwnGradient | None = None  # the present one, or the last
         self._now: Reduction | NewWeights | None = None  # what the group does, or did last
         self._made: dict[tuple[int, int], MadeChunk] = {}  # see `NewWeights`
+        self._opaque = frozenset(self._layout.opaque_chunks)
+        # opaque chunks of the present gradient, as `ready` was given them, if it may be taken back
+        self._kept: list[tuple[int, torch.Tensor, float, float, frozenset[int]]] = []
         self._missing = 0  # chunks of it that are not ready yet
         self._moved = 0  # bytes that a ring passes on of it: to add up, and to give all the sum
         self._keys: dict[int, list[tuple[str, bytes]]] = {}  # of generations that have not begun
@@ -104,6 +108,7 @@ class GroupExchange(ExchangeAround):
         if self._own is not None and self._own.pulled == version and self._missing:
             self._begin_again(self._own)
         self._missing, self._moved = len(self._layout.trainable_chunks), 0
+        self._kept.clear()
         self._own = OwnGradient(generation, version, incarnation, self.sequence)
         assert self._group is not None
         self._group.run(self._program(self._own))
@@ -159,6 +164,7 @@ class GroupExchange(ExchangeAround):
         self._own.chunks.clear()
         self._own.sequence = self.sequence
         self._missing, self._moved = len(self._layout.trainable_chunks), 0
+        self._kept.clear()
 
     def _hand_over(
         self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
@@ -166,8 +172,14 @@ class GroupExchange(ExchangeAround):
         """Hand a complete chunk of the gradient to the group, see `Exchange.ready`."""
         assert self._own is not None
         assert self._group is not None
-        self._own.chunks[chunk] = HandedChunk(payload, unit, total, absent)
         self._missing -= 1
+        if chunk in self._opaque:
+            if self._own.held_back:
+                self._kept.append((chunk, payload, unit, total, absent))
+            else:
+                self.inner.ready(chunk, payload, unit, total, absent)
+            return self._missing > 0
+        self._own.chunks[chunk] = HandedChunk(payload, unit, total, absent)
         shares = 1 if len(self._holders[chunk]) == 1 else 2
         about = self._layout.chunks[chunk]
         size = narrow_size(about.dtype, about.nbytes, self._narrow) or about.nbytes
@@ -176,7 +188,10 @@ class GroupExchange(ExchangeAround):
         return self._missing > 0
 
     def end(self) -> int:
-        """Have what was held back added up; return the push's sequence number."""
+        """Have what was held back added up and pushed; return the push's sequence number."""
+        for kept in self._kept:
+            self.inner.ready(*kept)
+        self._kept.clear()
         if self._own is not None and self._group is not None:
             self._own.held_back = False
             self._group.wake()

@@ -58,7 +58,7 @@ class NewWeights:
         if self._own.cancelled:
             return
         version = self._own.pulled + 1
-        for chunk in reversed(self._layout.trainable_chunks):
+        for chunk in reversed(self._layout.dense_chunks):
             holders = self._holders[chunk]
             if len(holders) == self._size:
                 continue

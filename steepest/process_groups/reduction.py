@@ -169,7 +169,7 @@ class Reduction:
             DataPlaneError: another member's gradient is of another version.
         """
         own, lent, headers = self._own, self._sums.lent, list[_GradientHeader]()
-        for chunk in self._layout.trainable_chunks:
+        for chunk in self._layout.dense_chunks:
             self.chunk = chunk
             yield Await(lambda chunk=chunk: own.has(chunk) and chunk not in lent)  # type: ignore[misc]
             if own.cancelled:

@@ -22,8 +22,7 @@ def read_state(
         layout: of the job's parameters.
         wait: see `steepest.core.models.protocol.Gathers.meet`. What it raises is raised, and the answer is dropped.
     """
-    dense = [index for index in layout.trainable_chunks if not layout.chunks[index].is_opaque]
-    reading = client.read("state", chunks=dense)
+    reading = client.read("state", chunks=list(layout.dense_chunks))
 
     def is_here() -> bool:
         # where a server is lost the change that follows ends the wait, and the state is read again

@@ -38,8 +38,9 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
         data_plane: "gloo" to have workers add up gradients in a process group of torch.distributed,
             made anew whenever the members change. Each keeps the whole state of the optimizer, as
             with ``sharded=False``, unless `sharded` is True: then a chunk is added up at the worker
-            that updates it, and the new weights go to all others in the group. None for the
-            library's own connections. Gloo opens ports of its own, which neither the job's token
+            that updates it, and the new weights go to all others in the group. Rows of embedding
+            tables go to their servers as without it. None for the library's own connections.
+            Gloo opens ports of its own, which neither the job's token
             nor `tls` protects.
 
     Raises:

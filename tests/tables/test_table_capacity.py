@@ -19,7 +19,7 @@ from steepest.tables.admission import CBFFilter, CounterFilter, ProbabilityFilte
 from steepest.tables.eviction import LFU, LRU
 from steepest.tables.shard import TableShard
 from steepest.testing.replay import replay_state
-from tests.modes import PUSHED_TOGETHER, make, trained
+from tests.modes import TOGETHER, make, trained
 from tests.reference import same_bits
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
@@ -83,7 +83,7 @@ def test_the_same_ids_have_rows_at_any_number_of_servers(life: str) -> None:
     assert sum(fewer) < sum(most)
 
 
-@pytest.mark.parametrize("name", mostly_long([*PUSHED_TOGETHER, "async", "ssp-0"], "copies"))
+@pytest.mark.parametrize("name", mostly_long([*TOGETHER, "async", "ssp-0"], "copies"))
 def test_a_full_table_is_an_error_of_the_step_and_nothing_is_lost(name: str) -> None:
     task = table_task(data=clicks(61), capacity=8)
     cluster = make(name, task, 2)
@@ -103,7 +103,7 @@ def test_a_full_table_is_an_error_of_the_step_and_nothing_is_lost(name: str) -> 
     assert "beside its " in failure.error
     assert "its capacity is 8; " in failure.error
     assert "raise it, or give eviction=LRU() or LFU()" in failure.error
-    if name in PUSHED_TOGETHER:
+    if name in TOGETHER:
         assert same_rows(rows_of(cluster), before[0])
         assert same_bits(cluster.weights(), before[1])
     (again,) = cluster.step(1)

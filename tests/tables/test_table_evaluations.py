@@ -12,7 +12,7 @@ from steepest.core.messages.message import Message
 from steepest.embedding.row_messages import RowKind
 from steepest.errors import ConfigurationError, PeerLostError
 from steepest.testing import InProcessCluster
-from tests.modes import PUSHED, make, trained
+from tests.modes import MODES, make, trained
 from tests.table_tasks import Clicks, clicks, mostly_long, rows_of, table_task, table_values, torchs
 
 TASK = table_task()
@@ -32,7 +32,7 @@ def local_loss(cluster: InProcessCluster) -> float:
         return float(TASK.loss(module(*inputs), target))
 
 
-@pytest.mark.parametrize("name", mostly_long(PUSHED, "sync", "allreduce", "async"))
+@pytest.mark.parametrize("name", mostly_long(MODES, "sync", "allreduce", "async"))
 def test_an_evaluation_between_steps_is_that_of_a_local_model(name: str) -> None:
     cluster = make(name, TASK, 2)
     for steps in (0, 3, 2):

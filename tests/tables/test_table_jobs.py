@@ -8,7 +8,7 @@ import pytest
 
 from steepest.core.engine.topology import HostMap
 from steepest.core.messages.message import Kind, server_peer
-from tests.modes import PUSHED_TOGETHER, check_counts, make, trained
+from tests.modes import PUSHED_TOGETHER, TOGETHER, check_counts, make, trained
 from tests.reference import difference, same_bits
 from tests.table_tasks import (
     OPTIMIZERS,
@@ -41,6 +41,10 @@ JOBS: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
     ("allreduce", "SGD", 1, 2, 1, {}),
     ("replicated", "Adagrad", 3, 1, 3, {"accumulate": 2}),
     ("replicated", "momentum", 2, 2, 2, {}),
+    ("groups", "Adam", 3, 1, 3, {"accumulate": 2}),
+    ("groups", "Adagrad", 2, 2, 2, {"global_batch_size": 7}),
+    ("sharded-groups", "SGD", 2, 1, 2, {}),
+    ("sharded-groups", "Adam", 3, 2, 3, {}),
 ]
 
 
@@ -72,7 +76,7 @@ def test_rows_are_the_same_bits_at_any_number_of_servers(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", mostly_long(["sync", "allreduce", "async", "ssp-0"], "sync", "async")
+    "mode", mostly_long([*TOGETHER, "async", "ssp-0"], "sync", "async", "groups")
 )
 def test_a_server_of_rows_alone_may_hear_of_commits_late(mode: str) -> None:
     """Workers have all weights of a version before that server has made it, and push again."""
@@ -87,7 +91,7 @@ def test_a_server_of_rows_alone_may_hear_of_commits_late(mode: str) -> None:
         30 if message.kind in late and message.target in alone else 0
     )
     trained(cluster, STEPS)
-    if mode in PUSHED_TOGETHER:
+    if mode in TOGETHER:
         assert difference(all_weights(cluster, task), all_weights(expected, task)) < 1e-12
     else:
         check_counts(cluster, cluster.log())

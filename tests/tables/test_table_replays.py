@@ -17,7 +17,7 @@ from steepest.embedding.modules import Embedding, EmbeddingBag
 from steepest.embedding.row_messages import RowKind
 from steepest.testing import Fault, InProcessCluster
 from tests.deaths import doomed
-from tests.modes import PUSHED_TOGETHER, make, trained
+from tests.modes import PUSHED_TOGETHER, TOGETHER, make, trained
 from tests.reference import Task, difference, same_bits, sgd
 from tests.table_tasks import (
     OPTIMIZERS,
@@ -104,7 +104,7 @@ def test_no_answer_to_the_dead_is_taken_for_one_to_a_successor() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", mostly_long(PUSHED_TOGETHER, "copies"))
+@pytest.mark.parametrize("name", mostly_long(TOGETHER, "copies"))
 def test_after_an_error_the_rows_are_those_of_a_run_in_peace(name: str) -> None:
     cluster = make(name, TASK, faults=[Fault.raises("worker", 1, step=2)])
     taken: list[Any] = []
@@ -155,7 +155,7 @@ def spoiled(name: str, nonfinite: str) -> InProcessCluster:
     return make(name, task, 2, settings={"nonfinite": nonfinite})
 
 
-@pytest.mark.parametrize("name", mostly_long([*PUSHED_TOGETHER, "async"], "copies"))
+@pytest.mark.parametrize("name", mostly_long([*TOGETHER, "async"], "copies"))
 def test_nan_in_a_gradient_of_rows_is_refused(name: str) -> None:
     cluster = spoiled(name, "refuse")
     outcomes = cluster.step(4)

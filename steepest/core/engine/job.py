@@ -119,9 +119,7 @@ class Job:
     def _require_plain_sums(self) -> None:
         """Check that gradients are such as workers add up among themselves; ConfigurationError otherwise."""
         strategy, reason = self.strategy, ""
-        if self.description.layout.opaque_chunks:
-            reason = "the model has embedding tables, whose rows only servers add up"
-        elif strategy.codec is not None:
+        if strategy.codec is not None:
             reason = f"its codec {type(strategy.codec).__name__} is for what servers add up"
         elif not isinstance(strategy.rule, CommitAll):
             reason = (

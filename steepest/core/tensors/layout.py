@@ -283,9 +283,14 @@ class ParameterLayout:
         return tuple(chunk.index for chunk in self.chunks if chunk.is_opaque)
 
     @cached_property
+    def dense_chunks(self) -> tuple[int, ...]:
+        """The indices of the chunks of the flat vector that are trained."""
+        return tuple(i for i in self.trainable_chunks if not self.chunks[i].is_opaque)
+
+    @cached_property
     def _by_fragment(self) -> tuple[frozenset[int], ...]:
         """The indices of the chunks of each fragment."""
-        trained = [self.chunks[i] for i in self.trainable_chunks if not self.chunks[i].is_opaque]
+        trained = [self.chunks[i] for i in self.dense_chunks]
         count = 1 + max((chunk.fragment for chunk in trained), default=0)
         return tuple(
             frozenset(chunk.index for chunk in trained if chunk.fragment == part)
