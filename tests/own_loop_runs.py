@@ -16,6 +16,8 @@ STRATEGIES: dict[str, Any] = {
     "ps, two copies": ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=64),
     "allreduce": AllreduceStrategy(chunk_bytes=64),
     "allreduce, two copies": AllreduceStrategy(replication=2, chunk_bytes=64),
+    "groups": AllreduceStrategy(data_plane="gloo", chunk_bytes=64),
+    "sharded groups": AllreduceStrategy(data_plane="gloo", sharded=True, chunk_bytes=64),
 }
 
 

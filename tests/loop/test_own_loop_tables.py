@@ -21,7 +21,7 @@ import steepest
 from steepest import FailureConfig, LocalStrategy, ParameterServerStrategy
 from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.tables.row_optimizers import Adagrad, Adam
-from tests.own_loop_runs import InterruptedRunError, Interrupts, run
+from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run
 from tests.own_loops import BATCH, Parts, Script, Whole
 from tests.reference import difference, same_bits, sgd
 from tests.simulated_programs import quiet
@@ -143,12 +143,12 @@ def compare(script: Script, found: Any, workers: int) -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+@pytest.mark.parametrize("strategy", ["ps", "allreduce", "groups", "sharded groups"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_loop_equals_one_process(name: str, workers: int, strategy: str) -> None:
     FOUND.clear()
-    compare(SCRIPTS[name], run(SCRIPTS[name], workers, strategy), workers)
+    compare(SCRIPTS[name], run(SCRIPTS[name], workers, STRATEGIES[strategy]), workers)
 
 
 def test_rows_are_trained() -> None:
@@ -160,9 +160,10 @@ def test_rows_are_trained() -> None:
 
 
 REPLICATED = ParameterServerStrategy(num_servers=2, replication=2)
+GROUPS = [STRATEGIES["groups"], STRATEGIES["sharded groups"]]
 
 
-def check_death(name: str, seed: int) -> None:
+def check_death(name: str, seed: int, strategy: Any = REPLICATED) -> None:
     """Check that a process that dies changes nothing."""
     FOUND.clear()
     simulation, draw = Simulation(seed), random.Random(seed)
@@ -188,7 +189,7 @@ def check_death(name: str, seed: int) -> None:
         found = steepest.run(
             SCRIPTS[name],
             num_workers=2,
-            strategy=REPLICATED,
+            strategy=strategy,
             run_config=run_config(failure=failure),
             callbacks=[Death()],
             progress=False,
@@ -209,10 +210,11 @@ def test_a_process_that_dies_changes_nothing(name: str, seed: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("strategy", [REPLICATED, *GROUPS], ids=["ps", "groups", "sharded"])
 @pytest.mark.parametrize("name", ["usual", "looking"])
-def test_a_process_that_dies_at_many_moments_changes_nothing(name: str) -> None:
+def test_a_process_that_dies_at_many_moments_changes_nothing(name: str, strategy: Any) -> None:
     for seed in range(2, 4):
-        check_death(name, seed)
+        check_death(name, seed, strategy)
         gc.collect()  # the address space of tables
 
 

@@ -21,7 +21,9 @@ import torch
 
 import steepest
 from steepest.core.system import using
+from steepest.runtime import process
 from steepest.runtime.job_runtime import using as using_runtime
+from steepest.testing.groups import simulated
 from tests.simulation.simulated_processes import Node, SimulatedProcess, World
 from tests.simulation.simulated_runtime import SimulatedRuntime
 from tests.simulation.virtual_primitives import Active, VirtualSystem
@@ -115,7 +117,7 @@ class Simulation:
         self._main = threading.get_ident()
         affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
         system = VirtualSystem(self.scheduler, self.dice.getrandbits(32))
-        with using(system), using_runtime(self.runtime):
+        with using(system), using_runtime(self.runtime), simulated_groups():
             Active.scheduler, Active.simulation = self.scheduler, self
             # the baton goes faster from thread to thread on one processor
             os.sched_setaffinity(0, {sorted(affinity)[os.getpid() % len(affinity)]})
@@ -236,6 +238,17 @@ class Simulation:
         # After `shutdown`. The seconds are more than the driver's lease of its processes.
         self.scheduler.sleep(seconds)
         return self.world.living()
+
+
+@contextlib.contextmanager
+def simulated_groups() -> Iterator[None]:
+    """Have processes that are simulated add up gradients in simulated process groups."""
+    before = process.EXTENSIONS
+    process.EXTENSIONS = tuple(map(simulated, before))  # each simulation has groups of its own
+    try:
+        yield
+    finally:
+        process.EXTENSIONS = before
 
 
 def running() -> Simulation | None:

@@ -28,7 +28,7 @@ from steepest.process_groups.extension import ProcessGroups
 from steepest.process_groups.torch_groups import TorchGroups
 from steepest.runtime import process
 from steepest.testing import InProcessCluster, linear_model_creator, replay
-from steepest.testing.groups import SimulatedGroups, simulated
+from steepest.testing.groups import SimulatedGroups
 from tests.modes import GROUPED, Moody, check, make, settle, trained
 from tests.own_loop_runs import run, without
 from tests.own_loops import Script, accumulating, clipping, plain, with_closures
@@ -36,7 +36,6 @@ from tests.reference import Task, difference, perceptron, same_bits, samples, sg
 from tests.simulation.run import Simulation, run_config
 from tests.strikes import later
 from tests.struck_jobs import DIED
-from tests.table_tasks import table_task
 
 TASK = Task(optimizer=sgd(momentum=0.9))
 GROUPS = AllreduceStrategy(data_plane="gloo")
@@ -304,13 +303,6 @@ def test_strategies_of_ones_own_that_groups_cannot_serve_are_refused(
         InProcessCluster(TASK.creator(), num_workers=2, strategy=strategy)
 
 
-def test_models_with_tables_are_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match="embedding tables, whose rows only servers add up"
-    ):
-        make("groups", table_task())
-
-
 def test_each_worker_keeps_the_whole_state_unless_it_is_to_be_sharded() -> None:
     assert not GROUPS.is_sharded
     assert SHARDED.is_sharded
@@ -320,9 +312,10 @@ def test_each_worker_keeps_the_whole_state_unless_it_is_to_be_sharded() -> None:
     assert not AllreduceStrategy().reduces
 
 
-def test_encrypted_and_simulated_jobs_are_refused() -> None:
+def test_encrypted_and_simulated_jobs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     creator = linear_model_creator()
-    with Simulation(1).running():
+    with Simulation(1).running(), monkeypatch.context() as patch:
+        patch.setattr(process, "EXTENSIONS", EXTENSIONS)  # torch's groups
         with pytest.raises(ConfigurationError, match="data_plane=.*tls=True"):
             DistributedSGD(creator, num_workers=2, strategy=GROUPS, run_config=RunConfig(tls=True))
         with pytest.raises(ConfigurationError, match="in a simulation"):
@@ -341,10 +334,8 @@ def strike(simulation: Simulation, name: str) -> None:
 )
 @pytest.mark.parametrize("groups", [GROUPS, SHARDED], ids=GROUPED)
 def test_jobs_whose_workers_die_come_and_go_are_explained_by_their_logs(
-    seed: int, groups: AllreduceStrategy, monkeypatch: pytest.MonkeyPatch
+    seed: int, groups: AllreduceStrategy
 ) -> None:
-    extensions = tuple(simulated(extension) for extension in EXTENSIONS)
-    monkeypatch.setattr(process, "EXTENSIONS", extensions)
     dice, simulation, config = random.Random(seed), Simulation(seed), run_config(keep_log=True)
     with (
         simulation.running(),
@@ -389,9 +380,8 @@ def test_a_process_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_loops_of_ones_own_add_up_in_groups_as_on_servers(
-    loop: Callable[..., None], strategy: AllreduceStrategy, monkeypatch: pytest.MonkeyPatch
+    loop: Callable[..., None], strategy: AllreduceStrategy
 ) -> None:
-    monkeypatch.setattr(process, "EXTENSIONS", tuple(map(simulated, EXTENSIONS)))
     script = Script(loop, optimizer=sgd(momentum=0.9))
     found = run(script, 2, strategy)
     assert difference(found.weights, run(script, 2, "ps").weights) < 1e-12
@@ -401,9 +391,8 @@ def test_loops_of_ones_own_add_up_in_groups_as_on_servers(
 @pytest.mark.parametrize("strategy", [GROUPS, SHARDED], ids=GROUPED)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_loop_of_ones_own_ends_as_if_no_worker_had_died(
-    victim: int, strategy: AllreduceStrategy, monkeypatch: pytest.MonkeyPatch
+    victim: int, strategy: AllreduceStrategy
 ) -> None:
-    monkeypatch.setattr(process, "EXTENSIONS", tuple(map(simulated, EXTENSIONS)))
     script = Script(plain, optimizer=sgd(momentum=0.9))
     found = without(script, 2, victim, 5, strategy)
     assert difference(found.weights, script.alone(2)) < 1e-12
