@@ -15,7 +15,7 @@ import ray
 from steepest.config.run import cluster_address, environment_variable, set_environment
 from steepest.errors import ConfigurationError
 from steepest.runtime.job_runtime import runtime
-from steepest.runtime.ray_private import reload_token, without_autoscaler
+from steepest.runtime.ray_private import reload_token, small_ray
 
 #: Environment variables of Ray's: whether a token is sent, and which; the first one counts.
 _MODE = "RAY_AUTH_MODE"
@@ -87,7 +87,7 @@ def start_ray(num_cpus: int | None = None, *, verbose: bool = False) -> None:
     # would end these processes a second after that, and start others for the workers.
     name, value = _KEEPS_STARTED
     own = {} if environment_variable(f"RAY_{name}") else {name: value}
-    with without_autoscaler():
+    with small_ray():
         ray.init(
             address="local",
             num_cpus=cpus,

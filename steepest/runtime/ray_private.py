@@ -76,23 +76,61 @@ def started_here() -> bool:
 
 
 @contextlib.contextmanager
-def without_autoscaler() -> Iterator[None]:
-    """Have a Ray that is started in this context start without the process that asks for further nodes.
+def small_ray() -> Iterator[None]:
+    """Have a Ray that is started in this context start without processes of which a job has nothing.
 
-    No node joins a Ray that a process starts for itself. Without the private API it has that process.
+    Left out are the autoscaler, since no node joins a Ray that a process starts for itself, the dashboard,
+    which sends usage statistics alone, and its agent where the packages that it serves with are not
+    installed. Workers begin without the program that sets up environments, unless one is asked for. What
+    Ray has no such private API for stays.
     """
-    try:
-        node = _look_up("ray._private.node", "Node")
-        own = _look_up("ray._private.node", "Node.start_monitor")
-    except ConfigurationError as error:
-        log.debug("Ray starts with its autoscaler: %s", error)
+    with contextlib.ExitStack() as stack:
+        for module, name, value in _SMALLER:
+            path, _, attribute = name.rpartition(".")
+            try:
+                own = _look_up(module, name)
+                holder = _look_up(module, path) if path else importlib.import_module(module)
+            except ConfigurationError as error:
+                log.debug("Ray starts with a process more: %s", error)
+                continue
+            stack.callback(setattr, holder, attribute, own)
+            setattr(holder, attribute, value(own))
         yield
-        return
-    node.start_monitor = lambda _: None
-    try:
-        yield
-    finally:
-        node.start_monitor = own
+
+
+def _beside(name: str) -> str:
+    """Return the path of a program beside this file."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
+
+
+def _agent_start(own: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Return what makes the first arguments of a command of Ray's, which a program precedes in the agent's."""
+
+    def start(component: str, *arguments: Any, **settings: Any) -> list[str]:
+        found = own(component, *arguments, **settings)
+        usual = [sys.executable, "-u"]  # no memory profiler
+        return (
+            [sys.executable, _beside("no_agent.py")]
+            if (component, found) == (_AGENT, usual)
+            else found
+        )
+
+    return start
+
+
+def _worker_start(own: str) -> str:
+    """Return the program that starts workers: one that somebody else has put in the place of Ray's stays."""
+    return _beside(own) if own == "setup_worker.py" else own
+
+
+_AGENT = "dashboard_agent"
+#: Modules of Ray, names in them, and what makes of a value the one that `small_ray` puts in its place.
+_SMALLER: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("ray._private.node", "Node.start_monitor", lambda _: lambda node: None),
+    ("ray._private.node", "Node.start_api_server", lambda _: lambda node, **settings: None),
+    ("ray._private.services", "_build_python_executable_command_memory_profileable", _agent_start),
+    ("ray._private.ray_constants", "SETUP_WORKER_FILENAME", _worker_start),
+)
 
 
 def name_process(name: str) -> None:

@@ -322,9 +322,15 @@ def test_a_local_ray_keeps_processes_for_a_job_that_has_reserved_their_cpus(plac
             def answer(self):
                 return os.getpid()
 
+        @ray.remote(num_cpus=0, runtime_env={"env_vars": {"ASKED_FOR": "yes"}})
+        def asked_for():
+            return os.environ["ASKED_FOR"]
+
+        ray._private.ray_constants.SETUP_WORKER_FILENAME = "setup_worker.py"  # not that of the tests
         with local(2):
             node = ray._private.worker._global_node
-            assert "raylet" in node.all_processes and "monitor" not in node.all_processes
+            assert "raylet" in node.all_processes
+            assert not {"monitor", "dashboard"} & node.all_processes.keys()
             count = int(ray.cluster_resources()["CPU"])
             group = placement_group([{"CPU": 1}] * count)
             assert group.wait(60)
@@ -334,6 +340,7 @@ def test_a_local_ray_keeps_processes_for_a_job_that_has_reserved_their_cpus(plac
             ray.get([actor.answer.remote() for actor in actors], timeout=60)
             log = Path(node.get_logs_dir_path(), "raylet.out").read_text()
             assert log.count("Started worker process") == count, log
+            assert ray.get(asked_for.remote(), timeout=60) == "yes"
         """
     )
 
