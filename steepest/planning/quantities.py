@@ -48,8 +48,8 @@ def seconds_of(value: str | float) -> float:
         ConfigurationError: it is neither, or negative.
 
     Example:
-        >>> seconds_of("50us"), seconds_of(0)
-        (5e-05, 0.0)
+        >>> seconds_of("500ms"), seconds_of(0)
+        (0.5, 0.0)
     """
     if isinstance(value, str):
         return _amount("latency", value, _SECONDS, "50us, 0.1ms or 1s", zero=True)
