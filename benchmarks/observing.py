@@ -1,12 +1,13 @@
 """What it costs to look at a job: the time of a step while its timeline is recorded, or its page is open.
 
-    python -m benchmarks.observing                       # the ConvNet under "ps", about four minutes
-    python -m benchmarks.observing --strategy allreduce --model mlp --rounds 61 --json observing.json
+    python -m benchmarks.observing                       # the ConvNet under "ps", less than four minutes
+    python -m benchmarks.observing --strategy allreduce --model mlp --seconds 900 --json observing.json
 
 One job of two workers trains in many short turns. A pair of turns, one without and one with ``timeline`` (recorded from
 before the turn; the file is written after it, and is not counted) or, where plotly is installed, ``page``, whose data
-another process fetches twice a second (without: once, before), lies next to each other, in the one order and then in
-the other. Of pairs the median is told, with the interval in which it lies with 95 % by resampling (Efron 1979):
+another process, which rests in the turn without, fetches twice a second, lies next to each other, in the one order and
+then in the other, until `--seconds` are over. Of pairs the median is told, with the interval in which it lies with 95 %
+by resampling (Efron 1979):
 
 - ``clock``: the ratio of the times of a step, which other programs of a machine disturb the most;
 - ``processors``: the ratio of the processor time of all processes of the job and the driver; of a page the
@@ -16,7 +17,8 @@ the other. Of pairs the median is told, with the interval in which it lies with 
 
 Last stand the calls of the library's functions in a step of two workers, without and with a recorded timeline, which no
 other program changes, and what that adds to the processor time of all roles in one thread (``--inside`` measures these
-alone, in half a minute); a page makes none in processes of workers and servers but "counters", every five seconds.
+alone); a page makes none in processes of workers and servers but "counters", every five seconds. What a driver takes to
+answer a page once is measured in this thread too: twice that is what an open page takes of each second of a processor.
 """
 
 from __future__ import annotations
@@ -47,24 +49,33 @@ from benchmarks.rivals import WORKERS
 from steepest import DistributedSGD, TorchModel
 from steepest.core.engine.spans import SpanRing, record_roles
 from steepest.errors import ConfigurationError
+from steepest.observe.history import Figures, History
+from steepest.observe.page.run_view import Known, RunView
+from steepest.observe.results import StepResult
 from steepest.strategies.named import as_strategy
 from steepest.testing import InProcessCluster
 from steepest.testing.models import linear_model_creator
 
-#: A program that fetches the page's data as an open page does, given its address, until it is killed; or only once.
+#: A program that fetches the page's data as an open page does, given its address: from "on" at its input to "off".
 LOOK = """
-import json, sys, time, urllib.request
+import json, select, sys, urllib.request
 address, _, token = sys.argv[1].partition("#token=")
 query = ""
-while True:
-    headers = {"Authorization": f"Bearer {token}"}
-    with urllib.request.urlopen(urllib.request.Request(f"{address}data{query}", headers=headers)) as answer:
-        found = json.load(answer)
-    curves = found["curves"]
-    since = max(curves["from"] + len(curves["step"]) - 1, 0)
-    query = f"?since={since}&revision={curves['revision']}&changes={found['changes']}"
-    print("seen", flush=True)
-    time.sleep(0.5 if sys.argv[2] == "often" else 1e6)
+for _ in iter(sys.stdin.readline, ""):
+    said = False
+    while True:
+        headers = {"Authorization": f"Bearer {token}"}
+        with urllib.request.urlopen(urllib.request.Request(f"{address}data{query}", headers=headers)) as answer:
+            found = json.load(answer)
+        curves = found["curves"]
+        since = max(curves["from"] + len(curves["step"]) - 1, 0)
+        query = f"?since={since}&revision={curves['revision']}&changes={found['changes']}"
+        if not said:
+            said = print("seen", flush=True) is None
+        if select.select([sys.stdin], [], [], 0.5)[0]:
+            break
+    sys.stdin.readline()
+    print("rests", flush=True)
 """
 WANTED = {"timeline": 1.02, "page": 1.01}
 RESAMPLED = 2000
@@ -93,16 +104,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.observing")
     parser.add_argument("--model", choices=[*WORKLOADS], default="convnet")
     parser.add_argument("--strategy", default="ps")
-    parser.add_argument("--rounds", type=positive, default=41, help="pairs of turns of each")
+    parser.add_argument(
+        "--rounds", type=positive, default=1000, help="at most so many pairs of each"
+    )
+    parser.add_argument(
+        "--seconds", type=positive, default=180, help="of the program: begin no pair after these"
+    )
     parser.add_argument("--steps", type=positive, help="steps of one turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
     parser.add_argument("--inside", action="store_true", help="measure in one thread alone")
     options = parser.parse_args(arguments)
+    end = perf_counter() + options.seconds
     if options.inside:
         show_inside(options.strategy)
         return
     workload = WORKLOADS[options.model]
-    steps = options.steps or workload.steps
+    steps = options.steps or max(workload.steps // 2, 1)
 
     def creator(worker_index: int, device_index: int) -> TorchModel:
         torch.set_num_threads(1)
@@ -112,6 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
     with (
         DistributedSGD(creator, WORKERS, strategy=options.strategy) as sgd,
         tempfile.TemporaryDirectory() as folder,
+        contextlib.ExitStack() as reading,
     ):
         trace = Path(folder) / "trace.json"
         off = functools.partial(spent_by, sgd, steps)
@@ -119,16 +137,18 @@ def main(arguments: list[str] | None = None) -> None:
             "timeline": (off, functools.partial(with_timeline, sgd, steps, trace))
         }
         with contextlib.suppress(ConfigurationError):  # plotly is not installed
-            page = functools.partial(with_page, sgd, steps, sgd.page().url)
-            turns["page"] = (functools.partial(page, often=False), page)
+            reader = reading.enter_context(Reader(sgd.page().url))
+            turns["page"] = (off, functools.partial(with_page, sgd, steps, reader))
         for turn in itertools.chain.from_iterable(turns.values()):
             turn()
-        for number in range(options.rounds):
+        number = 0
+        while number < options.rounds and (perf_counter() < end or not number):
+            number += 1
             for name, both in turns.items():
                 found.setdefault(name, []).append(pair_of(*both, number % 2 == 1))
         size = trace.stat().st_size / 1e6
     print(
-        f"{options.model}, {options.strategy}, {WORKERS} workers, {options.rounds} pairs of turns of {steps} steps, "
+        f"{options.model}, {options.strategy}, {WORKERS} workers, {number} pairs of turns of {steps} steps, "
         f"load {os.getloadavg()[0]:.0f}"
     )
     for name, pairs in found.items():
@@ -150,6 +170,9 @@ def show_inside(strategy: str) -> None:
     print(
         f"processor time of such a step, all roles in one thread: {without:.0f} us, recorded {added} us"
     )
+    for steps in (10, 100):
+        taken = an_answer(steps)
+        print(f"processor time of the driver to answer a page after {steps} new steps: {taken} us")
 
 
 def pair_of(off: Callable[[], Spent], turn: Callable[[], Spent], reverse: bool) -> Pair:
@@ -195,17 +218,38 @@ def with_timeline(sgd: DistributedSGD, steps: int, path: Path) -> Spent:
         return spent_by(sgd, steps)
 
 
-def with_page(sgd: DistributedSGD, steps: int, url: str, *, often: bool = True) -> Spent:
-    # without: the reader has begun as well, which empties caches, and rests
-    command = [sys.executable, "-c", LOOK, url, "often" if often else "once"]
-    looker = subprocess.Popen(command, stdout=subprocess.PIPE)
+class Reader:
+    """Another process that looks at a page, or rests, with its caches filled in either case."""
+
+    def __init__(self, url: str) -> None:
+        command = [sys.executable, "-c", LOOK, url]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def say(self, word: str, answer: str) -> None:
+        """Have it look ("on"), or rest ("off"); return when it does."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.flush()
+        if self._process.stdout.readline().strip() != answer:
+            raise RuntimeError("what looks at the page has ended")
+
+
+def with_page(sgd: DistributedSGD, steps: int, reader: Reader) -> Spent:
+    reader.say("on", "seen")  # it has the page
     try:
-        assert looker.stdout is not None
-        looker.stdout.readline()  # it has the page
         return spent_by(sgd, steps)
     finally:
-        looker.kill()
-        looker.communicate()
+        reader.say("off", "rests")
 
 
 # -- statistics -----------------------------------------------------------------------------------
@@ -276,7 +320,7 @@ def calls_of_a_step(name: str, recorded: bool, steps: int = 20) -> float:
     return calls.total() / steps
 
 
-def added_to_a_step(name: str, rounds: int = 201, steps: int = 10) -> tuple[str, float]:
+def added_to_a_step(name: str, rounds: int = 81, steps: int = 10) -> tuple[str, float]:
     """Return what recording adds to this thread's processor time of a step of all roles, and that without, in us."""
     clusters = [one_thread(name, recorded) for recorded in (False, True)]
     found = []
@@ -290,6 +334,32 @@ def added_to_a_step(name: str, rounds: int = 201, steps: int = 10) -> tuple[str,
     return microseconds([after - before for before, after in found]), 1e6 * statistics.median(
         before for before, _ in found
     )
+
+
+def an_answer(steps: int, answers: int = 81) -> str:
+    """Return what a driver's thread takes to read so many new steps of two workers and answer an open page, in us."""
+    history, view, found = History(), RunView("a run"), []
+    row = record = 0
+    known = Known()
+    for number in range(answers):
+        for step in range(number * steps + 1, (number + 1) * steps + 1):
+            timings = {"compute": 0.005, "data": 0.001, "wait": 0.002}
+            result = StepResult(step, 0, 1 / step, {}, 128, (0, 0), timings, 2.0, (0.1,))
+            spent = [(worker, 0.001, 0.005, 0.002) for worker in range(WORKERS)]
+            history.stepped(result, Figures(2, 1, 0, 8000, 8000, 0.006 * step), ends_epoch=False)
+            history.record.stepped(step, 0.006 * step, spent)
+        began = thread_time()
+        rows, row, _ = history.since(row)
+        view.add_all(rows)
+        rows, record = history.record.rows(record)
+        view.add_all(rows)
+        told = view.told(known, history.record.open_span())
+        json.dumps(told, separators=(",", ":")).encode()
+        found.append(thread_time() - began)
+        curves = told["curves"]
+        since = max(curves["from"] + len(curves["step"]) - 1, 0)
+        known = Known(since, curves["revision"], told["changes"])
+    return microseconds(found).replace("+", "")
 
 
 @contextlib.contextmanager

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from benchmarks.observing import Spent, calls_of_a_step, median_of, pair_of, table
+from benchmarks.observing import Reader, Spent, calls_of_a_step, median_of, pair_of, table
+from steepest.observe.page.run_view import Known, RunView
+from steepest.observe.page.server import PageServer
+from tests.page_rows import row_of
 
 
 def spent(seconds: float) -> Spent:
@@ -42,3 +47,36 @@ def test_a_recorded_step_calls_few_functions_more(strategy: str) -> None:
     plain, recorded = (calls_of_a_step(strategy, each) for each in (False, True))
     # one for each span, and two for its two looks at the clock
     assert plain < recorded < 1.05 * plain
+
+
+class Looked:
+    """A run of three steps that keeps what a page knows when it asks."""
+
+    def __init__(self) -> None:
+        self.view, self.known = RunView("a run"), list[Known]()
+        self.view.add_all(map(row_of, (1, 2, 3)))
+
+    def told(self, known: Known) -> Any:
+        self.known.append(known)
+        return self.view.told(known)
+
+    def stacks(self) -> str:
+        raise AssertionError
+
+
+def test_who_looks_at_a_page_asks_for_what_is_new_and_rests_when_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("steepest.observe.page.server.chart_script", lambda: "")
+    run = Looked()
+    server = PageServer(run)
+    with Reader(server.url) as reader:
+        reader.say("on", "seen")
+        reader.say("off", "rests")
+        before = len(run.known)
+        reader.say("on", "seen")
+        reader.say("off", "rests")
+    server.close()
+    assert run.known[0].since == 0
+    assert all(known.since == 2 for known in run.known[1:])
+    assert len(run.known) > before
