@@ -79,7 +79,8 @@ class Outer:
         self.moved = [torch.zeros_like(p) for p in self.parameters]
 
     @torch.no_grad()
-    def step(self, changes: list[torch.Tensor]) -> None:
+    def step(self, changes: Sequence[torch.Tensor | None]) -> None:
+        """Take each parameter's mean change; None: it is of no fragment that was exchanged."""
         every, rate = self.strategy.delayed_nesterov, self.strategy.outer_lr
         if every is None:
             for p, change in zip(self.parameters, changes, strict=True):
@@ -88,6 +89,7 @@ class Outer:
             return
         self.updates += 1
         for at, (p, change) in enumerate(zip(self.parameters, changes, strict=True)):
+            assert change is not None
             self.buffered[at] += change
             update = change / every
             if self.updates % every == 0:
@@ -152,10 +154,12 @@ def by_hand(
     """
     workers, devices = log.num_workers, log.devices_per_worker
     every, count = strategy.sync_every // strategy.fragments, strategy.fragments
+    torch.manual_seed(0)
     shared = task.module()
     outer = Outer(shared, strategy)
     names = [name for name, _ in shared.named_parameters()]
-    part_of = {name: part for part, found in enumerate(FRAGMENTS[count]) for name in found}
+    found_of = [names] if count == 1 else FRAGMENTS[count]
+    part_of = {name: part for part, found in enumerate(found_of) for name in found}
     parts_of = [part_of[name] for name in names]
     weights = [p.detach().clone() for p in shared.parameters()]
     history = {log.start: weights}
@@ -168,6 +172,9 @@ def by_hand(
     of_share = 1 if strategy.pace == "speed" else every  # updates
     plan = SamplePlan(len(task.data[0]), parts * task.batch_size, 0)
     for commit in log.commits:
+        if commit.skipped:
+            history[commit.version] = weights
+            continue
         changes, totals = [torch.zeros_like(p) for p in shared.parameters()], [0.0] * count
         for push in commit.pushes:
             now = history[push.pulled]
@@ -186,6 +193,9 @@ def by_hand(
                 samples = sum(map(len, index))
                 if not samples:
                     continue
+                if task.learning_rate is not None:  # of as many updates as each worker makes
+                    at = step * every + (place // workers if of_share == 1 else update)
+                    life.optimizer.param_groups[0]["lr"] = task.learning_rate(at)
                 life.optimizer.zero_grad()
                 for some in filter(len, index):
                     x, y = (column[torch.from_numpy(some.copy())] for column in task.data)
@@ -200,9 +210,13 @@ def by_hand(
                     change += (base - p.detach()) * life.since[part]
             totals[part] += life.since[part]
             life.since[part], life.sent = 0, part
-        for p, change, of in zip(outer.parameters, changes, parts_of, strict=True):
-            p.grad = change / totals[of] if totals[of] else None
-        outer.sgd.step()
+        if any(totals):
+            outer.step(
+                [
+                    change / totals[of] if totals[of] else None
+                    for change, of in zip(changes, parts_of, strict=True)
+                ]
+            )
         weights = [p.detach().clone() for p in shared.parameters()]
         history[commit.version] = weights
         if sent is not None:

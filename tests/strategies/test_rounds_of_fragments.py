@@ -14,6 +14,7 @@ import torch
 from steepest import AllreduceStrategy, DistributedSGD
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.system import system
+from steepest.errors import ConfigurationError
 from steepest.strategies.local import LocalStrategy
 from steepest.testing import replay
 from tests.modes import check_counts
@@ -171,6 +172,8 @@ def test_a_checkpoint_in_the_middle_of_a_cycle_goes_on_exactly(delay: int, tmp_p
         grace=50.0,
         num_servers=2,
         replication=2,
+        outer_momentum=0.9,
+        delayed_nesterov=2,  # some fragments' buffers are saved half full
         blend=0.25,
         delay=delay,
     )
@@ -203,6 +206,7 @@ def test_workers_come_and_go_and_strategies_follow_each_other() -> None:
         for other in (
             replace(strategy, fragments=2, quorum=3, grace=0.1, outer_momentum=0.5),
             replace(strategy, pace="speed", delay=1, outer_momentum=0.5, delayed_nesterov=2),
+            replace(strategy, fragments=1, outer_momentum=0.5),
             replace(strategy, delay=1, compression="int8"),
             LocalStrategy(sync_every=4, fragments=2, num_servers=1),
             AllreduceStrategy(),
@@ -211,7 +215,9 @@ def test_workers_come_and_go_and_strategies_follow_each_other() -> None:
             trainer.set_strategy(other)
             trainer.fit(steps=3, progress=False)
         trainer.resize(num_workers=2)
-        assert trainer.fit(steps=4, progress=False).step == 36
+        assert trainer.fit(steps=4, progress=False).step == 39
+        with pytest.raises(ConfigurationError, match="quorum=2 with num_workers=1"):
+            trainer.resize(num_workers=1)
 
     _, log = simulated(task, 3, strategy, act, create)
     check_samples(log)
