@@ -43,7 +43,8 @@ class CheckpointDirectory:
             raise CheckpointError(f"cannot keep checkpoints in {path}: {error}") from error
 
     def paths(self) -> list[StoragePlace]:
-        """Return all checkpoints' paths, damaged and unfinished ones too, oldest first; UnreachableError: not now."""
+        """Return the paths of all checkpoints, the oldest first; UnreachableError: storage does not answer."""
+        # damaged and unfinished ones too
         with self._reaching():
             folders = self._storage.folders(self._path)
         found = [path for path in folders if _NAME.fullmatch(path.name)]
@@ -124,7 +125,7 @@ class CheckpointDirectory:
         return path, link
 
     def _delete_old(self, best: int | None, progress: Progress) -> None:
-        """Delete what is too many, and what others left unfinished; UnreachableError: it cannot be looked at now."""
+        """Delete checkpoints beyond the limit and unfinished ones; UnreachableError: storage does not answer."""
         newest = self._whole()[-self._keep :]
         stays = self._continued([*newest, None if best is None else self.of_step(best)])
         for old in self.paths():

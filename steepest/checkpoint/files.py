@@ -357,7 +357,7 @@ def _is_still(path: StoragePlace, version: str | None) -> bool:
 
 
 def _names(path: StoragePlace) -> list[str]:
-    """Return the names of a checkpoint's files, as its manifest has them; UnreachableError: that cannot be read now."""
+    """Return the names of a checkpoint's files by its manifest; UnreachableError: storage does not answer."""
     # None for a damaged manifest, or one of another format: its files stay, since the user's may have such names.
     try:
         files, _ = _manifest(path)
@@ -419,7 +419,7 @@ def read(path: StoragePlace) -> Checkpoint:
 
 
 def about(path: StoragePlace) -> dict[str, Any]:
-    """Return what a checkpoint's manifest says of it, see `Checkpoint.about`; CheckpointError: missing or damaged."""
+    """Return a manifest's description, see `Checkpoint.about`; CheckpointError: missing or damaged."""
     return _manifest(path)[1]
 
 
@@ -449,7 +449,7 @@ def _manifest(
 
 
 def _optimizer(path: StoragePlace, files: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's optimizer state, with rows of tables; CheckpointError: a file is missing or damaged."""
+    """Return the optimizer state, with rows of tables; CheckpointError: a file is missing or damaged."""
     parts = [_tensors(path, about) for about in files[TABLES]]
     try:
         return _tensors(path, files["optimizer"]) | rows.together(parts)

@@ -1,4 +1,4 @@
-"""The tables of a checkpoint that its job's workers held, and those that the workers of another job are to hold."""
+"""Tables that workers hold: from a checkpoint of one job to the workers of another."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _part_of(dealing: Dealing, at: int, states: Sequence[TableState]) -> dict[st
 def increased(
     base: Mapping[str, torch.Tensor], increment: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return an increment's optimizer state, with the rows that have not changed since its base, which is whole."""
+    """Return an increment's optimizer state, completed with the unchanged rows of its whole base."""
     # Both by "parameter/key". CheckpointError: the increment is not one of this base.
     from steepest.tables import state
 

@@ -104,7 +104,7 @@ class TableMoves:
         return was.group if same else None
 
     def numbers(self, group: int) -> dict[int, dict[int, int]]:
-        """Return by group of the checkpoint which of its tables a group has: its numbers of them, by those there."""
+        """Map each group of the checkpoint to its tables that `group` has: their numbers there to those here."""
         found: dict[int, dict[int, int]] = {}
         for name, table in self._after.items():
             if table.group == group and (was := self._before.get(name)) is not None:

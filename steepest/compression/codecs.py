@@ -103,7 +103,7 @@ class BlockInt8(Codec):
 
 
 class BlockInt4(BlockInt8):
-    """Blocks of elements as integers from -7 to 7, two in a byte, each block with one float32; scales come first."""
+    """Blocks of integers from -7 to 7, two in a byte, each with a float32 scale; scales come first."""
 
     _bits = 4
 
@@ -222,7 +222,7 @@ class Largest(Codec):
         return _if_less(chunk, 4 + 4 * buckets + 4 * chosen)
 
     def check(self, layout: ParameterLayout, chunk: Chunk, payload: Tensor) -> None:
-        """Check that as many places as should are named, none behind the end of the chunk; ProtocolError otherwise."""
+        """Raise ProtocolError unless the right number of places is named, all inside the chunk."""
         count, chosen, _ = self._counts(chunk)
         _, counts, places, _ = self._views(payload, chunk)
         if int(counts.min()) < 0 or int(counts.sum(dtype=torch.int64)) != chosen:
@@ -275,7 +275,7 @@ class Largest(Codec):
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Return the places, ascending (int64), of the `count` elements of greatest magnitude of float32 values (n,)."""
+    """Return the ascending places (int64) of the `count` greatest magnitudes of float32 values (n,)."""
     sizes = values.abs()
     total = sizes.numel()
     if total > _FEW and count < total // 8:
@@ -312,7 +312,7 @@ class LowRank(Codec):
     def _pieces(
         self, layout: ParameterLayout, chunk: Chunk
     ) -> Iterator[tuple[Slice, slice, tuple[int, int, int]]]:
-        """Yield each slice, its place in the chunk, and (rows, columns, rank); rank 0 for one that travels as it is."""
+        """Yield each slice, its place in the chunk, and (rows, columns, rank); rank 0: sent as it is."""
         for piece in chunk.slices:
             entry = layout.entries[piece.entry]
             begin = (entry.offset - chunk.start) // 4 + piece.start

@@ -47,7 +47,7 @@ def as_strategy(strategy: str | Strategy) -> Strategy:
 
 
 def renewed(strategy: Strategy) -> Strategy:
-    """Return a strategy that was pickled when the core's class had all settings, as one of the class that has them."""
+    """Return a strategy that was pickled as the core's class as one of the class with all settings."""
     for now in (ParameterServerStrategy, AllreduceStrategy):
         settings = {each.name for each in fields(now)}
         if type(strategy) is now.__mro__[2] and "table_staleness" in vars(strategy):

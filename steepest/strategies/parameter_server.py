@@ -1,4 +1,4 @@
-"""Parameter servers with all that the library attaches: formats of gradients and weights, tables read beforehand."""
+"""Parameter servers with what the library attaches: compression, and tables read beforehand."""
 
 from __future__ import annotations
 

@@ -66,9 +66,11 @@ def test_no_step_straddles_epochs_and_all_but_the_last_are_full(samples: int, ba
 
 
 @given(sizes, batches, st.integers(0, 200))
-def test_epoch_end_is_the_first_step_of_the_next_epoch(samples: int, batch: int, step: int) -> None:
+def test_an_epoch_ends_at_the_first_step_of_the_next_epoch(
+    samples: int, batch: int, step: int
+) -> None:
     plan = SamplePlan(samples, batch, seed=1)
-    end = plan.epoch_end(step)
+    end = plan.end_of(plan.position(step).epoch)
     assert plan.position(end).epoch == plan.position(step).epoch + 1
     assert plan.position(end).begin == 0
     assert plan.position(end - 1).epoch == plan.position(step).epoch
@@ -82,7 +84,7 @@ def test_a_restart_continues_exactly(samples: int, batch: int, seed: int, step: 
     for later in range(step, step + 2 * plan.steps_per_epoch + 1):
         assert again.position(later) == plan.position(later)
         assert whole_step(again, later, 2) == whole_step(plan, later, 2)
-        assert again.epoch_end(later) == plan.epoch_end(later)
+        assert again.end_of(again.position(later).epoch) == plan.end_of(plan.position(later).epoch)
 
 
 @given(sizes, batches, seeds, st.integers(0, 50))
@@ -90,7 +92,7 @@ def test_a_restart_at_the_very_end_of_an_epoch_begins_the_next(
     samples: int, batch: int, seed: int, step: int
 ) -> None:
     plan = SamplePlan(samples, batch, seed)
-    last = plan.epoch_end(step) - 1
+    last = plan.end_of(plan.position(step).epoch) - 1
     again = SamplePlan(samples, batch, seed, last + 1, plan.position(last).epoch, samples)
     for later in range(last + 1, last + 4):
         assert again.position(later) == plan.position(later)
@@ -104,7 +106,7 @@ def test_a_restart_with_another_batch_still_visits_each_sample_once(
     at = plan.position(step)
     seen = plan.permutation(at.epoch)[: at.begin].tolist()
     again = SamplePlan(samples, other, seed, step, at.epoch, at.begin)
-    for later in range(step, again.epoch_end(step)):
+    for later in range(step, again.end_of(again.position(step).epoch)):
         seen += whole_step(again, later, 3)
     assert sorted(seen) == list(range(samples))
 
@@ -201,7 +203,6 @@ def test_what_is_left_over_is_dealt_out_first_and_never_two_epochs_in_a_step(
         while step < plan.end_of(epoch):
             at = plan.position(step)
             assert at.epoch == epoch
-            assert plan.epoch_end(step) == plan.end_of(epoch)
             assert at.size == batch or step == plan.end_of(epoch) - 1
             got += whole_step(plan, step, replicas)
             step += 1
@@ -393,7 +394,7 @@ def test_with_drop_last_an_epoch_has_whole_steps_only(
         assert plan.position(step).epoch == epoch
         assert whole_step(plan, step, replicas) == whole_step(every, same, replicas)
         assert plan.position(step).size == min(batch, samples)
-        assert plan.epoch_end(step) == (epoch + 1) * count
+        assert plan.end_of(plan.position(step).epoch) == (epoch + 1) * count
 
 
 @given(sizes, batches, batches, seeds, st.integers(0, 30))

@@ -160,10 +160,6 @@ class SamplePlan:
         begun = sum(steps for number, _, steps in self._begun if number <= epoch)
         return self.start_step + begun + max(epoch - self.start_epoch, 0) * self.steps_per_epoch
 
-    def epoch_end(self, step: int) -> int:
-        """Return the first step of the epoch after that of `step`."""
-        return self.end_of(self.position(step).epoch)
-
     def permutation(self, epoch: int) -> Indices:
         """Return the (samples,) indices of the samples in the order of an epoch."""
         if self._blocks(epoch) == DRAWN:

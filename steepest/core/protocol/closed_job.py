@@ -152,7 +152,7 @@ class ClosedJob:
         return self._fail("deadline", {"awaited": awaited, "seconds": self._step_timeout})
 
     def _awaited(self, overdue: Sequence[int] = ()) -> list[Peer]:
-        """Return the workers (only those with an overdue share, if any), or servers, that the open step waits for."""
+        """Return the workers or servers that the open step waits for; if shares are overdue, their workers."""
         state = self.state
         absent = state.members - self.joined
         busy = state.members if state.rule.together else state.leases.busy

@@ -50,7 +50,7 @@ class CommitRule(Protocol):
         """Return which staged pushes (oldest first) of a version and all workers to commit, and which to drop."""
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
-        """Return whether a worker may begin its next push, by the clocks of all joined workers, itself included."""
+        """Return whether a worker may begin its next push; `clocks`: of all joined workers, with its own."""
 
     def needs(self, workers: int) -> int:
         """Return how many of a job's workers must have joined for these to go on."""
@@ -187,7 +187,7 @@ class CommitQuorum:
         grace: seconds for which further ones are waited for then.
         shares: the most shares of samples that a worker is leased at a time: the fastest gets so many, others
             as many as they compute meanwhile. A version is one of them.
-        ahead: whether a worker is leased its next shares, too, so that it begins them before its push is committed.
+        ahead: whether a worker is leased its next shares, too, to begin before its push is committed.
 
     Reference: Decoupled DiLoCo, arXiv:2604.21428.
     """

@@ -82,7 +82,7 @@ class CommitState:
         return self.version // self.versions_per_step
 
     def is_current(self, generation: int, pulled: int) -> bool:
-        """Return whether a push that was made in a generation, from the version `pulled`, may still be committed."""
+        """Return whether a push of a generation, made from version `pulled`, may still be committed."""
         return generation == self.generation and (pulled == self.version or not self.rule.together)
 
     @property
@@ -117,7 +117,7 @@ class CommitState:
         self.logged = version if self._witnessed else math.inf
 
     def install(self, install: Install, joined: Collection[int]) -> None:
-        """Continue from another version, ledger, counters and schedule; what the client's state lacks begins anew."""
+        """Continue from a client's version, ledger, counters and schedule; what it lacks begins anew."""
         # Staged pushes stay until the next generation begins.
         self.version = install.version
         self.logged = self.version if self._witnessed else math.inf

@@ -38,7 +38,7 @@ class DecisionLog:
 def missing(
     received: Sequence[Decision], by_server: Iterable[Sequence[Decision]]
 ) -> list[Decision]:
-    """Return, in order, the decisions that some server has received and this one (`received`, oldest first) has not."""
+    """Return, in order, the decisions that some server received and this one (`received`) did not."""
     last = received[-1].number if received else 0
     others = {
         decision.number: decision

@@ -54,7 +54,7 @@ class Membership(Protocol):
         # ProtocolError: it contradicts what is known.
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
-        """Act on the loss of a peer of any role, whose channel closed for a reason; return the messages to send."""
+        """Act on the loss of a peer, whose channel closed for `reason`; return the messages to send."""
 
     def tick(self, now: float) -> Outgoing:
         """Give up overdue steps; return the messages to send; `now`: in seconds on the caller's clock."""

@@ -46,7 +46,7 @@ class Staging(ABC):
 
     @abstractmethod
     def report(self, push: PushId, report: Reported) -> None:
-        """Add the report of a push; a copy changes nothing; ProtocolError: the worker has reported more than it may."""
+        """Add the report of a push; a copy changes nothing; ProtocolError: the worker reported too much."""
 
     @abstractmethod
     def complete(self) -> list[Staged]:
@@ -105,7 +105,7 @@ class StagedTogether(Staging):
         self._servers: dict[int, VersionStaged] = {}
 
     def report(self, push: PushId, report: Reported) -> None:
-        """Add the report of a push, see `Staging.report`; ProtocolError: another push of this version was reported."""
+        """Add a report, see `Staging.report`; ProtocolError: another push of this version was reported."""
         if self._reports.setdefault(push.worker, (push, report))[0] != push:
             raise ProtocolError(f"worker {push.worker} has reported another push of this version")
 
@@ -290,7 +290,7 @@ class StagedEach(Staging):
         return reports
 
     def abandon(self, worker: int, server: int | None) -> list[PushId]:
-        """Close the pushes that a parameter server's user can no longer complete, as a channel closed; return them."""
+        """Close and return the pushes that a user cannot complete, as one of its channels closed."""
         # server: the other end of the channel, None for the coordinator. The user is forgotten when all its channels
         # are closed; until then messages about its pushes may still arrive from other processes.
         if server is not None and server not in self.holding:
@@ -350,7 +350,7 @@ def told_by(reports: Reports) -> Hyper:
 
 
 def clip_told_by(reports: Reports) -> float | None:
-    """Return the greatest norm of the gradient that the first worker's report has of those that have one; or None."""
+    """Return the greatest allowed gradient norm of the first worker that reports one, or None."""
     found = (r.clip for _, r in sorted(reports.items()) if isinstance(r, Report))
     return next((clip for clip in found if clip is not None), None)
 

@@ -39,7 +39,7 @@ class Ledger:
         self._returned = sorted(returned)
 
     def take(self, most: int = 1) -> range:
-        """Lease the lowest free number, and those that follow it and are free, up to `most` in all; return them."""
+        """Lease and return the lowest free number and the free ones right after it, at most `most`."""
         first = last = self._take()
         while last - first + 1 < most and self._lowest == last + 1:
             last = self._take()
@@ -114,7 +114,7 @@ class Leases:
         return self._busy[worker].held if worker in self._busy else range(0)
 
     def state(self) -> list[int]:
-        """Return the shares another coordinator may lease: the lowest never leased, then those below not committed."""
+        """Return what `restore` takes: the lowest share never leased, then those below not committed."""
         leased = *(busy.held for busy in self._busy.values()), *self._ahead.values()
         out = [share for shares in leased for share in shares]
         return [self.ledger.following, *sorted([*self.ledger.returned, *out])]
@@ -128,7 +128,7 @@ class Leases:
         *,
         ahead: bool = False,
     ) -> list[tuple[int, range, range]]:
-        """Lease free shares to idle joined workers, the slowest first; return (worker, shares, next shares) of each."""
+        """Lease free shares to idle joined workers, slowest first; return (worker, shares, next shares)."""
         # most: how many shares may be out, perhaps infinity; now: in seconds on the caller's clock; wanted: how many a
         # worker gets at most; ahead: whether workers get their next ones, too, while there are enough for all.
         leased = []
@@ -177,7 +177,7 @@ class Leases:
             self.ledger.give_back(share)
 
     def claim(self, push: PushId) -> bool:
-        """Bind a reported push to its worker's lease; return whether there is one to which no other push is bound."""
+        """Bind a reported push to its worker's lease; return False if it has none or one bound already."""
         busy = self._busy.get(push.worker)
         if busy is None or busy.push not in (None, push):
             return False
@@ -185,7 +185,7 @@ class Leases:
         return True
 
     def commit(self, pushes: Iterable[Staged], *, skipped: bool = False) -> None:
-        """End committed pushes' leases, and advance their workers' clocks by one; `skipped`: for NaN or infinity."""
+        """End committed pushes' leases and advance their clocks by one; `skipped`: for NaN or infinity."""
         for push in pushes:
             self._end(push.worker)
             self.clocks[push.worker] += 1
@@ -193,7 +193,7 @@ class Leases:
                 self.last_applied[push.worker] = push.sequence
 
     def drop(self, pushes: Iterable[Staged]) -> list[int]:
-        """End the leases of dropped pushes; return their shares that are neither free nor leased now; see `free`."""
+        """End the leases of dropped pushes; return their shares that are not free, see `free`."""
         return [share for push in pushes for share in self._end(push.worker)]
 
     def give_back(self, workers: Iterable[int]) -> None:
@@ -204,7 +204,7 @@ class Leases:
             busy.is_free = True
 
     def begin(self, worker: int, version: int, joined: Collection[int]) -> None:
-        """Add a joining worker, with the present version's weights and a clock not below the lowest of the others."""
+        """Add a worker that has the present version's weights; its clock is not below the others' lowest."""
         # So it holds up no other worker.
         self.last_applied.pop(worker, None)
         self.sent[worker] = version
