@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -118,3 +119,43 @@ def test_the_cpu_and_several_devices_have_none() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert copies_for([cpu], ()) is None
     assert copies_for([gpu, gpu], ()) is None
+
+
+class Driver:
+    """Stands for CUDA's: notes what is pinned, and which device is the present one meanwhile."""
+
+    def __init__(self, refused: tuple[int, ...] = ()) -> None:
+        self.present = 0
+        self.calls: list[tuple[str, int, int]] = []
+        self.refused = refused
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.present = self.present, device.index
+        yield
+        self.present = before
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.calls.append(("pin", address, self.present))
+        return 2 if address in self.refused else 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.calls.append(("unpin", address, self.present))
+        return 0
+
+
+def test_memory_is_pinned_on_the_models_gpu_and_no_longer_than_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pinning on another GPU would make a context there, in each process."""
+    memory = [torch.zeros(size, dtype=torch.uint8) for size in (64, 32, 0)]
+    first, other, _ = (vector.data_ptr() for vector in memory)
+    driver = Driver(refused=(other,))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", driver.device)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    copies = copies_for([torch.device("cuda", 1)], memory)
+    assert driver.calls == [("pin", first, 1), ("pin", other, 1)]
+    del copies
+    assert driver.calls[2:] == [("unpin", first, 1)]
+    assert driver.present == 0

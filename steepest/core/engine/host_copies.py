@@ -52,8 +52,8 @@ class CudaCopies:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._begun: deque[_BegunCopy] = deque()
         for vector in memory:
-            if vector.numel() and _pinned(vector):
-                weakref.finalize(self, _unpin, vector)
+            if vector.numel() and _pinned(vector, device):
+                weakref.finalize(self, _unpin, vector, device)
 
     def start(self, out: torch.Tensor, own: torch.Tensor, then: Callable[[], None]) -> None:
         """See `HostCopies`."""
@@ -91,13 +91,16 @@ def copies_for(
     return CudaCopies(devices[0], memory)
 
 
-def _pinned(vector: torch.Tensor) -> bool:
+def _pinned(vector: torch.Tensor, device: torch.device) -> bool:
     """Pin the pages of a vector of the host; return whether they were, without which copies wait."""
-    failed = int(torch.cuda.cudart().cudaHostRegister(vector.data_ptr(), vector.numel(), 0))  # type: ignore[no-untyped-call]
+    # elsewhere the driver would make a context, of some hundred megabytes, on the first GPU
+    with torch.cuda.device(device):
+        failed = int(torch.cuda.cudart().cudaHostRegister(vector.data_ptr(), vector.numel(), 0))  # type: ignore[no-untyped-call]
     if failed:
         log.warning("%d bytes could not be pinned (CUDA error %d)", vector.numel(), failed)
     return not failed
 
 
-def _unpin(vector: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(vector.data_ptr())  # type: ignore[no-untyped-call]
+def _unpin(vector: torch.Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(vector.data_ptr())  # type: ignore[no-untyped-call]
