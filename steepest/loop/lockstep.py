@@ -10,6 +10,9 @@ from steepest.core.data.sampler import Remaining, SamplePlan
 from steepest.errors import ConfigurationError
 from steepest.loop.drawn import Drawn
 
+#: Batches of one sum of gradients; a loop that takes more without a step evaluates by them.
+MOST_AGAIN = 1024
+
 
 class Steps:
     """Training data of which each share is one step of a loop: the loop has its samples from elsewhere."""
@@ -36,7 +39,7 @@ class Lockstep:
         skip: steps that are committed already of the batch, or epoch, at which the loop was entered.
         inside: whether the loop is at a batch, or without a loader in an epoch.
         taken: steps committed since that was begun.
-        idle: batches directly before in which no step was taken.
+        back: batches directly before, in which no step was taken, of whose gradients the present one's are added to.
         samples: of the present batch, on this worker; None without a loader.
         whole: of the present batch, on all workers.
     """
@@ -44,7 +47,7 @@ class Lockstep:
     def __init__(
         self, source: Source | None, batch_size: int, seed: int, whole: int | None = None
     ) -> None:
-        self.skip = self.taken = self.idle = 0
+        self.skip = self.taken = self.back = 0
         self.inside = False
         self.samples: int | None = None
         self.whole = 0
@@ -53,7 +56,8 @@ class Lockstep:
         self._epoch = self._step = 0  # steps in the data, of all epochs
         self._plan: SamplePlan | None = None
         self._size = 0  # workers in the plan
-        self._begun = False  # whether any batch was
+        self._begun = False  # whether any batch, or round, was
+        self._summed_by = 0  # workers in the last one
         if source is not None and source.size is None:
             raise ConfigurationError(
                 "steepest.prepare() was given a loader over data without a length: give one over a map-style dataset"
@@ -62,6 +66,11 @@ class Lockstep:
     def whole_batch(self, size: int) -> int:
         """Return the number of samples of a batch of so many workers together."""
         return self._all or self._batch_size * size
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether batches come of a loader."""
+        return self._source is not None
 
     @property
     def number(self) -> int:
@@ -74,6 +83,19 @@ class Lockstep:
         self.has_more(size)
         return self.next_batch(rank, size)
 
+    def adds_up(self, size: int, *, holds: bool) -> bool:
+        """Note that the next batch, or round, is about to begin; return whether its gradients are added to others.
+
+        Args:
+            size: of the job, in workers.
+            holds: whether the loop has gradients of batches since the last step.
+        """
+        alike = self._begun and not self.taken and size == self._summed_by
+        goes_on = holds and alike and self.back < MOST_AGAIN
+        self.back = self.back + 1 if goes_on else 0
+        self._summed_by = size
+        return goes_on
+
     def state(self) -> dict[str, Any]:
         """Return the place, as plain values."""
         plan = self._plan
@@ -84,17 +106,27 @@ class Lockstep:
             "epoch": self._epoch,
             "inside": self.inside,
             "taken": self.taken,
+            "back": 0 if self.taken else self.back,
+            "summed_by": self._summed_by,
             "begun": begun,
             "left": left,
             "size": self._size,
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go to a place: to the beginning of the batch, or epoch, in which another loop is."""
+    def load(self, state: Mapping[str, Any], size: int) -> None:
+        """Go to a place: to the beginning of the batch, or epoch, in which another loop is.
+
+        If the gradients of that are added to those of batches before, and so many workers have had these, to the
+        first of them.
+        """
         self._step, self._epoch = state["step"], state["epoch"]
         if state["inside"]:
             self.skip = state["taken"]
-            self._step -= self._source is not None
+            back = state.get("back", 0) if state.get("summed_by") == size else 0
+            if self._source is None:
+                self._epoch -= back
+            else:
+                self._step -= 1 + back
         if state["begun"] is not None:
             self._size = state["size"]
             step, epoch, offset = state["begun"]
@@ -135,8 +167,8 @@ class Lockstep:
         """Begin an epoch; what is left of earlier ones is left out."""
         self._epoch = epoch
         if self._source is None:
-            self.idle = self.idle + 1 if self.inside and not self.taken else 0
-            self.inside, self.taken = True, 0
+            self.inside = self._begun = True
+            self.taken = 0
         else:
             self._step = max(self._step, self._plan_for(size).end_of(epoch - 1) if epoch else 0)
 
@@ -156,7 +188,6 @@ class Lockstep:
         self.samples, self.whole = len(share), sum(end - begin for begin, end in position.ranges)
         if not self.samples:
             share = plan.samples_at(position.epoch, position.begin, position.begin + 1)
-        self.idle = self.idle + 1 if self._begun and not self.taken else 0
         self._step += 1
         self.inside = self._begun = True
         self.taken = 0

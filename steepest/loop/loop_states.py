@@ -309,7 +309,7 @@ class LoopStates:
         if not loop.prepared.has_gradients:
             return 0
         if loop.lockstep is not None:
-            return 0 if loop.lockstep.taken else loop.lockstep.idle
+            return 0 if loop.lockstep.taken or at != "end" else loop.lockstep.back
         window = loop.window
         if window.start is None or (loop.stepped and (at or job.asked is not Ask.COMMIT)):
             return 0

@@ -134,9 +134,13 @@ class StreamLockstep(Lockstep):
         """Return the place, as plain values."""
         return {**super().state(), "offset": self._offset, "before": self._before}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def adds_up(self, size: int, *, holds: bool) -> bool:
+        """Return False: what was read before is not kept, see `Lockstep.adds_up`."""
+        return False
+
+    def load(self, state: Mapping[str, Any], size: int) -> None:
         """Go to a place, see `Lockstep.load`."""
-        super().load(state)
+        super().load(state, size)
         self._offset, self._before = state["offset"], state["before"]
         if state["inside"]:
             self._step -= 1

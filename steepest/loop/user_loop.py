@@ -311,7 +311,7 @@ class UserLoop:
             assert self.prepared is not None
             self.prepared.tell_schedulers()
             if (where := self.arriving["lockstep"]) is not None:
-                lockstep.load(where)
+                lockstep.load(where, self.job.size)
             if self.arriving["at"] == "end":
                 self._begin_to_stand_in(self.arriving)
             elif not lockstep.skip:
@@ -319,13 +319,17 @@ class UserLoop:
         if not self.stands_in:
             self.epoch = lockstep.first_epoch(self.job.size)
         while self.epoch < count:
+            goes_on = self._holds_gradients
+            if not lockstep.has_loader:
+                goes_on = lockstep.adds_up(self.job.size, holds=goes_on)
             lockstep.begin(self.epoch, self.job.size)
             self.gatherer.enter(Region.BEFORE, lockstep.number)
             self.states.boundary.leave()
             self.batches += 1
             self._own_weight = None
             self._seed_for(lockstep.number, 0)
-            self.states.begin_step()
+            if not goes_on:
+                self.states.begin_step()
             yield self.epoch
             self.epoch += 1
 
@@ -354,9 +358,9 @@ class UserLoop:
         if left_out := state.get("left_out", 0):
             warnings.warn(
                 f"worker {self.job.rank} enters the loop while gradients of several batches are added up for one step: "
-                f"what a dead worker had of the {left_out} before is missing in that step. Where a step is taken "
-                "before each epoch ends, with one optimizer, and without steepest.gather() among the batches, they "
-                "would be taken again",
+                f"what a dead worker had of the {left_out} before is missing in that step. With "
+                "steepest.prepare(..., any_steps=True) they would be taken again, unless it died where others gather "
+                "behind an epoch",
                 stacklevel=2,
             )
 
@@ -546,7 +550,8 @@ class UserLoop:
         self._seed_for(lockstep.number + 1, 0)
         if self._enters:
             self._enters, self.first = False, lockstep.batches_before(self.job.size)
-        self.states.begin_step()
+        if not lockstep.adds_up(self.job.size, holds=self._holds_gradients):
+            self.states.begin_step()
         batch = lockstep.next_batch(self.job.rank, self.job.size)
         self.states.boundary.leave()
         self.gatherer.enter(Region.BEFORE, lockstep.number)
@@ -555,6 +560,11 @@ class UserLoop:
         self._own_weight = None
         self.calls.weight += lockstep.samples or 0
         return self.prepared.model.on_device(batch) if self.prepared is not None else batch
+
+    @property
+    def _holds_gradients(self) -> bool:
+        """Whether there are gradients of backward passes since the last step."""
+        return bool(self.losses.found and self.prepared and self.prepared.has_gradients)
 
     def weigh(self, weight: float) -> None:
         """Set the weight of the present batch, in place of its number of samples."""

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from steepest.core.data.sampler import step_seed
 from steepest.core.engine.generators import restore, seed_everything, states
 from steepest.core.models.protocol import Where
-
-_MOST = 1024  # batches; a loop that takes more without a step evaluates by them
+from steepest.loop.lockstep import MOST_AGAIN
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Window:
 
     def begins_before(self, step: int, model: Batches) -> tuple[int, int] | None:
         """Return the step of the first batch, if that is before a step and not by very much, and samples of a step."""
-        if self.start is None or not 0 < step - self.start <= _MOST:
+        if self.start is None or not 0 < step - self.start <= MOST_AGAIN:
             return None
         return self.start, model.full_step(self.start)
 

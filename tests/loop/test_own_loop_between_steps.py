@@ -13,8 +13,8 @@ from torch import nn
 
 import steepest
 from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
-from tests.own_loops import Parts, Script, accumulating, alone, clamped
-from tests.reference import difference, samples, sgd
+from tests.own_loops import ALONE, FOUND, Parts, Script, accumulating, alone, clamped, rollout
+from tests.reference import difference, perceptron, samples, sgd, snapshot
 from tests.simulated_programs import quiet
 
 
@@ -134,15 +134,18 @@ def test_a_schedule_that_goes_on_between_two_steps_does_so_once(step: int, tmp_p
 
 
 def over_the_end(parts: Parts, epochs: int) -> None:
-    """A step of the optimizer after each fifth batch of all epochs, of which each has six."""
-    count = 0
+    """A step of the optimizer after each fifth batch of all epochs, of which each has six; one counts batches twice."""
+    kept = steepest.register(count=0)
     for _ in steepest.epochs(epochs):
         for x, y in parts.loader:
             nn.functional.mse_loss(parts.model(x), y).backward()
-            count += 1
-            if count % 5 == 0:
+            kept.count += 1
+            if kept.count % 5 == 0:
                 parts.optimizer.step()
                 parts.optimizer.zero_grad()
+        steepest.gather(torch.ones(1))
+        for scheduler in parts.schedulers:
+            scheduler.step()
 
 
 def gathering(parts: Parts, epochs: int) -> None:
@@ -157,9 +160,49 @@ def gathering(parts: Parts, epochs: int) -> None:
                 parts.optimizer.zero_grad()
 
 
+def rounds() -> None:
+    """Gradients of three rounds are added up for a step, without a loader."""
+    policy = perceptron()
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.02)
+    policy, optimizer = steepest.prepare(policy, optimizer)
+    ranks = range(ALONE["workers"]) if ALONE else [steepest.rank()]
+    for number in steepest.epochs(12):
+        x = torch.cat([rollout(number, rank) for rank in ranks])
+        policy(x).square().mean().backward()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    FOUND["rounds"] = snapshot(policy)
+
+
+SUMS = [accumulating, over_the_end, gathering]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("step", range(1, 4))
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("function", SUMS)
+def test_a_sum_of_gradients_is_whole_where_a_batch_may_have_any_number_of_steps(
+    function: Any, strategy: str, victim: int, step: int
+) -> None:
+    falling = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    script = Script(function, data=samples(24), any_steps=True, schedule=falling)
+    found = without(script, 2, victim, step, STRATEGIES[strategy])
+    assert difference(found.weights, script.alone(2)) < 1e-12
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_sum_of_gradients_over_rounds_is_whole(strategy: str, victim: int) -> None:
+    found = without(rounds, 2, victim, 2, STRATEGIES[strategy])
+    assert difference(found.weights, alone(rounds, 2)) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("function", "any_steps", "step", "count"),
-    [(over_the_end, False, 6, 1), (gathering, False, 2, 2), (accumulating, True, 1, 1)],
+    [(over_the_end, False, 6, 1), (gathering, False, 2, 2)],
 )
 def test_a_part_of_a_sum_that_nobody_computes_again_is_told(
     function: Any, any_steps: bool, step: int, count: int
