@@ -170,7 +170,10 @@ def check(strategy: Any, seed: int, deaths: int = 1) -> None:
     KEPT.clear()
     found = struck(SCRIPT, strategy, seed, deaths)
     averages, kept, rows = dict(AVERAGES), dict(KEPT), found.rows
-    assert same_bits(replay(found.log, TASK.creator()), found.weights)
+    replayed = replay(found.log, TASK.creator())
+    # a group adds up in another order than a replay
+    exact = same_bits(replayed, found.weights)
+    assert exact or (strategy.reduces and difference(replayed, found.weights) < 1e-12)
     for row in rows:
         if not row["timings"]:
             continue  # what is known of this step died with the coordinator
