@@ -89,8 +89,10 @@ class ByClosure:
         groups = zip(found["param_groups"], self._set, strict=True)
         return {**found, "param_groups": [{**own, **before} for own, before in groups]}
 
-    def end_step(self) -> None:
-        """Note that the last step is committed."""
+    def end_step(self, *, left_out: bool) -> None:
+        """Note that the last step is committed, or left out: then the state is that of before."""
+        if left_out and self._before is not None:
+            self.optimizer.load_state_dict(self._before)
         self._before = None
 
     @property
@@ -148,6 +150,7 @@ class Trying(Protocol):
     """What is asked of a loop whose optimizer tries values."""
 
     trying: ByClosure | None  # whose step is under way
+    is_left_out: bool  # whether the last update was
     losses: Losses
 
     @property
@@ -194,7 +197,7 @@ def step_by_closure(loop: Trying, by: ByClosure, push: Callable[[], None]) -> Ca
         loss = by.step(partial(_evaluated, loop, by, closure), loop.end_trial)
         del loop.losses.found[1:]
         push()
-        by.end_step()
+        by.end_step(left_out=loop.is_left_out)
         return None if closure is None else loss
 
     step.__dict__["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it

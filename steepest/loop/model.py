@@ -259,6 +259,15 @@ class LoopModel(TorchModel):
         """The greatest norm of the gradient of the last step's update; None for any."""
         return self.loop.clip
 
+    @property
+    def overflowed(self) -> bool:
+        """Whether a scaler of the loop found NaN or infinity in the last step's gradient."""
+        return self.loop.overflowed
+
+    def left_out(self) -> None:
+        """Have the loop's scaler know that the last step made no update."""
+        self.loop.is_left_out = True
+
     def _in_turn(self, goes_on: Callable[..., T], *arguments: Any) -> T:
         """Let the loop have a turn, in a function, on the values that an optimizer tries, if one does.
 

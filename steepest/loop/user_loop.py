@@ -33,6 +33,7 @@ from steepest.loop.standing_in import StandIn
 from steepest.loop.table_rows import Errand
 from steepest.loop.ticks import Schedules
 from steepest.loop.torch_clipping import watched as clipping_watched
+from steepest.loop.torch_scaling import watched as scaling_watched
 from steepest.loop.turns import Turns
 from steepest.loop.unseen import Unseen, noted
 from steepest.loop.window import Window
@@ -60,6 +61,8 @@ class UserLoop:
             their samples, those of all workers, and their losses.
         hyper: of the last step, by parameter group: what differs from the optimizer as it was given to `prepare`.
         clip: the greatest norm of the gradient in the last step, or in that in progress; None for any.
+        overflowed: whether a scaler wants the step in progress left out.
+        is_left_out: whether that step's update was left out.
         stepping: ids of the parameters of the optimizer that steps.
         fresh: what was reported since the last step.
         batches: that the loop has taken.
@@ -88,6 +91,9 @@ class UserLoop:
         self.lockstep: Lockstep | None = None
         self.sums = False
         self._stepped_by: list[set[int]] = []  # ids of each optimizer's parameters
+        self._shared_steps: set[int] = (
+            set()
+        )  # ids of optimizers whose step() is that of all workers
         # batches of the epoch before the next one, where the loop enters in its middle
         self.first = 0
         self.arriving: dict[str, Any] | None = None  # a state, until the loop is entered
@@ -109,6 +115,7 @@ class UserLoop:
         self.samples = self.whole = 0
         self.losses = Losses(self)
         self.clip: float | None = None
+        self.overflowed = self.is_left_out = False
         self.fresh: dict[str, float] = {}
         self.batches = 0
         self.pending: Batch | None = None  # a batch that the loop has yet to take
@@ -206,7 +213,12 @@ class UserLoop:
         """Call the function, on its own thread; return what it returns."""
         _local.loop = self
         try:
-            with watched(_losses_here), clipping_watched(current), noted(self.unseen):
+            with (
+                watched(_losses_here),
+                clipping_watched(current),
+                scaling_watched(current),
+                noted(self.unseen),
+            ):
                 return self._function()
         finally:
             _local.loop = None
@@ -221,11 +233,14 @@ class UserLoop:
             {id(p) for group in each.param_groups for p in group["params"]}
             for each in prepared.optimizers
         ]
+        users = [by.optimizer for _, by in prepared.closures]
+        self._shared_steps = {id(each) for each in (*prepared.optimizers, *users)}
         for index, each in enumerate(prepared.optimizers):
             optimizer: Any = each
             name = type(optimizer).__name__
             optimizer.add_param_group = partial(self._refuse_group, name)
             optimizer.step = self._step_function(index)
+            optimizer._step_supports_amp_scaling = False  # else gradients come here multiplied
             if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
                 optimizer.zero_grad = partial(drop_gradients, each)
             optimizer.state_dict = partial(self._optimizer_state, each)
@@ -665,13 +680,14 @@ class UserLoop:
         changed = prepared.model.optimizer_spec.changed(prepared.groups)
         self.hyper, self.changed = changed if any(changed) else None, changed
         self.stepping = self._stepped_by[index] if stepping is None else stepping
-        self.stepped = True
+        self.stepped, self.is_left_out = True, False
         self.job.turns.ask(Ask.COMMIT)
         self._after_step(lockstep)
 
     def _after_step(self, lockstep: Lockstep | None) -> None:
         """Note that a step is committed, and the loop goes on behind it."""
         self.weight, self.samples, self.whole, self.clip = 0.0, 0, 0, None
+        self.overflowed = False
         self.losses.found = []
         if lockstep is not None:
             lockstep.taken += 1
@@ -749,6 +765,26 @@ class UserLoop:
         if self.lockstep is not None:
             return self.lockstep.samples or 0
         return self.taken.samples if self.taken is not None and self.weight == self.samples else 0
+
+    def scaled_step(self, step: Callable[[], Any], *, overflowed: bool) -> tuple[Any, bool]:
+        """Take a step under a scaler, with the others, also where the scaler would leave it out.
+
+        Args:
+            step: that of an optimizer.
+            overflowed: whether there is NaN or infinity in this worker's gradients.
+
+        Returns:
+            What it returns, and whether the update was left out: then one worker had such gradients.
+        """
+        self.overflowed, self.is_left_out = overflowed, False
+        found = step()
+        return found, self.is_left_out
+
+    def steps_for_all(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer's step is made of all workers' gradients."""
+        if self.prepared is None or not self.together or self.local:
+            return False
+        return id(optimizer) in self._shared_steps
 
     @property
     def averages(self) -> bool:

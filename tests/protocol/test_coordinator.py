@@ -49,6 +49,7 @@ def make(
     return Coordinator(
         ClosedJob(state, step_timeout=settings.pop("step_timeout", 10.0)),
         settings.pop("hyperparameters", lambda step: [{}]),
+        **settings,
     )
 
 
@@ -72,7 +73,9 @@ def ask(
     return coordinator.handle(CLIENT, Message(Kind.ASK, generation, sequence=number, meta=meta))
 
 
-def report(coordinator: Coordinator, worker: int, **fields: Any) -> Outgoing:
+def report(
+    coordinator: Coordinator, worker: int, *, overflowed: bool = False, **fields: Any
+) -> Outgoing:
     meta = {
         "samples": 4,
         "bytes_pushed": 100,
@@ -80,7 +83,7 @@ def report(coordinator: Coordinator, worker: int, **fields: Any) -> Outgoing:
         "loss": 1.0,
         "metrics": {},
         "timings": {},
-    }
+    } | ({"overflowed": True} if overflowed else {})
     fields = {
         "generation": coordinator.generation,
         "version": coordinator.version,
@@ -242,6 +245,19 @@ def test_what_was_granted_can_be_taken_back() -> None:
     assert only(out, Kind.REVOKED).version == coordinator.limit == coordinator.version == 1
     assert report(coordinator, 0, generation=1) == []
     assert [m.version for _, m in ask(coordinator, number=3)] == [2, 2]
+
+
+@pytest.mark.parametrize("nonfinite", ["refuse", "skip", "pass"])
+def test_an_update_that_a_worker_wants_left_out_changes_nothing(nonfinite: str) -> None:
+    """Whatever is done with NaN and infinity that no worker has spoken of."""
+    coordinator = started(nonfinite=nonfinite)
+    infinite = {"squares": math.inf, "culprits": [[1, "weight"]]}
+    staged(coordinator, 0, infinite if nonfinite != "pass" else None)
+    staged(coordinator, 1)
+    report(coordinator, 0)
+    out = report(coordinator, 1, overflowed=True)
+    assert [m.values()["skip"] for _, m in out if m.kind is Kind.COMMIT] == [True, True]
+    assert coordinator.version == 1
 
 
 def test_a_model_that_raised_fails_the_step_and_the_next_can_be_taken() -> None:

@@ -34,6 +34,7 @@ from steepest.core.models.protocol import (
     SaysClipping,
     SaysHyper,
     SaysNotes,
+    SaysOverflow,
     Share,
     TakesBack,
     WeighsBatches,
@@ -113,6 +114,7 @@ class _Able:
         self.hyper = models[0] if isinstance(models[0], SaysHyper) else None
         self.clipping = models[0] if isinstance(models[0], SaysClipping) else None
         self.notes = models[0] if isinstance(models[0], SaysNotes) else None
+        self.overflow = models[0] if isinstance(models[0], SaysOverflow) else None
 
 
 class Replicas:
@@ -316,6 +318,11 @@ class Replicas:
         return None if self._able.clipping is None else self._able.clipping.clip_step
 
     @property
+    def overflowed(self) -> bool:
+        """Whether a model says of the last gradient that its update is to be left out, see `Model`."""
+        return self._able.overflow is not None and self._able.overflow.overflowed
+
+    @property
     def notes(self) -> Sequence[tuple[int, float, dict[str, float]]]:
         """What a model says to the driver with the last gradient, see `Model`."""
         return () if self._able.notes is None else self._able.notes.notes
@@ -489,7 +496,9 @@ class Replicas:
             model.take_back = None
 
     def left_out(self) -> None:
-        """Undo what the last share changed here, of which servers made no update: nothing."""
+        """Undo what the last share changed here, of which servers made no update: nothing; a model may want to know."""
+        if self._able.overflow is not None:
+            self._able.overflow.left_out()
 
     def decided(self, *, counts: bool, again: bool = False) -> None:
         """Note whether the last leased share is part of the servers' weights, if any was begun: it changes nothing."""

@@ -604,6 +604,7 @@ class Worker:
             hyper=self._replicas.hyper,
             clip=self._replicas.clip,
             notes=self._replicas.notes,
+            overflowed=self._replicas.overflowed,
         )
 
     def _compute_once(self, share: int, version: int) -> WorkerResult:

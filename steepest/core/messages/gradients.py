@@ -163,6 +163,8 @@ class Report(Body):
     clip: Annotated[float | None, NUMBER] = None
     # what a worker's own loop says to the driver: for each time its number, its weight in means, and values by name
     notes: Annotated[Seq[tuple[int, float, dict[str, float]]], many(NOTE)] = ()
+    # whether it is to be left out, and all that would be committed together with it
+    overflowed: Annotated[bool, FLAG] = False
 
 
 @body()

@@ -358,6 +358,21 @@ class SaysClipping(Protocol):
 
 
 @runtime_checkable
+class SaysOverflow(Protocol):
+    """An ability of a model: it says that an update is to be left out, as too large a scale of its loss made it one.
+
+    What one worker says holds for all: where every worker contributes to each update, none is made.
+    """
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether that is so of the last gradient."""
+
+    def left_out(self) -> None:
+        """Note that the last gradient's update was left out, whoever said so."""
+
+
+@runtime_checkable
 class TakesBack(Protocol):
     """An ability of a model: it may find late that gradients have changed of which it has said that they are ready.
 

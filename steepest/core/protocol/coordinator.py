@@ -260,12 +260,13 @@ class Coordinator:
                 out += self._drop(late)
             if not chosen or (grace and not self._has_waited(grace)):
                 break
+            skip = state.staging.overflowed()
             culprits = [] if self._nonfinite == "pass" else state.staging.culprits(chosen)
-            if culprits and self._nonfinite == "refuse":
+            if culprits and self._nonfinite == "refuse" and not skip:
                 about = {"culprits": culprits[:MOST_CULPRITS]}
                 out += self.membership.refuse(chosen, "nonfinite", about)
             else:
-                out += self._commit(chosen, skip=bool(culprits))
+                out += self._commit(chosen, skip=skip or bool(culprits))
         return out
 
     def _has_waited(self, grace: float) -> bool:

@@ -73,6 +73,10 @@ class Staging(ABC):
     def _missing(self) -> Mapping[int, Collection[int]]:
         """Return, for each worker with a reported push, the servers that have not staged it."""
 
+    def overflowed(self) -> bool:
+        """Return whether a worker has reported that the next version is to be one that changes nothing."""
+        return False
+
     def culprits(self, pushes: Sequence[Staged]) -> Culprits:
         """Return NaN and infinity in complete pushes: each parameter once for each worker, not for each chunk."""
         found = (
@@ -124,6 +128,11 @@ class StagedTogether(Staging):
         reports = {push.worker: self._reports[push.worker][1] for push in pushes}
         self.clear()
         return reports
+
+    def overflowed(self) -> bool:
+        """Return whether a report says so, see `Staging.overflowed`."""
+        reports = (report for _, report in self._reports.values())
+        return any(isinstance(each, Report) and each.overflowed for each in reports)
 
     def end(self, worker: int) -> tuple[list[PushId], bool]:
         """Return no pushes: the generation that begins without the worker voids all; see `Staging.end`."""

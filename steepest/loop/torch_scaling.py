@@ -1,0 +1,66 @@
+"""Steps of a user's loop under torch's `GradScaler`, which sees the gradients of one worker alone.
+
+It leaves a step out where it has found infinity or NaN, of its own process. Here such a worker takes the step with the
+others, says so, and the update is left out for all of them, as in one process; then all scalers lower their scale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+_SCALER: Any = torch.amp.GradScaler
+_OWN: Any = _SCALER._maybe_opt_step  # steps unless something was found
+
+
+class Scaled(Protocol):
+    """What is asked of a loop whose steps may be under a scaler."""
+
+    def steps_for_all(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer's step is made of all workers' gradients."""
+        ...
+
+    def scaled_step(self, step: Callable[[], Any], *, overflowed: bool) -> tuple[Any, bool]:
+        """Take a step with the others; return what it returns, and whether the update was left out."""
+        ...
+
+
+#: Returns the loop in which the calling thread is; None outside of any.
+Here = Callable[[], Scaled | None]
+
+_watching: list[Here] = []  # an element for each user's function that runs in this process
+
+
+@contextlib.contextmanager
+def watched(here: Here) -> Iterator[None]:
+    """Have loops in this context step together under scalers."""
+    _watching.append(here)
+    _SCALER._maybe_opt_step = _step
+    try:
+        yield
+    finally:
+        _watching.pop()
+        if not _watching:
+            _SCALER._maybe_opt_step = _OWN
+
+
+@functools.wraps(_OWN)
+def _step(
+    scaler: Any, optimizer: torch.optim.Optimizer, state: Any, *arguments: Any, **named: Any
+) -> Any:
+    loop = _watching[0]() if _watching else None
+    if loop is None or not loop.steps_for_all(optimizer):
+        return _OWN(scaler, optimizer, state, *arguments, **named)
+    flags = state["found_inf_per_device"].values()
+    returned, left_out = loop.scaled_step(
+        functools.partial(optimizer.step, *arguments, **named),
+        overflowed=any(flag.item() for flag in flags),
+    )
+    if left_out:
+        for flag in flags:
+            flag.fill_(1.0)  # by which `update` knows
+    return returned
