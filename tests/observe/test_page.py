@@ -240,6 +240,10 @@ def test_a_run_that_is_not_there_or_of_another_version_is_refused(tmp_path: Path
         ConfigurationError, match=r"nowhere: there is no run: .* give a directory of"
     ):
         read_run(tmp_path / "nowhere")
+    (tmp_path / "run" / "000001-step-40").mkdir(parents=True)
+    (tmp_path / "run" / "history.jsonl").touch()
+    with pytest.raises(ConfigurationError, match=r"step-40: there is no run: .* give .*/run, the"):
+        read_run(tmp_path / "run" / "000001-step-40")
     with pytest.raises(ConfigurationError, match="there is no run"):
         read_run(tmp_path)
     other = tmp_path / "other.jsonl"

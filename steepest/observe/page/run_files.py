@@ -43,8 +43,7 @@ def _view_of(run: str | Path, read: Reader) -> RunView:
         _add(view, folder / name, read(name))
     except OSError as error:
         raise ConfigurationError(
-            f"{run}: there is no run: {_why(error)}; give a directory of Checkpoints in which fit has kept "
-            "a checkpoint, or its history.jsonl"
+            f"{run}: there is no run: {_why(error)}; give {_instead(folder)}"
         ) from error
     try:
         if name == HISTORY:
@@ -64,6 +63,13 @@ def _place(run: str | Path) -> tuple[StoragePlace, str]:
     if isinstance(place, ObjectUrl) or place.is_dir():
         return place, HISTORY
     return place.parent, place.name
+
+
+def _instead(folder: StoragePlace) -> str:
+    """Return what is to be given for a folder that is no run's."""
+    if isinstance(folder, Path) and (folder.parent / HISTORY).is_file():
+        return f"{folder.parent}, the run of which it is a part"
+    return "a directory of Checkpoints in which fit has kept a checkpoint, or its history.jsonl"
 
 
 def _title(folder: StoragePlace, name: str) -> str:
