@@ -47,7 +47,7 @@ WORKERS = (1, 2, 3)
 def is_possible(action: str, name: str, what: str, workers: int, settles: bool) -> bool:
     """Whether there is such a process, and whether its death is to be noticed by the call at all."""
     died = what.partition(" and ")[0]
-    if died.startswith("server") and (workers == 1 or name in ("allreduce", "local")):
+    if died.startswith("server") and (workers == 1 or name in ("allreduce", "groups", "local")):
         return False
     if died == "worker 1" and workers == 1:
         return False

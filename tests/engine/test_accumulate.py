@@ -41,6 +41,7 @@ STEPS = 12
 STRATEGIES = {
     "ps": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
     "allreduce": AllreduceStrategy(chunk_bytes=64),
+    "groups": AllreduceStrategy(data_plane="gloo", chunk_bytes=64),
     "simple": SimpleStrategy(),
 }
 SIZES = [(1, 1, 2), (1, 2, 2), (1, 1, 5), (2, 1, 3), (2, 2, 2), (3, 1, 2)]

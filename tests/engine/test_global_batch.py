@@ -40,6 +40,7 @@ GLOBAL = 11
 STRATEGIES = {
     "ps": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
     "allreduce": AllreduceStrategy(chunk_bytes=64),
+    "groups": AllreduceStrategy(data_plane="gloo", chunk_bytes=64),
     "simple": SimpleStrategy(),
     "local": LocalStrategy(sync_every=3, chunk_bytes=48),
     "backup": ParameterServerStrategy(num_servers=2, chunk_bytes=64, backup_workers=1),

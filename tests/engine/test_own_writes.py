@@ -47,6 +47,7 @@ EXACT: dict[str, Strategy] = {
     "ps, copies": ParameterServerStrategy(num_servers=2, chunk_bytes=64, replication=2),
     "allreduce": AllreduceStrategy(chunk_bytes=64),
     "allreduce, unsharded": AllreduceStrategy(sharded=False),
+    "groups": AllreduceStrategy(data_plane="gloo", chunk_bytes=64),
     "simple": SimpleStrategy(),
 }
 OTHERS: dict[str, Strategy] = {

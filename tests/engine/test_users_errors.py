@@ -40,6 +40,7 @@ STRATEGIES = {
     "copies": ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=32),
     "allreduce": AllreduceStrategy(chunk_bytes=32),
     "replicated": AllreduceStrategy(sharded=False, chunk_bytes=32),
+    "groups": AllreduceStrategy(data_plane="gloo", chunk_bytes=32),
     "local": LocalStrategy(sync_every=2),
     "async": ParameterServerStrategy(mode="async", num_servers=2, chunk_bytes=32),
     "ssp": ParameterServerStrategy(mode="ssp", staleness=1, chunk_bytes=32),

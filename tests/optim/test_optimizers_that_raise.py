@@ -37,6 +37,7 @@ STRATEGIES: dict[str, Strategy] = {
     "ps": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
     "copies": ParameterServerStrategy(num_servers=2, chunk_bytes=64, replication=2),
     "allreduce": AllreduceStrategy(chunk_bytes=64),
+    "groups": AllreduceStrategy(data_plane="gloo", chunk_bytes=64),
     "async": ParameterServerStrategy(num_servers=2, chunk_bytes=64, mode="async"),
 }
 
