@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from steepest.core.data.sampler import step_seed
-from steepest.core.engine.generators import seed_everything
+from steepest.core.engine.generators import States, restore, seed_everything, states
 from steepest.core.models.protocol import Where, checked_metrics, checked_weight
 from steepest.core.models.scalars import as_number
 from steepest.core.optim.portable import Record
@@ -119,6 +119,7 @@ class UserLoop:
         self.fresh: dict[str, float] = {}
         self.batches = 0
         self.pending: Batch | None = None  # a batch that the loop has yet to take
+        self._generators: States | None = None  # with it, if an epoch ends before it
         self.taken: Batch | None = None
         self.wanted_epochs: int | None = None
         self.meets = self.together
@@ -470,6 +471,9 @@ class UserLoop:
         pending = self._next_pending()
         if (back := self._batch_again(pending)) is not None:
             return back
+        if self._generators is not None:
+            restore(self._generators)
+            self._generators = None
         taken = None if self.taken is None else self.taken.where
         new = taken is None or taken.step != pending.where.step
         if self.local and not self.together:
@@ -501,6 +505,7 @@ class UserLoop:
         self.calls.leave_out(calls)
         epoch = self.pending.where.epoch or 0
         if epoch > self.epoch:
+            self._generators = states()  # what runs between two epochs may draw
             self._end_epoch()
         # what a dead worker has left over comes late
         late = self.pending.where.leased and self._left == self.epoch - 1

@@ -14,7 +14,7 @@ from torch import nn
 import steepest
 from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
 from tests.own_loops import ALONE, FOUND, Parts, Script, accumulating, alone, clamped, rollout
-from tests.reference import difference, perceptron, samples, sgd, snapshot
+from tests.reference import difference, perceptron, same_bits, samples, sgd, snapshot
 from tests.simulated_programs import quiet
 
 
@@ -210,3 +210,19 @@ def test_a_part_of_a_sum_that_nobody_computes_again_is_told(
     script = Script(function, data=samples(24), any_steps=any_steps)
     with pytest.warns(UserWarning, match=f"worker 1 enters .* of the {count} before is missing"):
         without(script, 2, 1, step)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_drawn_between_two_epochs_changes_no_batch(workers: int) -> None:
+    """A loader over test data draws a seed when it is begun; by then the next batch may be there."""
+
+    def dropping(parts: Parts, epochs: int, drawn: int) -> None:
+        for _ in steepest.epochs(epochs):
+            for x, y in parts.loader:
+                parts.optimizer.zero_grad()
+                nn.functional.mse_loss(parts.model(nn.functional.dropout(x)), y).backward()
+                parts.optimizer.step()
+            torch.rand(drawn)
+
+    found = [run(Script(partial(dropping, drawn=n)), workers).weights for n in (0, 5)]
+    assert same_bits(found[0], found[1])
