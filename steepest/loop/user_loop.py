@@ -91,9 +91,8 @@ class UserLoop:
         self.lockstep: Lockstep | None = None
         self.sums = False
         self._stepped_by: list[set[int]] = []  # ids of each optimizer's parameters
-        self._shared_steps: set[int] = (
-            set()
-        )  # ids of optimizers whose step() is that of all workers
+        # ids of optimizers whose step() is that of all workers
+        self._shared_steps: set[int] = set()
         # batches of the epoch before the next one, where the loop enters in its middle
         self.first = 0
         self.arriving: dict[str, Any] | None = None  # a state, until the loop is entered
@@ -692,7 +691,6 @@ class UserLoop:
     def _after_step(self, lockstep: Lockstep | None) -> None:
         """Note that a step is committed, and the loop goes on behind it."""
         self.weight, self.samples, self.whole, self.clip = 0.0, 0, 0, None
-        self.overflowed = False
         self.losses.found = []
         if lockstep is not None:
             lockstep.taken += 1
@@ -782,8 +780,10 @@ class UserLoop:
             What it returns, and whether the update was left out: then one worker had such gradients.
         """
         self.overflowed, self.is_left_out = overflowed, False
-        found = step()
-        return found, self.is_left_out
+        try:
+            return step(), self.is_left_out
+        finally:
+            self.overflowed = False  # the next step may be under no scaler
 
     def steps_for_all(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer's step is made of all workers' gradients."""

@@ -359,9 +359,9 @@ class SaysClipping(Protocol):
 
 @runtime_checkable
 class SaysOverflow(Protocol):
-    """An ability of a model: it says that an update is to be left out, as too large a scale of its loss made it one.
+    """An ability of a model: it says that its gradients have overflowed, because its loss was multiplied by too much.
 
-    What one worker says holds for all: where every worker contributes to each update, none is made.
+    Where every worker contributes to each update, the update is left out if one of them says so.
     """
 
     @property
