@@ -30,6 +30,8 @@ class Silent:
 
     def pump(self) -> None: ...
 
+    def wake(self) -> None: ...
+
     def close(self) -> None:
         self.closed = True
 
@@ -60,6 +62,16 @@ def test_who_waits_for_a_message_of_its_own_process_does_not_wait_for_others() -
     assert (role.count, transport.timeouts) == (1, [0.0])
     router.wait()
     assert transport.timeouts[1] > 0.0, "with nothing here it sleeps"
+
+
+def test_who_waits_for_what_another_thread_has_it_told_does_not_wait_for_others() -> None:
+    """Weights that a process group has passed on are delivered by a call of its thread."""
+    router, transport, role = Router(), Silent(), Counting()
+    router.use(transport)  # type: ignore[arg-type]
+    router.host(ME, role)
+    router.call(lambda: router.sender(OTHER)(ME, Message(Kind.WEIGHTS)))
+    router.wait()
+    assert (role.count, transport.timeouts) == (1, [0.0])
 
 
 class Endless(Counting):

@@ -285,8 +285,11 @@ class Router:
     # -- running -------------------------------------------------------------------------------
 
     def turn(self, timeout: float) -> None:
-        """Run queued calls, deliver messages, and wait up to `timeout` seconds for more of them."""
-        self._run_calls()
+        """Run queued calls, deliver messages, and wait up to `timeout` seconds for more of them.
+
+        After a call nothing is waited for: what came of it may be what a role in `wait` needs.
+        """
+        timeout = 0.0 if self._run_calls() else timeout
         self._deliver_local()
         if self.transport is None:
             return
@@ -463,11 +466,15 @@ class Router:
             self.finished.set_exception(error)
         self._run_calls()  # each fails; calls made later are run by `call`
 
-    def _run_calls(self) -> None:
+    def _run_calls(self) -> bool:
+        """Run queued calls; return whether there were any."""
+        any_ran = False
         with contextlib.suppress(IndexError):  # another thread may take the last one
             while self._calls:
                 self.pump()  # a call may take long, and peers wait for messages sent before it
                 self._calls.popleft()()
+                any_ran = True
+        return any_ran
 
     def stop(self, timeout: float = 10.0) -> None:
         """End `run`, and wait for its thread up to `timeout` seconds; any thread may do this."""
