@@ -29,6 +29,7 @@ from steepest.errors import (
 from steepest.validation import require_choice
 
 _CLOSE_SECONDS = 5.0
+_UNKNOWN = 255  # what multiprocessing says of a child whose fork server has died, which alone knows how it ended
 _METHODS = ("forkserver", "spawn")
 
 
@@ -168,6 +169,8 @@ class _Child:
             while (code := self._process.exitcode) is None:
                 self._process.join(1.0)
             self._cause = f"exited with code {code}"
+            if code == _UNKNOWN:
+                self._cause += ", or was killed together with the fork server that started it"
             if code < 0:
                 self._cause = f"killed by {signal.Signals(-code).name}"
             calls, self._calls = self._calls, {}
