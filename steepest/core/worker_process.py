@@ -13,6 +13,7 @@ from steepest.core.engine.extension import Extension
 from steepest.core.engine.hosting import build_replicas, host_server, host_worker
 from steepest.core.engine.job import Description, Job, ModelCreator
 from steepest.core.engine.model_building import build_models
+from steepest.core.engine.present_gpu import choose_gpu
 from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.worker import Worker
 from steepest.core.messages.message import Peer, server_peer, worker_peer
@@ -94,6 +95,7 @@ class WorkerProcess:
         """Make the model, and return what it is like; see `build_models`."""
 
         def build() -> Description:
+            choose_gpu(self._device_of(index))  # for `.cuda()` in the creator
             self._models, found = build_models(
                 model_creator, index, 1, seed, cut, size, self._extensions
             )

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from steepest.core.engine.present_gpu import choose_gpu, chosen_gpu
 from steepest.core.system import Queue, system
 from steepest.core.tensors.allocator import keeps_here, start_thread
 from steepest.core.transport.router import runs_in_turn
@@ -33,7 +36,8 @@ class Turns:
     """Runs a function on a thread of its own; exactly one of the two threads runs at any time.
 
     The function begins at the first `resume`, in the context (`contextvars`) in which this was made. Its memory comes
-    from where the driving thread's comes: other arenas give gradients back to the kernel in each step.
+    from where the driving thread's comes: other arenas give gradients back to the kernel in each step. So does its GPU:
+    a new thread of itself would have the first one.
 
     Args:
         function: called once, on its own thread; it gives the turn back by `ask`.
@@ -51,6 +55,7 @@ class Turns:
         self._body, self._name = functools.partial(contextvars.copy_context().run, self._run), name
         self._begun = False
         self._ident: int | None = None  # of the function's thread, once that runs
+        self._gpu: torch.device | None = None  # of the thread that began it
 
     def resume(self, given: Any = None) -> Any:
         """Let the function go on until it asks for something; return that, or an `Ended`.
@@ -61,7 +66,7 @@ class Turns:
         if self.ended is not None:
             return self.ended
         if not self._begun:
-            self._begun = True
+            self._begun, self._gpu = True, chosen_gpu()
             (start_thread if keeps_here() else system().start)(self._body, self._name)
         self.show()
         try:
@@ -99,6 +104,8 @@ class Turns:
             self._asked.put(Ended(error=given.error))
             return
         try:
+            if self._gpu is not None:
+                choose_gpu(self._gpu)
             ended = Ended(self._function())
         except BaseException as error:  # noqa: BLE001 - raised again on the driving thread
             ended = Ended(error=error)

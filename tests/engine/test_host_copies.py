@@ -126,6 +126,7 @@ class Driver:
 
     def __init__(self, refused: tuple[int, ...] = ()) -> None:
         self.present = 0
+        self.last_error = 0
         self.calls: list[tuple[str, int, int]] = []
         self.refused = refused
 
@@ -137,7 +138,14 @@ class Driver:
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         self.calls.append(("pin", address, self.present))
+        self.last_error = 2 if address in self.refused else self.last_error
         return 2 if address in self.refused else 0
+
+    def kernel(self, *_: int, device: torch.device) -> None:
+        """Start one, and look for an error as torch does behind each."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise torch.AcceleratorError(f"CUDA error {error}")
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         self.calls.append(("unpin", address, self.present))
@@ -154,8 +162,10 @@ def test_memory_is_pinned_on_the_models_gpu_and_no_longer_than_it_is_used(
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", driver.device)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch, "zeros", driver.kernel)
     copies = copies_for([torch.device("cuda", 1)], memory)
     assert driver.calls == [("pin", first, 1), ("pin", other, 1)]
+    assert not driver.last_error, "the model's first kernel would raise it"
     del copies
     assert driver.calls[2:] == [("unpin", first, 1)]
     assert driver.present == 0

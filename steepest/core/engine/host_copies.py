@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections import deque
@@ -98,7 +99,14 @@ def _pinned(vector: torch.Tensor, device: torch.device) -> bool:
         failed = int(torch.cuda.cudart().cudaHostRegister(vector.data_ptr(), vector.numel(), 0))  # type: ignore[no-untyped-call]
     if failed:
         log.warning("%d bytes could not be pinned (CUDA error %d)", vector.numel(), failed)
+        _forget_error(device)
     return not failed
+
+
+def _forget_error(device: torch.device) -> None:
+    """Have CUDA forget its last error, which torch raises behind the next kernel, whosever that is."""
+    with contextlib.suppress(RuntimeError):  # of the kernel that is started here for it
+        torch.zeros(1, device=device)
 
 
 def _unpin(vector: torch.Tensor, device: torch.device) -> None:

@@ -20,6 +20,7 @@ from steepest.core.engine.companion import Companion
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.gradient_sum import GradientSum
 from steepest.core.engine.host_copies import copies_for
+from steepest.core.engine.present_gpu import choose_gpu, differ
 from steepest.core.engine.sample_places import Place, SamplePlaces
 from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.messages.fields import RateChanges
@@ -178,6 +179,9 @@ class Replicas:
             seed=share.seed,
         )
         self._devices = tuple(devices)
+        self._changes_gpu = differ(devices)
+        if devices[0].type != "cpu":
+            choose_gpu(devices[0])  # of this thread, on which the models run
         in_sum = accumulate == 1 and not share.varies  # whether replica 0 writes but once
         scratch = self._sum if in_sum and len(models) == 1 else self.layout.allocate()
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -445,6 +449,8 @@ class Replicas:
         loading = computing = self.batches.seconds_ahead = 0.0
         for place in places:
             began, replica = self._now(), place[1]
+            if self._changes_gpu:
+                choose_gpu(self._devices[replica])
             batch = companion.take(place, self.batches.load)
             loaded = self._now()
             if self.spans is not None:
@@ -470,6 +476,8 @@ class Replicas:
             companion.end_batch(result.weight)
             loading += loaded - began
             computing += self._now() - loaded
+        if self._changes_gpu:  # whatever else is asked of a model is asked of the first
+            choose_gpu(self._devices[0])
         return results, loading + self.batches.seconds_ahead, computing
 
     @property
@@ -556,6 +564,8 @@ class Replicas:
             ConfigurationError: the data are none, or have no known length.
         """
         began = self._now()
+        if self._changes_gpu:  # a batch on another may have raised
+            choose_gpu(self._devices[0])
         model = self.models[0]
         size = batch_size_of(data, batch_size) or model.batch_size
         source = model.source(data, size)
