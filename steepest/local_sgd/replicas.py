@@ -257,6 +257,7 @@ class LocalReplicas(Replicas):
         """Make a share's updates from the worker's own weights; None where what it began from was left out."""
         parts: list[Batches] = []
         self._own_weights.write(self.layout, self.weights)
+        self._copy_to_devices()
         self._update_at, self._takes_in_at = 0, self._delay
         if (
             self._updates < self._updates_of_step
@@ -321,6 +322,8 @@ class LocalReplicas(Replicas):
                 torch.lerp(base.view(dtype), own, self._blend, out=own)
             else:
                 now.copy_(base)
+        if self._own_weights.sent or self.delays:
+            self._copy_to_devices()
         return True
 
     def _shift(self, own: OwnWeights) -> OwnWeights:

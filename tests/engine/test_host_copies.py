@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from steepest import LocalStrategy
 from steepest.core.engine.host_copies import HostCopies, copies_for
 from steepest.core.messages.driver import Failure
 from steepest.testing import InProcessCluster
@@ -78,6 +80,35 @@ def test_training_has_the_same_bits_however_late_copies_are(name: str, each: int
     assert same_bits(cluster.weights(), plain.weights())
     chunks = len(cluster.job.description.layout.trainable_chunks)
     assert all(late.most == min(each + 1, chunks) and late.dropped == 0 for late in copies)
+
+
+LOCALS = {
+    "whole": LocalStrategy(sync_every=2),
+    "fragments": LocalStrategy(sync_every=2, fragments=2),
+    "delay": LocalStrategy(sync_every=3, delay=1, blend=0.5),
+    "delayed fragments": LocalStrategy(sync_every=4, fragments=2, delay=1),
+    "rounds": LocalStrategy(sync_every=2, quorum=1, num_servers=1, fragments=2),
+    "delayed rounds": LocalStrategy(sync_every=3, quorum=1, num_servers=1, delay=1),
+}
+
+
+@pytest.mark.parametrize("name", LOCALS)
+def test_a_device_has_the_workers_own_weights_wherever_these_change(name: str) -> None:
+    """A model computes with a copy on its device: here one in the memory of the host, besides."""
+    task = Task(optimizer=sgd(momentum=0.9))
+
+    def trained_on(*, device: bool) -> dict[str, torch.Tensor]:
+        strategy = replace(LOCALS[name], chunk_bytes=64)
+        job = InProcessCluster(task.creator(), num_workers=2, strategy=strategy)
+        for worker in job.workers if device else ():
+            replicas = replicas_of(worker)
+            replicas._devices = (torch.device("cuda", 0),)
+            replicas._own = [(replicas.weights.clone(), replicas.layout.allocate())]
+            replicas.models[0].bind(*replicas._own[0])
+        trained(job, 7)
+        return job.weights()
+
+    assert same_bits(trained_on(device=True), trained_on(device=False))
 
 
 class Sometimes(nn.Module):

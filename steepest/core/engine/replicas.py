@@ -349,13 +349,17 @@ class Replicas:
     def weights_changed(self) -> None:
         """Copy new weights to the devices; on the CPU the models see them as they are."""
         # With the first weights all replicas take the frozen parameters that were installed; later they keep their own.
-        for device, (weights, _) in zip(self._devices, self._own, strict=True):
-            if device.type != "cpu":
-                weights.copy_(self.weights, non_blocking=True)
+        self._copy_to_devices()
         if self._first is not None:
             state, self._first = self._first, None
             for model in self.models:
                 model.load_state(state)
+
+    def _copy_to_devices(self) -> None:
+        """Have models on devices compute with the weights as they are now."""
+        for device, (weights, _) in zip(self._devices, self._own, strict=True):
+            if device.type != "cpu":
+                weights.copy_(self.weights, non_blocking=True)
 
     @property
     def follow_commits(self) -> bool:
