@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from steepest.process_groups.group import Broadcast, Gather, GroupPlace, ProcessGroup, Reduce, Ways
-from steepest.process_groups.torch_groups import TorchGroup, TorchGroups
+from steepest.process_groups.torch_groups import Backend, GlooBackend, TorchGroup, TorchGroups
 
 
 class StrikingGroups(TorchGroups):
@@ -28,16 +28,18 @@ class StrikingGroups(TorchGroups):
 
     def join(self, place: GroupPlace, ways: Ways) -> ProcessGroup:
         assert ways.router.transport is not None
-        host = ways.router.transport.listens_at or ""
+        backend = GlooBackend(ways.router.transport.listens_at or "")
         if place.rank != self.rank or list(self.folder.iterdir()):
-            return TorchGroup(place, ways, host)
-        return _Doomed(self, place, ways, host)
+            return TorchGroup(place, ways, backend)
+        return _Doomed(self, place, ways, backend)
 
 
 class _Doomed(TorchGroup):
-    def __init__(self, groups: StrikingGroups, place: GroupPlace, ways: Ways, host: str) -> None:
+    def __init__(
+        self, groups: StrikingGroups, place: GroupPlace, ways: Ways, backend: Backend
+    ) -> None:
         self._groups, self._left = groups, groups.operation
-        super().__init__(place, ways, host)
+        super().__init__(place, ways, backend)
 
     def _exchange(
         self, group: Any, operation: Reduce | Broadcast | Gather

@@ -8,6 +8,7 @@ from steepest.core.engine.job import Job
 from steepest.core.transport.router import Router
 from steepest.process_groups.exchange import GroupExchange
 from steepest.process_groups.group import Groups
+from steepest.process_groups.nccl_groups import NcclGroups
 from steepest.process_groups.torch_groups import TorchGroups
 
 
@@ -15,15 +16,16 @@ class ProcessGroups(Extension):
     """Where the strategy says so, workers add up gradients among themselves, see `GroupExchange`.
 
     Args:
-        groups: makes process groups; None for torch.distributed's.
+        groups: makes process groups; None for those of torch.distributed that the strategy names.
     """
 
     def __init__(self, groups: Groups | None = None) -> None:
-        self.groups = groups or TorchGroups()
+        self.groups = groups
 
     def around(self, job: Job, worker: int, exchange: Exchange, router: Router) -> Exchange:
         """Return a `GroupExchange` around a worker's exchange; ConfigurationError: this process can have no groups."""
         if not job.places.reduces:
             return exchange
-        self.groups.check(router)
-        return GroupExchange(exchange, worker, job, router, self.groups)
+        groups = self.groups or (NcclGroups() if job.strategy.reduces_on_gpus else TorchGroups())
+        groups.check(router)
+        return GroupExchange(exchange, worker, job, router, groups)

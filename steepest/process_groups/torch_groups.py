@@ -1,13 +1,14 @@
-"""Process groups of torch.distributed's Gloo, each on a thread of its own, without a port for its rendezvous."""
+"""Process groups of torch.distributed, each on a thread of its own and without a port to meet at; those of Gloo."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -104,15 +105,80 @@ class KeyStore(dist.Store):  # type: ignore[misc, name-defined]  # torch says no
                 self._changed.wait(left)
 
 
-class TorchGroup(ProcessGroup):
-    """A member's end of a Gloo group, see `ProcessGroup`; its thread makes the group and runs the programs.
+class Backend(Protocol):
+    """What differs between the backends of torch.distributed; used on the thread of one group.
 
-    Gloo cannot be interrupted: a thread that waits for a member which lives and does nothing stays until the time of
-    `GroupPlace.seconds` is over, with memory of its own, and whatever comes of it is dropped.
+    Attributes:
+        name: for errors.
     """
 
-    def __init__(self, place: GroupPlace, ways: Ways, host: str) -> None:
-        self._place, self._ways, self._host = place, ways, host
+    name: str
+
+    def inside(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which the thread makes the group and runs programs."""
+
+    def make(self, store: KeyStore, place: GroupPlace) -> Any:
+        """Return the group, once all members are connected; whatever torch raises."""
+
+    def near(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor where the group can take it, perhaps a copy."""
+
+    def finish(self, work: Any, look: Callable[[], None]) -> None:
+        """Return when an operation is over, or raise why it failed.
+
+        Args:
+            work: of torch's.
+            look: to be called now and then; it raises where the group is left, or the time is over.
+        """
+
+    def leave(self, group: Any) -> None:
+        """Let go of a group, in which an operation may be under way."""
+
+
+class GlooBackend:
+    """Gloo over TCP, see `Backend`.
+
+    It cannot be interrupted: a thread that waits for a member which lives and does nothing stays until the time of
+    `GroupPlace.seconds` is over, with memory of its own, and whatever comes of it is dropped.
+
+    Args:
+        host: the address at which a member listens.
+    """
+
+    name = "Gloo"
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    def inside(self) -> contextlib.AbstractContextManager[object]:
+        """Return one that does nothing."""
+        return contextlib.nullcontext()
+
+    def make(self, store: KeyStore, place: GroupPlace) -> Any:
+        """See `Backend`."""
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        options._timeout = timedelta(seconds=place.seconds)
+        options._threads = 1
+        return dist.ProcessGroupGloo(store, place.rank, place.size, options)
+
+    def near(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself."""
+        return tensor
+
+    def finish(self, work: Any, look: Callable[[], None]) -> None:
+        """See `Backend`; it does not look."""
+        work.wait()
+
+    def leave(self, group: Any) -> None:
+        """Do nothing: connections close when nothing refers to the group."""
+
+
+class TorchGroup(ProcessGroup):
+    """A member's end of a group, see `ProcessGroup`; its thread makes the group and runs the programs."""
+
+    def __init__(self, place: GroupPlace, ways: Ways, backend: Backend) -> None:
+        self._place, self._ways, self._backend = place, ways, backend
         self._programs: deque[Program] = deque()
         self._signals = system().queue()  # an item says: look again
         self._ended = system().event()
@@ -150,10 +216,11 @@ class TorchGroup(ProcessGroup):
     def _work(self) -> None:
         """Make the group and run programs; the group's connections close when they have ended."""
         try:
-            self._run_programs()
+            with self._backend.inside():
+                self._run_programs()
         except _EndedError:
             return
-        except Exception as error:  # noqa: BLE001 - whatever Gloo raises; it is told
+        except Exception as error:  # noqa: BLE001 - whatever torch raises; it is told
             told = self._told(error)
         # the error is gone here, and with its frames the group: who waits for this member fails, too
         if self._ended.wait(_GRACE):
@@ -164,24 +231,23 @@ class TorchGroup(ProcessGroup):
     def _told(self, error: Exception) -> Exception:
         """Return an error that says what the group did."""
         text = str(error).strip().partition(". This is typically")[0]
-        return DataPlaneError(f"Gloo, while {self._doing}: {text or type(error).__name__}")
+        what = f"{self._backend.name}, while {self._doing}"
+        return DataPlaneError(f"{what}: {text or type(error).__name__}")
 
     def _run_programs(self) -> None:
         torch.set_num_threads(self._threads)
         group = self._make()
-        while True:
-            self._until(lambda: bool(self._programs))
-            self._drive(group, self._programs.popleft())
+        try:
+            while True:
+                self._until(lambda: bool(self._programs))
+                self._drive(group, self._programs.popleft())
+        finally:
+            self._backend.leave(group)
 
     def _make(self) -> Any:
         """Return the group, once all members have told their addresses and are connected."""
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-        options._timeout = timedelta(seconds=self._place.seconds)
-        options._threads = 1
-        place = self._place
         try:
-            return dist.ProcessGroupGloo(self._store, place.rank, place.size, options)
+            return self._backend.make(self._store, self._place)
         except Exception:
             self._raise_if_ended()  # of the store, in whatever form torch passes it on
             raise
@@ -216,25 +282,45 @@ class TorchGroup(ProcessGroup):
         self, group: Any, operation: Reduce | Broadcast | Gather
     ) -> list[torch.Tensor] | None:
         """Take part in an operation, and return its answer."""
+        if isinstance(operation, Gather):
+            self._doing = "each worker's part is gathered"
+            own = self._backend.near(operation.own)
+            answer = [torch.empty_like(own) for _ in range(self._place.size)]
+            self._finish(group.allgather([answer], [own]))
+            return [part.to(operation.own.device) for part in answer]
+        self._doing = f"{operation.what} is added up"
         if isinstance(operation, Broadcast):
             self._doing = f"{operation.what} of worker {operation.root} is passed on"
+        given = operation.total if isinstance(operation, Reduce) else operation.value
+        value = self._backend.near(given)
+        self._finish(self._begin(group, operation, value))
+        if value is not given:
+            given.copy_(value)
+        return None
+
+    def _begin(self, group: Any, operation: Reduce | Broadcast, value: torch.Tensor) -> Any:
+        """Begin to add up or to share a tensor; return torch's work."""
+        if isinstance(operation, Broadcast):
             sharing = dist.BroadcastOptions()
             sharing.rootRank = operation.root
-            group.broadcast([operation.value], sharing).wait()
-            return None
-        if isinstance(operation, Reduce):
-            self._doing = f"{operation.what} is added up"
-            if operation.root is None:
-                group.allreduce([operation.total]).wait()
-                return None
-            reducing = dist.ReduceOptions()
-            reducing.rootRank = operation.root
-            group.reduce([operation.total], reducing).wait()
-            return None
-        self._doing = "each worker's part is gathered"
-        answer = [torch.empty_like(operation.own) for _ in range(self._place.size)]
-        group.allgather([answer], [operation.own]).wait()
-        return answer
+            return group.broadcast([value], sharing)
+        if operation.root is None:
+            return group.allreduce([value])
+        reducing = dist.ReduceOptions()
+        reducing.rootRank = operation.root
+        return group.reduce([value], reducing)
+
+    def _finish(self, work: Any) -> None:
+        """Return when an operation is over; _EndedError if the group is left, and the backend can be interrupted."""
+        seconds = self._place.seconds
+        limit = system().now() + seconds
+
+        def look() -> None:
+            self._raise_if_ended()
+            if system().now() > limit:
+                raise DeadlineError(f"timed out after {seconds:g} s")
+
+        self._backend.finish(work, look)
 
 
 class TorchGroups:
@@ -251,21 +337,27 @@ class TorchGroups:
             raise ConfigurationError(
                 'data_plane="gloo": this torch has no Gloo; leave data_plane= out'
             )
-        transport = router.transport
-        simulated = transport is not None and transport.listens_at is None
-        if simulated or not isinstance(system(), PythonSystem):
-            raise ConfigurationError(
-                'data_plane="gloo" in a simulation: Gloo waits in threads of the operating system; use '
-                "steepest.testing.groups.SimulatedGroups, or leave data_plane= out"
-            )
-        if transport is not None and transport.encrypts:
-            raise ConfigurationError(
-                'data_plane="gloo" with tls: Gloo\'s connections are not encrypted; leave one of them out'
-            )
+        check_process("gloo", router)
 
     def join(self, place: GroupPlace, ways: Ways) -> ProcessGroup:
         """See `Groups`."""
         assert ways.router.transport is not None
         host = ways.router.transport.listens_at
         assert host is not None
-        return TorchGroup(place, ways, host)
+        return TorchGroup(place, ways, GlooBackend(host))
+
+
+def check_process(plane: str, router: Router) -> None:
+    """Check that a process can have threads of torch's, and does not encrypt; ConfigurationError names the plane."""
+    transport = router.transport
+    simulated = transport is not None and transport.listens_at is None
+    if simulated or not isinstance(system(), PythonSystem):
+        raise ConfigurationError(
+            f'data_plane="{plane}" in a simulation: it waits in threads of the operating system; use '
+            "steepest.testing.groups.SimulatedGroups, or leave data_plane= out"
+        )
+    if transport is not None and transport.encrypts:
+        raise ConfigurationError(
+            f'data_plane="{plane}" with tls: its connections are not encrypted; leave data_plane= out, and gradients '
+            "travel on the job's own connections, which are, or leave tls out"
+        )

@@ -165,7 +165,13 @@ class Cluster(JobContext):
         if config.reduces and self.run_config.tls:
             raise ConfigurationError(
                 f"strategy {config.name!r} with data_plane= and tls={self.run_config.tls!r:.40}: the connections of "
-                "torch.distributed's process groups are not encrypted; leave one of them out"
+                "torch.distributed's process groups are not encrypted; leave data_plane= out, and gradients travel on "
+                "the job's own connections, which are, or leave tls out"
+            )
+        if config.reduces_on_gpus and not self.chosen.gpu:
+            raise ConfigurationError(
+                f'strategy {config.name!r} with data_plane="nccl" and models on CPUs: NCCL adds up on GPUs alone; '
+                'give gpu=True, data_plane="gloo", or leave data_plane= out'
             )
         driver, placement = runtime().node, self.placement
         serving = [] if config.in_workers else placement.nodes(placement.serving)

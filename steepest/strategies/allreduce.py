@@ -39,9 +39,10 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
             made anew whenever the members change. Each keeps the whole state of the optimizer, as
             with ``sharded=False``, unless `sharded` is True: then a chunk is added up at the worker
             that updates it, and the new weights go to all others in the group. Rows of embedding
-            tables go to their servers as without it. None for the library's own connections.
-            Gloo opens ports of its own, which neither the job's token
-            nor `tls` protects.
+            tables go to their servers as without it. "nccl" for the same on GPUs, of which each
+            worker has one for itself: no GPU has run it yet. None for the library's own
+            connections. Gloo and NCCL open ports of their own, which neither the job's token nor
+            `tls` protects.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -71,25 +72,17 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
                 "are compressed, and no weights are sent; leave wire_dtype out"
             )
 
-        if self.data_plane == "nccl":
-            raise ConfigurationError(
-                'data_plane="nccl": gradients are added up in the memory of hosts, where NCCL does not reach; give '
-                '"gloo", or None for the library\'s own connections, also where replicas are on GPUs'
-            )
-        require_choice("data_plane", self.data_plane, (None, "gloo"))
+        require_choice("data_plane", self.data_plane, (None, "gloo", "nccl"))
         if self.data_plane is not None:
             self._check_data_plane()
 
     def _check_data_plane(self) -> None:
         """Check that no setting is for the library's own connections."""
-        excluded = {
-            "compression": (self.compression, "gradients are added up as they are"),
-        }
-        for name, (value, reason) in excluded.items():
-            if value is not None:
-                raise ConfigurationError(
-                    f"data_plane={self.data_plane!r} with {name}={value!r}: {reason}; leave one of them out"
-                )
+        if self.compression is not None:
+            raise ConfigurationError(
+                f"data_plane={self.data_plane!r} with compression={self.compression!r}: gradients are added up as they "
+                'are; give wire_dtype="bf16" or "fp16" for half the bytes, or leave data_plane out'
+            )
         if self.is_sharded and super().pull_dtype is not None:
             raise ConfigurationError(
                 f"data_plane={self.data_plane!r} with sharded=True and wire_dtype={self.wire_dtype!r}: new weights are "
@@ -97,8 +90,8 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
             )
         if self.transport not in ("wire", "tcp"):
             raise ConfigurationError(
-                f"data_plane={self.data_plane!r} with transport={self.transport!r}: Gloo connects over TCP; "
-                'give transport="wire" or "tcp"'
+                f"data_plane={self.data_plane!r} with transport={self.transport!r}: a process group has connections of "
+                'its own; give transport="wire" or "tcp", for all else'
             )
 
     @property
@@ -121,6 +114,11 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
     def reduces(self) -> bool:
         """Whether workers add gradients up among themselves: those with a `data_plane`."""
         return self.data_plane is not None
+
+    @property
+    def reduces_on_gpus(self) -> bool:
+        """Whether they do it on their GPUs."""
+        return self.data_plane == "nccl"
 
     @property
     def is_sharded(self) -> bool:

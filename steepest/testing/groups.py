@@ -22,12 +22,11 @@ from steepest.process_groups.group import (
     Reduce,
     Ways,
 )
-from steepest.process_groups.torch_groups import TorchGroups
 
 
 def simulated(extension: Extension) -> Extension:
     """Return what attaches in a simulation where an extension does on processes."""
-    real = isinstance(extension, ProcessGroups) and isinstance(extension.groups, TorchGroups)
+    real = isinstance(extension, ProcessGroups) and extension.groups is None
     return ProcessGroups(SimulatedGroups()) if real else extension
 
 

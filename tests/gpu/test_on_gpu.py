@@ -18,6 +18,7 @@ from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.host_copies import CudaCopies
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.shared_memory import allocate
+from steepest.errors import DataPlaneError
 from steepest.process_groups.extension import ProcessGroups
 from steepest.testing import InProcessCluster, replay
 from tests.core.models import struck
@@ -37,6 +38,7 @@ STRATEGIES: dict[str, Strategy] = {
     "gloo, sharded": AllreduceStrategy(data_plane="gloo", sharded=True),
     "async": ParameterServerStrategy(num_servers=1, mode="async"),
     "local": LocalStrategy(sync_every=3),
+    "local, delayed": LocalStrategy(sync_every=4, fragments=2, delay=1),
 }
 SEED = 3
 
@@ -170,6 +172,44 @@ def test_processes_share_a_gpu_and_a_killed_one_changes_nothing(name: str, tmp_p
     assert len(list(tmp_path.iterdir())) == 1
     assert same_bits(found[0], found[1])
     assert difference(found[0], alone(2, 8)) < 1e-10
+
+
+def over_nccl(creator: Any, *, sharded: bool) -> Weights:
+    """What two processes train whose gradients are added up over NCCL."""
+    with Trainer(
+        creator, num_workers=2, seed=SEED, extensions=(ProcessGroups(),),
+        strategy=AllreduceStrategy(data_plane="nccl", sharded=sharded),
+        settings=Settings(device="cuda", snapshot_every=2, step_timeout=120.0),
+    ) as trainer:  # fmt: skip
+        trainer.fit(steps=8)
+        return trainer.state_dict()
+
+
+needs_nccl = pytest.mark.skipif(
+    models.DEVICE == "cpu" or not torch.distributed.is_nccl_available(), reason="needs NCCL"
+)
+
+
+@needs_gpu
+@needs_nccl
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each worker")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gpus_add_up_over_nccl_and_a_killed_process_changes_nothing(
+    sharded: bool, tmp_path: Path
+) -> None:
+    struck_once = partial(struck, models.classifier, tmp_path, 1, [3])
+    found = [over_nccl(each, sharded=sharded) for each in (models.classifier, struck_once)]
+    assert len(list(tmp_path.iterdir())) == 1
+    assert same_bits(found[0], found[1])
+    assert difference(found[0], alone(2, 8)) < 1e-10
+
+
+@needs_gpu
+@needs_nccl
+@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="each worker has a GPU of its own")
+def test_workers_that_share_a_gpu_are_told_that_nccl_does_not_do_that() -> None:
+    with pytest.raises(DataPlaneError, match="workers 0 and 1 share one GPU"):
+        over_nccl(models.classifier, sharded=False)
 
 
 @needs_gpu

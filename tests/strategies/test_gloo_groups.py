@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,47 +13,19 @@ import torch
 from steepest import AllreduceStrategy, DistributedSGD, RunConfig
 from steepest.core import ProcessRuntime, Settings, Trainer
 from steepest.core.messages.driver import Result
-from steepest.core.transport.router import Router
-from steepest.core.transport.sockets import WireTransport
 from steepest.errors import DataPlaneError, DeadlineError
 from steepest.process_groups import torch_groups
 from steepest.process_groups.extension import ProcessGroups
-from steepest.process_groups.group import (
-    Await,
-    Broadcast,
-    Gather,
-    GroupPlace,
-    ProcessGroup,
-    Program,
-    Reduce,
-    Ways,
-)
+from steepest.process_groups.group import Groups
 from steepest.process_groups.torch_groups import TorchGroups
 from steepest.testing import replay
 from tests.core import models
+from tests.group_members import SECONDS, Member, added, group, weights
 from tests.living import pids
 from tests.reference import Task, difference, same_bits, samples, sgd
+from tests.standing_in_for_nccl import StandInGroups
 from tests.step_callbacks import Kill
 from tests.striking_groups import StrikingGroups
-
-SECONDS = 30.0
-
-
-def weights(
-    workers: int,
-    creator: Any = models.classifier,
-    groups: TorchGroups | None = None,
-    *,
-    sharded: bool = False,
-) -> dict[str, torch.Tensor]:
-    """Return what plain processes train in two epochs."""
-    with Trainer(
-        creator, num_workers=workers, seed=3, runtime=ProcessRuntime(), extensions=(ProcessGroups(groups),),
-        strategy=AllreduceStrategy(data_plane="gloo", sharded=sharded, chunk_bytes=64),
-        settings=Settings(step_timeout=SECONDS, snapshot_every=2),
-    ) as job:  # fmt: skip
-        job.fit(epochs=2)
-        return job.state_dict()
 
 
 def served(workers: int) -> dict[str, torch.Tensor]:
@@ -158,64 +126,10 @@ def test_on_ray_the_log_explains_the_weights_after_a_death_and_a_change_of_size(
 # -- one group ------------------------------------------------------------------------------------
 
 
-class Member:
-    """A member of a group in this process, on a router of its own."""
-
-    def __init__(self, rank: int, size: int, seconds: float, others: list[Member]) -> None:
-        self.router = Router()
-        wire = WireTransport(b"0123456789abcdef", (), "here", self.router.destination, "tcp")
-        self.router.use(wire)
-        wire.listen("127.0.0.1")
-        self.router.start(f"member {rank}")
-        self.failures: queue.SimpleQueue[Exception] = queue.SimpleQueue()
-        self.done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.others = others
-        ways = Ways(self.router, self.tell, self.failures.put)
-        self.group: ProcessGroup = TorchGroups().join(GroupPlace(1, rank, size, seconds), ways)
-
-    def tell(self, key: str, value: bytes) -> None:
-        for other in self.others:
-            if other is not self:
-                other.group.take_key(key, value)
-
-    def run(self, program: Callable[[Member], Program]) -> None:
-        self.router.call(partial(self.group.run, program(self))).result(SECONDS)
-
-
-@contextmanager
-def group(size: int, seconds: float = SECONDS) -> Iterator[list[Member]]:
-    members: list[Member] = []
-    made = [Member(rank, size, seconds, members) for rank in range(size)]
-    members += made
-    for member in made:  # keys that were told before all members were known
-        for key, value in list(member.group._store._values.items()):  # type: ignore[attr-defined]
-            member.tell(key, value)
-    try:
-        yield made
-    finally:
-        for member in made:
-            member.router.call(member.group.end).result(SECONDS)
-            member.router.stop()
-
-
-def added(member: Member) -> Program:
-    """Adds up and gathers ranks, and says what came of it."""
-    rank = float(member.others.index(member))
-    last = len(member.others) - 1
-    total, own, given = torch.full((3,), rank), torch.full((3,), rank), torch.full((3,), rank)
-    yield Await(lambda: True)
-    yield Reduce(total, "a test")
-    yield Reduce(own, "a test", root=last)
-    yield Broadcast(given, last, "a test")
-    found = yield Gather(torch.tensor([rank]))
-    assert found is not None
-    sums = [total.tolist(), total.tolist() if rank != last else own.tolist()]
-    member.done.put((sums, given.tolist(), [float(part) for part in found]))
-
-
+@pytest.mark.parametrize("groups", [TorchGroups(), StandInGroups()], ids=["Gloo", "as NCCL"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_programs_add_up_and_gather(size: int) -> None:
-    with group(size) as members:
+def test_programs_add_up_and_gather(size: int, groups: Groups) -> None:
+    with group(size, groups=groups) as members:
         for _ in range(2):
             for member in members:
                 member.run(added)
@@ -251,7 +165,7 @@ def test_a_member_that_does_nothing_and_one_that_never_comes_are_waited_for_some
         members[0].run(added)
         assert "imed out" in str(members[0].failures.get(timeout=SECONDS))
     alone: list[Member] = []
-    alone.append(Member(0, 2, 0.3, alone))
+    alone.append(Member(0, 2, 0.3, alone, TorchGroups()))
     text = str(alone[0].failures.get(timeout=SECONDS))
     assert "the members meet" in text
     alone[0].router.stop()

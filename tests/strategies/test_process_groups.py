@@ -263,7 +263,6 @@ def test_jobs_without_groups_refuse_their_keys(name: str) -> None:
     ("settings", "words"),
     [
         ({"data_plane": "mpi"}, "data_plane"),
-        ({"data_plane": "nccl"}, "where NCCL does not reach"),
         ({"wire_dtype": "fp16", "sharded": True}, r"give wire_dtype=\('fp16', None\)"),
         ({"compression": "int8"}, "compression='int8'"),
         ({"transport": "shared"}, "transport='shared'"),

@@ -167,6 +167,11 @@ class Strategy:
         return False
 
     @property
+    def reduces_on_gpus(self) -> bool:
+        """Whether those of `reduces` do it on the GPUs of their models, which each has for itself."""
+        return False
+
+    @property
     def reduces_in(self) -> torch.dtype | None:
         """The dtype in which float32 gradients are added up among workers, where they are; None for their own."""
         return None
