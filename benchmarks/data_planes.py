@@ -6,8 +6,8 @@
 ``mlp``, 25 million parameters at batch 8, and ``convnet``, 1,960 parameters at batch 128 (`benchmarks.models`), with
 two workers on one host, over Ray: DistributedDataParallel on Gloo; ours under `AllreduceStrategy`, with shared memory,
 over TCP alone as between hosts, and over TCP with the whole of the optimizer's state in each worker; and ours with
-``data_plane="gloo"``, whose group is over TCP, too. Contenders take turns in each round, odd rounds in reverse order; a
-ratio is the median over rounds, with its range.
+``data_plane="gloo"``, whose group is over TCP, too, with the whole of that state in each worker and in slices.
+Contenders take turns in each round, odd rounds in reverse order; a ratio is the median over rounds, with its range.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from benchmarks.rivals import KEPT, Local, Steepest, Trainer
 from steepest import AllreduceStrategy
 
 OURS, TCP, WHOLE = "own, shared memory", "own, tcp", "own, tcp, whole state"
-GLOO = "gloo group"
+GLOO, SHARDED = "gloo group", "gloo group, sharded"
 STRATEGIES = {
     OURS: AllreduceStrategy(),
     TCP: AllreduceStrategy(transport="tcp"),
     WHOLE: AllreduceStrategy(transport="tcp", sharded=False),
     GLOO: AllreduceStrategy(transport="tcp", data_plane="gloo"),
+    SHARDED: AllreduceStrategy(transport="tcp", data_plane="gloo", sharded=True),
 }
 
 

@@ -113,6 +113,9 @@ KINDS = {
     "copies": Kind(_ps(replication=2), _ps(num_servers=1)),
     "allreduce": Kind(_allreduce, _ps()),
     "groups": Kind(lambda: AllreduceStrategy(chunk_bytes=32, data_plane="gloo"), _ps()),
+    "sharded groups": Kind(
+        lambda: AllreduceStrategy(chunk_bytes=32, data_plane="gloo", sharded=True), _ps()
+    ),
     "async": Kind(_ps(mode="async"), _ps(mode="ssp", staleness=2), exact=False, task=PLAIN),
     "ssp": Kind(_ps(mode="ssp", staleness=2), _ps(), exact=False, task=PLAIN),
     # the mean of what workers have after one batch each is what one process has after the mean

@@ -35,6 +35,8 @@ from tests.struck_jobs import (
 STEPS = 20
 SNAPSHOTS = FailureConfig(spares=0, patience=math.inf, snapshot_every=7, max_failures=20)
 HOLDERS = {"ps": "server 1", "allreduce": "worker 1", "local": "worker 1", "async": "server 1"}
+LOGGED = tuple(HOLDERS)  # of which logs are replayed to the bit, which those of groups are not
+HOLDERS["sharded groups"] = "worker 1"
 POINTS = tuple(column[:30] for column in KINDS["ps"].task.data)
 
 
@@ -136,7 +138,7 @@ def test_what_was_returned_stays(name: str, call: str, moment: str, tmp_path: Pa
         job.end()
 
 
-@pytest.mark.parametrize("name", ["ps", "allreduce"])
+@pytest.mark.parametrize("name", ["ps", "allreduce", "sharded groups"])
 def test_a_program_that_ends_with_save_saves_its_last_step(name: str, tmp_path: Path) -> None:
     """The process dies at each of the events from the end of `fit` on."""
     for event in range(1, 40, 6):
@@ -175,7 +177,7 @@ def change_strategy(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dies", ["before", "after"])
-@pytest.mark.parametrize("name", ["ps", "allreduce"])
+@pytest.mark.parametrize("name", ["ps", "allreduce", "sharded groups"])
 def test_undone_steps_are_made_again_as_they_were(name: str, dies: str, tmp_path: Path) -> None:
     """Under the strategy that they were made under, with as many samples, whatever was chosen since."""
     weights, rows = change_strategy(name, dies, tmp_path / "struck")
@@ -187,7 +189,7 @@ def test_undone_steps_are_made_again_as_they_were(name: str, dies: str, tmp_path
     assert difference(weights, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["ps", "allreduce"])
+@pytest.mark.parametrize("name", ["ps", "allreduce", "sharded groups"])
 def test_undone_steps_have_the_learning_rates_that_they_had(name: str, tmp_path: Path) -> None:
     found = []
     for dies in (True, False):
@@ -211,7 +213,7 @@ def test_undone_steps_have_the_learning_rates_that_they_had(name: str, tmp_path:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("moments", [(30,), (10, 45), (0, 1), (59, 60)], ids=str)
-@pytest.mark.parametrize("name", HOLDERS)
+@pytest.mark.parametrize("name", LOGGED)
 def test_the_log_covers_the_whole_run_after_a_set_back(
     name: str, moments: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -245,7 +247,7 @@ def test_the_log_covers_the_whole_run_after_a_set_back(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("apart", [0.0, 0.005, 0.2])
-@pytest.mark.parametrize("name", ["ps", "copies", "allreduce", "async"])
+@pytest.mark.parametrize("name", ["ps", "copies", "allreduce", "groups", "async"])
 def test_each_of_several_that_die_together_is_counted_and_named(
     name: str, apart: float, tmp_path: Path
 ) -> None:
@@ -313,7 +315,7 @@ def test_a_call_that_is_refused_keeps_the_snapshot(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["set_weights", "load_state_dict", "restore"])
-@pytest.mark.parametrize("name", ["ps", "allreduce", "local"])
+@pytest.mark.parametrize("name", ["ps", "allreduce", "sharded groups", "local"])
 def test_a_death_at_once_after_a_state_was_set_keeps_that_state(
     name: str, way: str, tmp_path: Path
 ) -> None:

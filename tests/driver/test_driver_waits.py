@@ -157,7 +157,7 @@ def test_a_round_of_many_batches_is_waited_for_as_a_step_is(strategy: str, tmp_p
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["ps", "allreduce"])
+@pytest.mark.parametrize("name", ["ps", "allreduce", "sharded groups"])
 def test_a_change_of_strategy_waits_out_a_slow_step(name: str, tmp_path: Path) -> None:
     """Another thread asks for it while `step` is made; it takes place after it."""
     kind = KINDS[name]
@@ -177,7 +177,7 @@ def test_a_change_of_strategy_waits_out_a_slow_step(name: str, tmp_path: Path) -
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("action", ["resize up", "set_strategy"])
-@pytest.mark.parametrize("name", ["allreduce", "local"])
+@pytest.mark.parametrize("name", ["allreduce", "sharded groups", "local"])
 def test_a_change_for_which_nobody_comes_in_time_changes_nothing(
     name: str, action: str, tmp_path: Path
 ) -> None:
@@ -251,7 +251,7 @@ class Asked(Callback):
 @pytest.mark.parametrize(
     "moment", ["on_evaluation", "on_epoch_end", "evaluates", "writes", "on_step"]
 )
-@pytest.mark.parametrize("name", ["ps", "allreduce", "async", "local"])
+@pytest.mark.parametrize("name", ["ps", "allreduce", "groups", "async", "local"])
 def test_resize_of_another_thread_returns_at_once_whatever_fit_does(
     name: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

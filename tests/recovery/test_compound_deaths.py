@@ -31,6 +31,7 @@ from tests.strikes import later, send_signal
 pytestmark = pytest.mark.usefixtures("anywhere")
 
 MEMBERS = AllreduceStrategy(replication=2, chunk_bytes=64)
+GROUPS = AllreduceStrategy(data_plane="gloo", sharded=True, replication=2, chunk_bytes=64)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +41,13 @@ MEMBERS = AllreduceStrategy(replication=2, chunk_bytes=64)
         (COPIES, [worker_peer(3), server_peer(0)]),  # with the coordinator
         (COPIES, [worker_peer(0), worker_peer(2), server_peer(1)]),
         (AllreduceStrategy(sharded=False), [worker_peer(0), worker_peer(2)]),
+        pytest.param(
+            AllreduceStrategy(data_plane="gloo"),
+            [worker_peer(0), worker_peer(2)],
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["worker and server", "worker and coordinator", "a node", "two members"],
+    ids=["worker and server", "worker and coordinator", "a node", "two members", "of a group"],
 )
 def test_the_others_go_on_at_once_when_several_die_together(
     strategy: Any, victims: list[Peer]
@@ -64,8 +70,9 @@ def test_the_others_go_on_at_once_when_several_die_together(
     [
         (COPIES, [[worker_peer(1)], [server_peer(1)], [worker_peer(3), server_peer(0)]]),
         (MEMBERS, [[worker_peer(1)], [worker_peer(0)]]),
+        pytest.param(GROUPS, [[worker_peer(1)], [worker_peer(0)]], marks=pytest.mark.long),
     ],
-    ids=["ps", "allreduce"],
+    ids=["ps", "allreduce", "sharded groups"],
 )
 def test_processes_die_one_after_the_other_in_one_job(
     strategy: Any, victims: list[list[Peer]]
@@ -142,10 +149,11 @@ def test_a_death_while_the_job_is_put_together(
     [
         ("ps", server_peer(0)),
         ("allreduce", worker_peer(1)),
+        (AllreduceStrategy(data_plane="gloo", sharded=True), worker_peer(1)),
         (LocalStrategy(), worker_peer(1)),
         (LocalStrategy(num_servers=1), server_peer(0)),
     ],
-    ids=["ps", "allreduce", "local", "local with a server"],
+    ids=["ps", "allreduce", "sharded groups", "local", "local with a server"],
 )
 def test_by_default_no_single_death_ends_a_job(strategy: Any, victim: Peer) -> None:
     """What only the dead process held comes from the driver's snapshot."""

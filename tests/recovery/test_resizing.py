@@ -34,7 +34,13 @@ TASK = Task(optimizer=sgd(lr=0.05, momentum=0.9), data=samples(50))
 
 @pytest.mark.also_real
 @pytest.mark.parametrize(
-    "strategy", ["allreduce", ParameterServerStrategy(num_servers=2, chunk_bytes=64)]
+    "strategy",
+    [
+        "allreduce",
+        AllreduceStrategy(data_plane="gloo", sharded=True, chunk_bytes=64),
+        ParameterServerStrategy(num_servers=2, chunk_bytes=64),
+    ],
+    ids=["allreduce", "sharded groups", "ps"],
 )
 def test_between_two_steps_it_is_as_if_it_had_always_been_so(strategy: Any) -> None:
     sizes = [(2, 7), (3, 6), (1, 5), (2, 4)]
@@ -228,14 +234,15 @@ class Sizes(Callback):
         self.ends.append(result.epoch)
 
 
-@pytest.mark.parametrize("strategy", mostly_full(["allreduce", "ps"], "allreduce"))
+@pytest.mark.parametrize("strategy", mostly_full(["allreduce", "groups", "ps"], "allreduce"))
 def test_epochs_are_whole_whatever_happens_to_sizes_meanwhile(strategy: str) -> None:
     """Two workers, then four, then one: a step covers more or fewer samples, an epoch each of them once."""
+    chosen = AllreduceStrategy(data_plane="gloo") if strategy == "groups" else strategy
     sizes = Sizes(4, 1)
     task = Task(optimizer=sgd(lr=0.001), data=samples(4001), batch_size=2)
     run_config = RunConfig(deadlines=DeadlineConfig(start=60.0))
     with DistributedSGD(
-        task.creator(), num_workers=2, strategy=strategy, run_config=run_config
+        task.creator(), num_workers=2, strategy=chosen, run_config=run_config
     ) as trainer:
         while trainer.num_workers != 1:
             sizes.seen, sizes.ends, sizes.lengths, sizes.steps = {}, [], [], 0

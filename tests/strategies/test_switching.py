@@ -30,6 +30,7 @@ PATH = [
     AllreduceStrategy(chunk_bytes=64),
     "simple",
     ParameterServerStrategy(num_servers=2, chunk_bytes=32),
+    AllreduceStrategy(data_plane="gloo", sharded=True, chunk_bytes=64),
     "allreduce",
 ]
 

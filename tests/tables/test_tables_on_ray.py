@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steepest import (
+    AllreduceStrategy,
     DistributedSGD,
     EmbeddingBag,
     FailureConfig,
@@ -23,7 +24,9 @@ from steepest import (
 )
 from steepest.core.engine.job import ModelCreator
 from steepest.tables import Adagrad
+from tests.living import pids
 from tests.reference import difference, same_bits
+from tests.step_callbacks import Watch
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 IDS = torch.arange(24).reshape(12, 2) % 17 * 2**50
@@ -69,6 +72,29 @@ def test_two_workers_train_as_one_process_does() -> None:
         assert trainer.evaluate((IDS, TARGETS)).loss == pytest.approx(expected, rel=1e-12)
         counts = trainer.stats().tables["words"]
         assert (counts["rows"], counts["admitted"], counts["evicted_full"]) == (17, 17, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sharded", [False, True])
+def test_rows_go_to_servers_while_a_group_adds_up_all_else(sharded: bool) -> None:
+    """Over Gloo's sockets; a worker is killed, and the rows and weights are those of a run in peace."""
+    strategy = AllreduceStrategy(data_plane="gloo", sharded=sharded, chunk_bytes=16)
+    config = RunConfig(failure=FailureConfig(snapshot_every=3))
+    found = []
+    for dies in (False, True):
+        with DistributedSGD(creator, 2, strategy=strategy, run_config=config) as trainer:
+            victim = pids(trainer)[1]
+            watch = Watch((7, lambda victim=victim: os.kill(victim, signal.SIGKILL)))
+            callbacks = [watch] if dies else []
+            assert trainer.fit(steps=16, callbacks=callbacks, progress=False).step == 16
+            rows = trainer.export_table("words")
+            found.append(trainer.weights() | {"ids": rows.ids, "values": rows.values})
+            assert (victim in pids(trainer)) is not dies
+    assert same_bits(*found)
+    with DistributedSGD(creator, 2, strategy=TWO_SERVERS) as trainer:
+        trainer.fit(steps=16, progress=False)
+        expected = trainer.weights()
+        assert difference({name: found[0][name] for name in expected}, expected) < 1e-12
 
 
 @pytest.mark.long
