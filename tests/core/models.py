@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,17 @@ def struck(
     if place[0] == worker:
         model.compute_gradients = strike  # type: ignore[method-assign]
     return model
+
+
+def backward_elsewhere(creator: ModelCreator, *place: int) -> Model:
+    """Return a creator's model; in its process backward passes run on another thread, as those of GPUs do."""
+    backward, other = torch.Tensor.backward, ThreadPoolExecutor(1)
+
+    def elsewhere(tensor: torch.Tensor, *arguments: Any, **named: Any) -> None:
+        other.submit(backward, tensor, *arguments, **named).result()
+
+    torch.Tensor.backward = elsewhere  # type: ignore[method-assign]
+    return creator(*place)
 
 
 def unmade(worker: int, device: int) -> Any:

@@ -66,6 +66,16 @@ def test_a_death_between_two_operations_of_a_step_changes_no_bit(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_backward_pass_on_another_thread_changes_no_bit(sharded: bool, tmp_path: Path) -> None:
+    """Chunks are handed over, and a worker dies, while the router's thread waits for that one."""
+    elsewhere = partial(models.backward_elsewhere, models.classifier)
+    struck = partial(models.struck, elsewhere, tmp_path, 1, [3])
+    assert same_bits(weights(3, struck, sharded=sharded), weights(3, sharded=sharded))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.long
 def test_a_group_that_fails_while_all_live_is_an_error_and_the_trainer_goes_on(
     tmp_path: Path,
 ) -> None:
