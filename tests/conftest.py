@@ -44,7 +44,6 @@ leave_it_to_an_init()  # while this process has one thread
 ROOT = Path(__file__).resolve().parent.parent
 TEST_SECONDS = 180
 BATCH_SECONDS = 0.03  # of virtual time for a batch's gradients, where a test runs simulated
-OFTEN = 1
 MOST_GARBAGE = 200 << 20  # bytes by which a process of tests grows before garbage is collected
 torch.set_num_threads(1)
 # a machine under load is no error; what failed is printed, so that it can be repeated
@@ -65,10 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deals the cases of tests with the mark `few`: so many to make test, the others `long` or `full`.
-
-    OFTEN times as many are long as make test has, and run by make test-cluster; all are evenly spread.
-    """
+    """Leaves so many cases of tests with the mark `few` to make test, evenly spread, the others to make test-full."""
     cases: dict[tuple[object, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("full"):
@@ -78,15 +74,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert mark is not None
         (count,) = mark.args
         first = _spread(range(len(each)), count)
-        second = _spread([n for n in range(len(each)) if n not in first], OFTEN * count)
         for number, item in enumerate(each):
             if number not in first:
-                item.add_marker(pytest.mark.long if number in second else pytest.mark.full)
+                item.add_marker(pytest.mark.full)
 
 
 def _spread(numbers: Sequence[int], count: int) -> set[int]:
     """Return so many of the numbers, evenly spread."""
-    return {numbers[n * len(numbers) // count] for n in range(count)} if numbers else set()
+    return {numbers[n * len(numbers) // count] for n in range(count)}
 
 
 def pytest_collection_finish() -> None:

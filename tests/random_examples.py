@@ -1,8 +1,8 @@
 """Random examples: how many a property is tried on, and how a failing one is tried again.
 
 No seed is fixed, so each run tries others. What failed is printed: by hypothesis as the arguments
-and the line `@reproduce_failure(...)`, by `seeds` as `STEEPEST_SEED=...`. `make test-full` tries
-ten times as many.
+and the line `@reproduce_failure(...)`, by `seeds` as `STEEPEST_SEED=...`. `make test-full`
+tries ten times the count that a test names, other runs a third of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hypothesis import Phase, settings
@@ -26,9 +26,14 @@ def scale() -> int:
     return settings().max_examples // 100
 
 
+def some_of(seeds: Sequence[int], count: int) -> Sequence[int]:
+    """Return so many of the seeds, in `make test-full` all."""
+    return seeds if scale() > 1 else seeds[:count]
+
+
 def examples(count: int) -> settings:
     """Return hypothesis' settings for so many examples; one that fails is made as small as possible."""
-    return settings(max_examples=count * scale())
+    return settings(max_examples=_tried(count))
 
 
 def runs(count: int) -> settings:
@@ -66,6 +71,10 @@ def seeds(count: int, name: str = "seed") -> Callable[[Callable[..., None]], Cal
     return decorate
 
 
+def _tried(count: int) -> int:
+    return count * scale() if scale() > 1 else -(-count // 3)
+
+
 def _numbers(count: int) -> list[int]:
     given = os.environ.get("STEEPEST_SEED")
-    return [int(given)] if given else [secrets.randbits(32) for _ in range(count * scale())]
+    return [int(given)] if given else [secrets.randbits(32) for _ in range(_tried(count))]

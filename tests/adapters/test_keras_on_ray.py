@@ -19,7 +19,6 @@ from tests.adapters.keras_tasks import BATCH, TASKS, X, Y, named
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.long,
     pytest.mark.usefixtures("ray_cluster", "double"),
 ]
 TASK = TASKS["adam"]
@@ -30,6 +29,7 @@ def creator(worker_index: int, device_index: int) -> TensorFlowModel:
     return TASK.creator()(worker_index, device_index)
 
 
+@pytest.mark.full
 def test_the_models_of_all_workers_are_those_of_keras() -> None:
     with DistributedSGD(creator, num_workers=2) as trainer:
         trainer.fit(steps=7, progress=False)

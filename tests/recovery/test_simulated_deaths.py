@@ -10,7 +10,7 @@ from steepest import DistributedSGD
 from steepest.core.system import system
 from steepest.testing import InProcessCluster
 from tests.pairs import mostly_full
-from tests.random_examples import seeds
+from tests.random_examples import seeds, some_of
 from tests.reference import same_bits
 from tests.simulated_programs import TASK, Program, Run, quiet, run, told
 from tests.simulation.run import Simulation, pause, run_config
@@ -89,14 +89,14 @@ def test_what_random_programs_have_found_of_rows_stays_mended(seed: int) -> None
 @pytest.mark.parametrize("first", mostly_full([9000, 9008], 9000))
 def test_rows_count_what_was_committed_whatever_dies(first: int) -> None:
     """Rows that count the sightings of their ids have counted each committed push once, in every mode."""
-    for seed in range(first, first + 8):
+    for seed in some_of(range(first, first + 8), 3):
         check_schedule(seed, tables=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("tables", mostly_full([False, True], True))
 def test_a_node_may_have_servers_alone(*, tables: bool) -> None:
-    for seed in range(10, 18):
+    for seed in some_of(range(10, 18), 3):
         check_schedule(seed, tables=tables, serves=True)
 
 
@@ -112,7 +112,7 @@ def test_any_processes_may_die_at_any_moment(seed: int, tables: bool, serves: bo
 @pytest.mark.parametrize("first", mostly_full([0, 8], 0))
 def test_rounds_of_a_quorum_lose_nothing_whatever_dies(first: int) -> None:
     """No sample is committed twice, and the log gives the weights to the bit, also where workers were replaced."""
-    for seed in range(first, first + 8):
+    for seed in some_of(range(first, first + 8), 3):
         check_schedule(seed, rounds=True)
 
 
