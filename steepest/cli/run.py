@@ -8,6 +8,7 @@ import sys
 import threading
 
 from steepest.cli.scripts import add_job_options, script_parser
+from steepest.config.run import cluster_address
 from steepest.errors import ConfigurationError
 from steepest.observe.timeline.trace_file import check_target
 from steepest.strategies.names import STRATEGY_NAMES
@@ -52,14 +53,18 @@ def run(options: argparse.Namespace) -> int:
     if options.timeline is not None:
         check_target(options.timeline)
     from steepest.loop.script import UserScript
+    from steepest.prefork.template import start_template
 
     script, workers = UserScript.read(options.script, options.arguments), _workers(options.workers)
+    template = (
+        start_template() if cluster_address() is None else None
+    )  # before this process imports Ray
     from steepest.runtime.connection import ray_session
 
     # what takes longest of all imports, while Ray's processes start: that is mostly waiting
     torch = threading.Thread(target=importlib.import_module, args=("torch",), daemon=True)
     torch.start()
-    with ray_session():
+    with ray_session(template=template):
         torch.join()
         from steepest.checkpoint.files import Checkpoints
         from steepest.loop.run import run as run_function

@@ -12,10 +12,22 @@ from dataclasses import dataclass, field
 
 import ray
 
-from steepest.config.run import cluster_address, environment_variable, set_environment
+from steepest.config.run import (
+    cluster_address,
+    environment,
+    environment_variable,
+    set_environment,
+)
 from steepest.errors import ConfigurationError
+from steepest.prefork.template import Template, start_template
+from steepest.prefork.worker_start import TEMPLATE
 from steepest.runtime.job_runtime import runtime
-from steepest.runtime.ray_private import reload_token, small_ray
+from steepest.runtime.ray_private import (
+    end_with_ray,
+    reload_token,
+    small_ray,
+    workers_start_as_usual,
+)
 
 #: Environment variables of Ray's: whether a token is sent, and which; the first one counts.
 _MODE = "RAY_AUTH_MODE"
@@ -28,17 +40,19 @@ _holders: list[Holder] = []
 _began: str | None = None
 
 
-def ensure_ray(num_cpus: int | None = None, *, verbose: bool = False) -> bool:
+def ensure_ray(
+    num_cpus: int | None = None, *, verbose: bool = False, template: Template | None = None
+) -> bool:
     """Connect to Ray unless this process is connected; return whether this call did.
 
-    RAY_ADDRESS names a running cluster; without it a new one is started on this machine.
+    RAY_ADDRESS names a running cluster; without it a new one is started on this machine, see `start_ray`.
     """
     if runtime().is_up:
         return False
     if (address := cluster_address()) is not None:
         connect(address)
     else:
-        start_ray(num_cpus, verbose=verbose)
+        start_ray(num_cpus, verbose=verbose, template=template)
     return True
 
 
@@ -73,12 +87,16 @@ def connect(address: str) -> None:
         ) from error
 
 
-def start_ray(num_cpus: int | None = None, *, verbose: bool = False) -> None:
+def start_ray(
+    num_cpus: int | None = None, *, verbose: bool = False, template: Template | None = None
+) -> None:
     """Start a cluster on this machine, with `num_cpus` at least, and connect to it.
 
-    Ray asks for a token from then on: one of the environment, or of the user's home, or a new one
-    that Ray keeps there.
+    Its workers are forks of a template, which is started here unless one is given, and ends with Ray. Ray asks
+    for a token from then on: one of the environment, or of the user's home, or a new one that Ray keeps there.
     """
+    if template is None and workers_start_as_usual():
+        template = start_template()
     cpus = num_cpus if num_cpus is not None and (os.cpu_count() or 1) < num_cpus else None
     # "local": not what an earlier `ray start` on this machine left, which may be dead and is
     # asked for minutes
@@ -87,21 +105,28 @@ def start_ray(num_cpus: int | None = None, *, verbose: bool = False) -> None:
     # would end these processes a second after that, and start others for the workers.
     name, value = _KEEPS_STARTED
     own = {} if environment_variable(f"RAY_{name}") else {name: value}
-    with small_ray():
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            logging_level=level,
-            _system_config=own,
-        )
+    with small_ray(), environment({TEMPLATE: template.name if template else None}):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                logging_level=level,
+                _system_config=own,
+            )
+        except BaseException:
+            if template is not None:
+                template.end()
+            raise
+    if template is not None:
+        end_with_ray("worker_template", template.process)
     logging.getLogger("ray").setLevel(logging.WARNING)  # what it warns of later is heard
 
 
 @contextlib.contextmanager
-def ray_session(num_cpus: int | None = None) -> Iterator[None]:
-    """Connect to Ray for the length of a block, and disconnect if the block connected."""
-    began = ensure_ray(num_cpus)
+def ray_session(num_cpus: int | None = None, template: Template | None = None) -> Iterator[None]:
+    """Connect to Ray for the length of a block, see `ensure_ray`, and disconnect if the block connected."""
+    began = ensure_ray(num_cpus, template=template)
     try:
         yield
     finally:

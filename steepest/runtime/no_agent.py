@@ -8,7 +8,9 @@ importing Ray. Where those packages are installed it becomes the agent.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -27,8 +29,16 @@ def write_ports(folder: str, node: str) -> None:
         part.replace(path)
 
 
+def tell_template() -> None:
+    """Tell the template of workers, if there is one, that the raylet is there, whose child this process is."""
+    if name := os.environ.get("STEEPEST_WORKER_TEMPLATE"):
+        with socket.socket(socket.AF_UNIX) as template, contextlib.suppress(OSError):
+            template.connect(f"\0{name}")
+
+
 def main(arguments: list[str]) -> None:
     """Do what the agent would do; return when the process that started this one has ended."""
+    tell_template()
     if _MINIMAL not in arguments:
         os.execv(sys.executable, [sys.executable, "-u", *arguments])
     parser = argparse.ArgumentParser()

@@ -9,6 +9,7 @@ import inspect
 import logging
 import operator
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import ray
 
 from steepest.errors import ConfigurationError
+from steepest.prefork import worker_start
+from steepest.prefork.template import TESTED
 
 log = logging.getLogger(__name__)
-TESTED = "2.60"
 _WISH = "_soft_target_node_id"
 
 
@@ -81,7 +83,7 @@ def small_ray() -> Iterator[None]:
 
     Left out are the autoscaler, since no node joins a Ray that a process starts for itself, the dashboard,
     which sends usage statistics alone, and its agent where the packages that it serves with are not
-    installed. Workers begin without the program that sets up environments, unless one is asked for. What
+    installed. Workers begin by `worker_start`, unless an environment is asked for. What
     Ray has no such private API for stays.
     """
     with contextlib.ExitStack() as stack:
@@ -96,6 +98,27 @@ def small_ray() -> Iterator[None]:
             stack.callback(setattr, holder, attribute, own)
             setattr(holder, attribute, value(own))
         yield
+
+
+def workers_start_as_usual() -> bool:
+    """Return whether nobody has put another program in the place of Ray's that starts workers."""
+    try:
+        return bool(_look_up("ray._private.ray_constants", "SETUP_WORKER_FILENAME") == _SETUP)
+    except ConfigurationError:
+        return False
+
+
+def end_with_ray(name: str, process: subprocess.Popen[bytes]) -> None:
+    """Have a process end when the Ray ends that this process has started for itself.
+
+    Without the private API nothing is done: the process has to end by itself.
+    """
+    try:
+        node = _look_up("ray._private.worker", "_global_node")
+        info = _look_up("ray._private.services", "ProcessInfo")
+        node.all_processes[name] = [info(**{**dict.fromkeys(info._fields), "process": process})]
+    except (ConfigurationError, AttributeError) as error:
+        log.debug("Ray does not end the process %s: %s", name, error)
 
 
 def _beside(name: str) -> str:
@@ -120,10 +143,11 @@ def _agent_start(own: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
 def _worker_start(own: str) -> str:
     """Return the program that starts workers: one that somebody else has put in the place of Ray's stays."""
-    return _beside(own) if own == "setup_worker.py" else own
+    return worker_start.__file__ if own == _SETUP else own
 
 
 _AGENT = "dashboard_agent"
+_SETUP = "setup_worker.py"
 #: Modules of Ray, names in them, and what makes of a value the one that `small_ray` puts in its place.
 _SMALLER: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("ray._private.node", "Node.start_monitor", lambda _: lambda node: None),

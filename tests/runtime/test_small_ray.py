@@ -15,7 +15,8 @@ from ray._raylet import (
     METRICS_EXPORT_PORT_NAME,
 )
 
-from steepest.runtime import no_agent, ray_private, setup_worker
+from steepest.prefork import worker_start
+from steepest.runtime import no_agent, ray_private
 from steepest.runtime.ray_private import small_ray
 
 RAYS = Path(ray.__file__).parent / "_private" / "workers"
@@ -28,7 +29,7 @@ def test_what_is_left_out_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     build = services._build_python_executable_command_memory_profileable
     own = node.Node.start_monitor, node.Node.start_api_server, build
     with small_ray():
-        assert Path(ray_constants.SETUP_WORKER_FILENAME) == Path(setup_worker.__file__)
+        assert Path(ray_constants.SETUP_WORKER_FILENAME) == Path(worker_start.__file__)
         build = services._build_python_executable_command_memory_profileable
         assert not {node.Node.start_monitor, node.Node.start_api_server, build} & {*own}
     assert ray_constants.SETUP_WORKER_FILENAME == "setup_worker.py"
@@ -110,4 +111,4 @@ def test_where_the_agent_has_something_to_serve_it_is_started(
 def test_a_worker_begins_at_once_unless_an_environment_is_asked_for(
     given: list[str], expected: list[str]
 ) -> None:
-    assert setup_worker.command(given) == expected
+    assert worker_start.command(given) == expected
