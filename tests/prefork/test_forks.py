@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,14 +40,11 @@ sys.stdin.read()
 """
 
 
-def gone(pids: Sequence[int]) -> bool:
-    """Return whether processes end within a time."""
-    until = time.monotonic() + SECONDS
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
+def end(descriptor: int) -> bool:
+    """Return whether the process of a descriptor ends within a time."""
+    ended = bool(select.select([descriptor], [], [], SECONDS)[0])
+    os.close(descriptor)
+    return ended
 
 
 @pytest.mark.ray
@@ -73,11 +69,12 @@ def look_at(program: subprocess.Popen[bytes], killed: bool) -> None:
     first, second = (drawn for _, _, drawn, _ in workers)
     assert not set(first) & set(second)
     assert {nice for *_, nice in workers} == {15}  # Ray's for workers
+    processes = [os.pidfd_open(pid) for pid in (*pids, *own)]
     if killed:
         program.send_signal(signal.SIGKILL)
     program.stdin.close()
     program.wait(SECONDS)
-    assert gone([*pids, *own])
+    assert all(end(each) for each in processes)
 
 
 @pytest.mark.ray
@@ -118,6 +115,7 @@ def test_a_template_that_does_not_answer_is_done_without(
     assert started == [[sys.executable, WORKER, "--a=b"]]
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_worker_that_was_started_otherwise_is_not_forked_too() -> None:
     """The fork waits for the word that it is to be the worker."""
     starter, other = socket.socketpair()
