@@ -1,6 +1,6 @@
 """How a job is run: frozen groups of settings, validated when made.
 
-Environment variables are read and set here and in no other module.
+Environment variables are read and set here and in no other module, but for those that processes hand on whole.
 """
 
 from __future__ import annotations
