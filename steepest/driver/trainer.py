@@ -248,9 +248,10 @@ class DistributedSGD:
         return tuple(self._keeping.evaluations)
 
     def _hear_notes(
-        self, listener: Callable[[Sequence[tuple[int, int, float, dict[str, float]]]], None]
+        self, listener: Callable[[Sequence[tuple[int, int, float, dict[str, float]]], bool], None]
     ) -> None:
-        """Have a function called with what workers' own loops say in each committed step, see `steepest.loop.run`."""
+        """Have a function called with what workers' own loops say in each committed step, and whether it had samples,
+        see `steepest.loop.run`."""
         self._training.on_notes = listener
 
     @property

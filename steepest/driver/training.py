@@ -126,7 +126,10 @@ class Training:
             None  # called with each committed step's number
         )
         #: called with what workers' own loops say in a committed step, see `steepest.core.messages.driver.Result.notes`
-        self.on_notes: Callable[[Sequence[tuple[int, int, float, dict[str, float]]]], None] | None
+        #: and whether it had samples
+        self.on_notes: (
+            Callable[[Sequence[tuple[int, int, float, dict[str, float]]], bool], None] | None
+        )
         self.on_notes = None
         self._described: tuple[object, int] = (None, -1)  # members and events when it was told
         supervisor.make_up = self._make_up
@@ -411,7 +414,7 @@ class Training:
         if self.on_count is not None:
             self.on_count(result.step)
         if result.notes and self.on_notes is not None:
-            self.on_notes(result.notes)
+            self.on_notes(result.notes, result.samples > 0)
         return self.last
 
     def _describe(self) -> None:

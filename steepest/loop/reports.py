@@ -33,16 +33,26 @@ class Reports:
         self._before = list(before)
         # by number of the call and worker
         self._calls: dict[int, dict[int, Reported]] = {}
+        self._shown: dict[int, int] = {}  # by worker, the last call that a step's row tells of
 
     def add(self, worker: int, reported: Iterable[Reported]) -> None:
         """Add what one worker has reported; a call that was added before, perhaps of its predecessor, is replaced."""
         for each in reported:
             self._calls.setdefault(each.number, {})[worker] = each
 
-    def add_noted(self, notes: Iterable[tuple[int, int, float, dict[str, float]]]) -> None:
-        """Add what workers have reported with the pushes of a step: worker, number, weight and values of each call."""
+    def add_noted(
+        self, notes: Iterable[tuple[int, int, float, dict[str, float]]], shown: bool = True
+    ) -> None:
+        """Add what workers have reported with the pushes of a step.
+
+        Args:
+            notes: worker, number, weight and values of each call.
+            shown: whether the step has a row in the history, which tells of them.
+        """
         for worker, number, weight, values in notes:
             self.add(worker, [Reported(number, weight, values)])
+            if shown:
+                self._shown[worker] = number
 
     def rows(self) -> list[dict[str, float]]:
         """Return the means by name, one row for each call."""
@@ -50,6 +60,18 @@ class Reports:
         for number, calls in self._calls.items():
             rows[number] = _means([each for _, each in sorted(calls.items())])
         return [row for _, row in sorted(rows.items())]
+
+    def behind_the_last_step(self) -> dict[str, float]:
+        """Return the last means of what no step's row tells of, by name."""
+        found: dict[str, float] = {}
+        for number, calls in sorted(self._calls.items()):
+            left = [
+                each
+                for worker, each in sorted(calls.items())
+                if self._shown.get(worker, -1) < number
+            ]
+            found |= _means(left)
+        return found
 
     def last(self) -> dict[str, float]:
         """Return the last mean of each name."""

@@ -155,11 +155,18 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
             begun += epochs
             pauses = [_PausesAtEpochs()] if wanted.meets else []
             sgd.fit(epochs=epochs, callbacks=[ends, *pauses, *callbacks], progress=progress)
-        if ends.first is not None:  # steps in which nobody had samples
-            sgd.history.end(ends.first)
+        _end(sgd.history, ends.first, reports)
         if checkpoints is not None:
             write_reports(checkpoints.path, reports.rows())
         return RunResult(reports.last(), reports.rows(), sgd.history, sgd.state_dict())
+
+
+def _end(history: History, first: int | None, reports: Reports) -> None:
+    """Have the history end before the first step in which nobody had samples, with what was reported since."""
+    if first is not None:
+        history.end(first)
+    if left := reports.behind_the_last_step():
+        history.reported(left)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class _HistoryRow(NamedTuple):
 class History(Sequence[dict[str, Any]]):
     """A run so far, as a sequence of rows, oldest first.
 
-    A row is a dict: "kind" ("step", "epoch", "evaluation" or "event"), "time" (seconds since the
+    A row is a dict: "kind" ("step", "epoch", "evaluation", "report" or "event"), "time" (seconds since the
     epoch, as `time.time` has it), "step" (steps committed by then), and what it tells:
 
     - "step": the attributes of `StepResult`, and those of `Figures`; loss and metrics are NaN and
@@ -70,6 +70,7 @@ class History(Sequence[dict[str, Any]]):
     - "epoch": "epoch", which has ended, and over its steps "steps", "samples", and the means "loss"
       and "metrics" by samples.
     - "evaluation": the attributes of `EvaluationResult`.
+    - "report": "metrics", which a loop of a user's own has reported behind the last step.
     - "event": "event" (the kind of `Event`) and "line".
 
     When steps are taken again after a death, their rows replace those before. Evaluations are not
@@ -125,7 +126,7 @@ class History(Sequence[dict[str, Any]]):
             return len(self._rows)
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
-        """Return the rows of a kind: "step", "epoch", "evaluation" or "event"."""
+        """Return the rows of a kind: "step", "epoch", "evaluation", "report" or "event"."""
         with self._lock:
             self._take_events()
             return [row.as_dict() for row in self._rows if row.kind == kind]
@@ -201,6 +202,13 @@ class History(Sequence[dict[str, Any]]):
             same = (r for r in self._rows if r.kind == "evaluation" and r.step == step)
             if all(r.as_dict() | {"time": now} != row for r in same):
                 self._add("evaluation", step, now, told)
+
+    def reported(self, metrics: Mapping[str, float]) -> None:
+        """Add what loops of a user's own have reported behind the last step."""
+        with self._lock:
+            self._take_events()
+            step = max(self._last, self.begun)
+            self._add("report", step, system().time(), {"metrics": dict(metrics)})
 
     def resume(
         self,

@@ -25,7 +25,13 @@ _CHUNK = 40  # points passed on at once: fewer than 1,000 numbers, which is what
 _LARGE = 4 << 20  # bytes of a file of events after which another begins, at a URL
 _BRIEF = Patience(call=30.0, retry=0.0)
 _DEATHS = ("replaced", "left", "recovered")
-_GROUPS = {"step": "train", "epoch": "epoch", "evaluation": "evaluation", "event": "event"}
+_GROUPS = {
+    "step": "train",
+    "report": "train",
+    "epoch": "epoch",
+    "evaluation": "evaluation",
+    "event": "event",
+}
 
 
 class Point(NamedTuple):
@@ -143,7 +149,7 @@ class Logger(Callback):
         if kind == "step" and step <= self._seen.get(kind, -1):  # again, and so is what follows
             for each, last in self._seen.items():
                 self._done[each] = max(last, self._done.get(each, -1))
-        values = dict(_numbers(row, "train" if kind == "step" else kind))
+        values = dict(_numbers(row, _GROUPS[kind]))
         if kind == "event":
             self._deaths += row["event"] in _DEATHS
         elif kind == "step":
@@ -407,7 +413,7 @@ class WandB(Logger):
         which = {} if run is None else {"id": run, "resume": "allow"}
         module = _load("WandB", "wandb")
         self._run = module.init(project=self._project, **(self._init | which))
-        for group in _GROUPS.values():
+        for group in dict.fromkeys(_GROUPS.values()):
             self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
         for group in ("job", "seconds"):
             self._run.define_metric(f"{group}/*", step_metric="train/step")

@@ -18,7 +18,10 @@ from steepest.cli.main import main
 from steepest.core.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, DeadlineError, ModelError, ModelRaisedError
 from steepest.loop.user_loop import current
+from steepest.observe.history_file import read_rows
+from steepest.observe.page.run_view import RunView
 from steepest.testing.replay import replay
+from tests.logged_runs import Memory
 from tests.own_loop_runs import InterruptedRunError, Interrupts, run
 from tests.own_loops import (
     BATCH,
@@ -46,7 +49,7 @@ from tests.own_loops import (
 )
 from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
 from tests.simulated_programs import quiet
-from tests.simulation.run import pause, run_config
+from tests.simulation.run import Simulation, pause, run_config
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +154,37 @@ def test_losses_are_in_the_history() -> None:
     found = run(SCHEDULED, 1)
     assert all(row["loss"] > 0 for row in found.steps)
     assert found.steps[-1]["loss"] == found.reports[-1]["loss"]
+
+
+@pytest.mark.parametrize("any_steps", [False, True])
+def test_what_is_reported_behind_the_last_step_has_a_row(any_steps: bool, tmp_path: Path) -> None:
+    """Such as the accuracy of the last epoch: in the history, its file, the page and what loggers are given."""
+    script, folder = Script(reporting, any_steps=any_steps), tmp_path / "run"
+
+    def once(logger: Memory) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        with Simulation(seed=1).running():
+            found = steepest.run(
+                script,
+                num_workers=2,
+                run_config=run_config(),
+                checkpoints=steepest.Checkpoints(folder, every=5),
+                callbacks=[logger],
+                progress=False,
+            )
+            return list(found.history), found.reports[-1]
+
+    logger = Memory()
+    rows, reported = once(logger)
+    last = rows[-1]
+    assert (last["kind"], last["metrics"]) == ("report", reported)
+    assert last["step"] == max(row["step"] for row in rows if row["kind"] == "step")
+    assert list(read_rows(folder))[-1] == last
+    assert logger.points[-1].values["train/seen"] == reported["seen"]
+    view = RunView("run")
+    view.add_all(rows)
+    shown = view.curves.told()["values"]["metrics/seen"][0][-1]
+    assert shown == pytest.approx(reported["seen"], rel=1e-5)
+    assert [row for row in once(Memory())[0] if row["kind"] == "report"] == [last]
 
 
 @pytest.mark.parametrize("step", [2, 4, 8])

@@ -80,6 +80,8 @@ class RunView:
         kind = row["kind"]
         if kind == "step":
             self._add_step(row)
+        elif kind == "report":
+            self.curves.add_to_last(row["time"], dict(self._known_only(_metrics(row))))
         elif kind == "evaluation":
             found = {key: row.get(key) for key in ("step", "time", "loss", "metrics")}
             self._mark("evaluations", found)
@@ -215,8 +217,7 @@ def _values(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a step by the names of their curves."""
     yield "loss", _number(row.get("loss"))
     yield "gradient norm", _number(row.get("gradient_norm"))
-    for name, value in (row.get("metrics") or {}).items():
-        yield f"metrics/{name}", _number(value)
+    yield from _metrics(row)
     rates = row.get("learning_rate") or []
     for group, rate in enumerate(rates):
         yield f"learning rate/{group}" if len(rates) > 1 else "learning rate", _number(rate)
@@ -226,6 +227,12 @@ def _values(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         yield f"seconds/{name}", _number(value)
     for name in ("workers", "servers"):
         yield f"processes/{name}", _number(row.get(name))
+
+
+def _metrics(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield a row's metrics by the names of their curves."""
+    for name, value in (row.get("metrics") or {}).items():
+        yield f"metrics/{name}", _number(value)
 
 
 def _number(value: Any) -> float:

@@ -92,6 +92,17 @@ class Curves:
         while len(self._buckets) > self._limit:
             self._double()
 
+    def add_to_last(self, time: float, values: Mapping[str, float]) -> None:
+        """Add values that came behind the last step; a bucket of that step alone has them instead of its own."""
+        if not self._buckets:
+            return
+        bucket = self._buckets[-1]
+        if bucket.steps == 1:
+            for name in values:
+                bucket.values.pop(name, None)
+        bucket.add(bucket.step, time, values, {})
+        bucket.steps -= 1  # it was no step
+
     def _double(self) -> None:
         self.width, self.revision = 2 * self.width, self.revision + 1
         before, self._buckets = self._buckets, []
