@@ -245,12 +245,15 @@ class LoopStates:
             "since": self._loop.calls.weight,
             "kept": numbers,
         }
+        prepared = self._loop.prepared
         if self._loop.lockstep is not None:  # what is between two steps of a batch is done again
             self._before |= copy.deepcopy(self._scheduled())
             for each in self._in_workers:
                 each.note()
-        if self._loop.prepared is not None:
-            self._loop.prepared.model.note_buffers()
+        elif prepared is not None:  # so is what the loop sets by hand before the step
+            self._before["groups"] = prepared.model.optimizer_spec.changed(prepared.groups)
+        if prepared is not None:
+            prepared.model.note_buffers()
 
     def begin_round(self, step: int) -> None:
         """Note what is the state of a worker that takes a round of own updates, of a step of the job, from here on."""

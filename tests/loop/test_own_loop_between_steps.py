@@ -226,3 +226,23 @@ def test_what_is_drawn_between_two_epochs_changes_no_batch(workers: int) -> None
 
     found = [run(Script(partial(dropping, drawn=n)), workers).weights for n in (0, 5)]
     assert same_bits(found[0], found[1])
+
+
+def annealed(parts: Parts, epochs: int) -> None:
+    """Multiplies the rate by hand before each step, where the step is taken again if a worker dies."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            for group in parts.optimizer.param_groups:
+                group["lr"] *= 0.9
+            parts.optimizer.zero_grad()
+            nn.functional.mse_loss(parts.model(x), y).backward()
+            parts.optimizer.step()
+
+
+@pytest.mark.parametrize("any_steps", [False, True])
+def test_what_is_set_by_hand_before_a_step_is_set_once(any_steps: bool) -> None:
+    """By a worker that takes the place of the one whose values count, too."""
+    script = Script(annealed, data=samples(24), optimizer=sgd(momentum=0.9), any_steps=any_steps)
+    undisturbed = run(script, 2)
+    for step in (1, 3):
+        assert same_bits(without(script, 2, 0, step).weights, undisturbed.weights)
