@@ -372,3 +372,39 @@ class MemberCollective(Collective):
     def doing(self) -> str:
         """Return nothing: an operation that waits is found in the stack of the worker's thread."""
         return ""
+
+
+class AwaitedMember:
+    """Takes a member's place from its process' first connection until it joins.
+
+    Others that have joined before connect to it, and ask it for parts of gatherings: it does not answer, since it
+    asks all of them itself as soon as it joins.
+
+    Args:
+        router: of this process; the role `member_peer(rank)` is hosted on it here.
+        rank: of the member.
+    """
+
+    def __init__(self, router: Router, rank: int) -> None:
+        router.host(member_peer(rank), self)
+        router.admission.allow(MEMBERS)
+
+    def destination(self, message: Message, size: int) -> None:
+        """Discard a payload."""
+
+    def handle(self, source: Peer, message: Message) -> None:
+        """Drop what is told once more; ProtocolError: it is not."""
+        if message.kind not in (MemberKind.PART, MemberKind.CONNECTED):
+            raise ProtocolError(
+                f"{message.kind.name} from {source} at a member that has not joined"
+            )
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """Do nothing."""
+
+    def tick(self, now: float) -> None:
+        """Do nothing."""
+
+    def doing(self) -> str:
+        """Return nothing."""
+        return ""

@@ -15,7 +15,7 @@ import torch
 
 from steepest.aggregation.hosting import host_aggregator
 from steepest.collectives import operations
-from steepest.collectives.members import MemberCollective
+from steepest.collectives.members import AwaitedMember, MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.data.stream_place import StreamPlace
@@ -390,6 +390,8 @@ class ProcessActor:
                 incarnation=incarnation,
                 extensions=EXTENSIONS,
             )
+            # the last to be hosted: it has further messages admitted
+            AwaitedMember(self.router, self._index)
             if initial is not None:
                 self._replicas.begin_with(initial[1])
         for model in self._models:
@@ -479,7 +481,7 @@ class ProcessActor:
                 client = host_client(self.router, job, self._reader)
                 layout, wait = job.description.layout, self._worker.wait_within
                 model.use_reader(functools.partial(read_state, client, layout, wait))
-        # the last to be hosted: it has further messages admitted
+        # as `AwaitedMember` is, after all others, since it has further messages admitted
         self._member = self._member_of(job, workers, self._worker, self._transport)
         operations.install(self._member)
         self._replicas.meet(self._member, self._worker.wait_within)
