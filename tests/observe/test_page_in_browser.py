@@ -86,6 +86,10 @@ def test_the_page_of_a_long_run_opens_at_any_width_by_day_and_by_night(
         assert page.value(SIDEWAYS) == 0
         ground = page.value("getComputedStyle(document.body).backgroundColor")
         assert (sum(json.loads(f"[{ground[4:-1]}]")) < 128) == dark
+        if dark:
+            assert page.value("document.querySelector('#heat svg') === null")
+            page.send("Page.printToPDF")
+            assert page.value("document.querySelector('#heat svg') !== null")
         page.value("document.getElementById('by-time').click()")
         page.value("document.getElementById('heat').scrollIntoView()")
         page.wait_for("document.querySelector('#heat svg') !== null")

@@ -1,4 +1,4 @@
-// What the scripts of all pages draw with: words, tables, and charts, which are drawn when they come into sight.
+// What the scripts of all pages draw with: words, tables, and charts, which are drawn when they come into sight, or are printed.
   const byId = (id) => document.getElementById(id);
   const dark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -60,10 +60,11 @@
       drawIfDue(entry.target);
     }
   }, { rootMargin: "150px" });
-  const drawIfDue = (box) => {
+  const drawIfDue = (box, printed = false) => {
     const drawing = drawings.get(box);
-    if (drawing.seen && drawing.dirty && window.Plotly) { drawing.dirty = false; drawing.draw(box); }
+    if ((drawing.seen || printed) && drawing.dirty && window.Plotly) { drawing.dirty = false; drawing.draw(box); }
   };
+  addEventListener("beforeprint", () => { for (const box of drawings.keys()) drawIfDue(box, true); });
   const chart = (box, draw) => {
     if (!drawings.has(box)) { drawings.set(box, { draw, dirty: true, seen: false }); watcher.observe(box); }
     const drawing = drawings.get(box);
