@@ -18,6 +18,7 @@ import ray
 
 from steepest.errors import ConfigurationError, DeadlineError
 from steepest.places import existing, local, sessions
+from steepest.runtime import connection
 from tests.forked_workers import RAY
 from tests.pairs import mostly_full
 from tests.ray_hosts import (
@@ -52,6 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     made = Calls()
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", made.init)
+    monkeypatch.setattr(connection, "start_template", lambda: None)  # there is no Ray to end it
     monkeypatch.setattr(ray, "shutdown", made.shutdown)
     monkeypatch.setattr(ray, "is_initialized", lambda: made.connected)
     context = SimpleNamespace(gcs_address="10.0.0.1:6379")
