@@ -45,11 +45,16 @@ def ensure_ray(
 ) -> bool:
     """Connect to Ray unless this process is connected; return whether this call did.
 
-    RAY_ADDRESS names a running cluster; without it a new one is started on this machine, see `start_ray`.
+    RAY_ADDRESS names a running cluster; without it a new one is started on this machine, see `start_ray`. A template
+    is ended where no Ray is started.
     """
-    if runtime().is_up:
+    is_up = runtime().is_up
+    address = None if is_up else cluster_address()
+    if template is not None and (is_up or address is not None):
+        template.end()
+    if is_up:
         return False
-    if (address := cluster_address()) is not None:
+    if address is not None:
         connect(address)
     else:
         start_ray(num_cpus, verbose=verbose, template=template)

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -86,6 +87,33 @@ def server(answer: bytes | None) -> Iterator[str]:
 def listening() -> Iterator[str]:
     with server(b"\0\0\x06\4\0\0\0\0\0" + b"\0\3\0\0\0\1") as address:
         yield address
+
+
+class Ends:
+    """Stands for a template of workers."""
+
+    name = "none"
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_template_ends_where_no_ray_is_started(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, connected: bool
+) -> None:
+    """Because this process is connected already, or connects to a running cluster."""
+    template: Any = Ends()
+    calls.connected = connected
+    if not connected:
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+    with connection.ray_session(template=template):
+        pass
+    assert template.ended == 1
+    calls.connected = False
 
 
 def test_a_local_ray_ends_with_its_block(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
