@@ -1,16 +1,23 @@
-"""What is called in a step of a job in one thread."""
+"""What is called of the library, such as in a step of a job in one thread."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from types import FrameType
 
 from steepest.testing import InProcessCluster
 
 
-def calls_of(cluster: InProcessCluster, steps: int) -> Counter[str]:
-    """The calls of the library's functions in so many steps."""
+@contextlib.contextmanager
+def library_calls() -> Iterator[Counter[str]]:
+    """Count the calls of the library's functions in a block, by file and name; nothing is collected meanwhile.
+
+    A finalizer that runs whenever Python collects would be counted where it happens to run.
+    """
     calls: Counter[str] = Counter()
 
     def see(frame: FrameType, event: str, argument: object) -> None:
@@ -18,9 +25,18 @@ def calls_of(cluster: InProcessCluster, steps: int) -> Counter[str]:
         if (event == "call" and "/steepest/" in code.co_filename) or code.co_filename == "<string>":
             calls[f"{code.co_filename.rpartition('/steepest/')[2]}:{code.co_name}"] += 1
 
+    gc.collect()
+    gc.disable()
     sys.setprofile(see)
     try:
-        cluster.step(steps)
+        yield calls
     finally:
         sys.setprofile(None)
+        gc.enable()
+
+
+def calls_of(cluster: InProcessCluster, steps: int) -> Counter[str]:
+    """The calls of the library's functions in so many steps."""
+    with library_calls() as calls:
+        cluster.step(steps)
     return Counter({who: count for who, count in calls.items() if not who.startswith("testing/")})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +29,7 @@ from steepest.core.protocol.push_tracking import (
 from steepest.core.protocol.sample_leases import Leases, Ledger
 from steepest.testing.inspection import ranges_of, remembered_by, undecided
 from tests.random_examples import examples
+from tests.step_calls import library_calls
 
 many = examples(200)
 MEMBERS = frozenset({0, 1, 2})
@@ -291,13 +291,12 @@ def test_together_nothing_is_complete_before_every_server_has_reduced() -> None:
 
 
 def test_together_a_report_costs_the_same_however_many_workers_have_reported() -> None:
-    staging, calls = StagedTogether(frozenset({0})), []
-    for worker in range(100):
-        each = report(worker, 1)
-        sys.setprofile(lambda *event: calls.append(event[1]))
-        staging.report(*each)
-        sys.setprofile(None)
-    assert calls.count("call") == 100
+    staging = StagedTogether(frozenset({0}))
+    reports = [report(worker, 1) for worker in range(100)]
+    with library_calls() as calls:
+        for each in reports:
+            staging.report(*each)
+    assert calls == {"core/protocol/push_tracking.py:report": 100}
 
 
 def test_shares_are_out_from_their_lease_to_the_end_of_their_push() -> None:
