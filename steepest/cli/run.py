@@ -56,9 +56,8 @@ def run(options: argparse.Namespace) -> int:
     from steepest.prefork.template import start_template
 
     script, workers = UserScript.read(options.script, options.arguments), _workers(options.workers)
-    template = (
-        start_template() if cluster_address() is None else None
-    )  # before this process imports Ray
+    # before this process imports Ray, which takes as long as the template's own imports
+    template = start_template() if cluster_address() is None else None
     from steepest.runtime.connection import ray_session
 
     # what takes longest of all imports, while Ray's processes start: that is mostly waiting

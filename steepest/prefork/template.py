@@ -128,7 +128,10 @@ def serve(path: Sequence[str], door: int, driver: int) -> None:
         client, _ = listening.accept()
         if is_same_user(client):
             if not ready:
-                _import_ray(client)
+                if not (given := ray_variables(peer(client)[0])):
+                    client.close()  # the next one is asked
+                    continue
+                _import_ray(given)
                 sys.path[:] = path
                 ready = True
             if os.fork() == 0:
@@ -139,14 +142,21 @@ def serve(path: Sequence[str], door: int, driver: int) -> None:
     os._exit(0)
 
 
-def _import_ray(client: socket.socket) -> None:
-    """Import Ray, and what needs it, as a child of the raylet would, one of which is at the other end.
+def ray_variables(pid: int) -> dict[str, str]:
+    """Return Ray's variables in the environment of a process of this user; none if it has ended."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = [os.fsdecode(each).partition("=") for each in file.read().split(b"\0")]
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    return {name: value for name, _, value in variables if name.startswith("RAY_")}
 
-    Ray reads its variables when it is imported: the raylet's number, and how tokens are asked for.
+
+def _import_ray(given: dict[str, str]) -> None:
+    """Import Ray, and what needs it, as a child of the raylet would; `given`: Ray's variables in one.
+
+    Ray reads them when it is imported: the raylet's number, and how tokens are asked for.
     """
-    with open(f"/proc/{peer(client)[0]}/environ", "rb") as file:
-        variables = [os.fsdecode(each).partition("=") for each in file.read().split(b"\0")]
-    given = {name: value for name, _, value in variables if name.startswith("RAY_")}
     set_environment({**given, "RAY_JOB_ID": _NO_JOB})
     for module in RAY_MODULES:
         importlib.import_module(module)

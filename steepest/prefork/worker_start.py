@@ -21,9 +21,8 @@ TEMPLATE = "STEEPEST_WORKER_TEMPLATE"
 READY, GO = b"r", b"g"
 _ENVIRONMENT = "--serialized-runtime-env-context="
 _LANGUAGE = "--language="
-_ENOUGH_SECONDS = (
-    30.0  # for a template that still imports; Ray waits 60 s for a worker that it has started
-)
+#: For a template that still imports; Ray waits 60 s for a worker that it has started.
+_ENOUGH_SECONDS = 30.0
 
 
 def command(arguments: list[str]) -> list[str]:

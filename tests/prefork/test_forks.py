@@ -154,3 +154,11 @@ def test_neither_file_imports_ray() -> None:
         "[__import__(each) for each in t.MODULES]; sys.exit('ray' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", text], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_template_passes_over_who_has_ended_before_it_looks() -> None:
+    """It asks the next one for Ray's variables, which a child of the raylet has."""
+    told = {"RAY_RAYLET_PID": "7", "OTHER": "8"}
+    with subprocess.Popen(["cat"], env=told, stdin=subprocess.PIPE) as process:
+        assert template.ray_variables(process.pid) == {"RAY_RAYLET_PID": "7"}
+    assert template.ray_variables(process.pid) == {}
