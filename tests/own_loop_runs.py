@@ -28,6 +28,12 @@ class Found:
     weights: Weights
     reports: list[dict[str, float]]
     steps: list[Any]
+    events: list[Any]
+
+
+def _found(result: steepest.RunResult) -> Found:
+    history = result.history
+    return Found(dict(result.state_dict), result.reports, [*history.steps], [*history.events])
 
 
 def run(script: Any, workers: int, strategy: Any = "ps", **settings: Any) -> Found:
@@ -39,7 +45,7 @@ def run(script: Any, workers: int, strategy: Any = "ps", **settings: Any) -> Fou
             progress=False,
             **{"run_config": run_config(), **settings},
         )
-        return Found(dict(found.state_dict), found.reports, list(found.history.steps))
+        return _found(found)
 
 
 class Kills(steepest.Callback):
@@ -57,7 +63,9 @@ class Kills(steepest.Callback):
             self._simulation.world.kill(victim, "it was killed. connection error code 2.")
 
 
-def without(script: Any, workers: int, victim: int | str, step: int, strategy: Any = "ps") -> Found:
+def without(
+    script: Any, workers: int, victim: int | str, step: int, strategy: Any = "ps", **settings: Any
+) -> Found:
     """Run a script, one of whose processes is killed when a step is committed, and replaced."""
     simulation = Simulation(seed=1)
     kills = Kills(simulation, victim, step)
@@ -69,10 +77,11 @@ def without(script: Any, workers: int, victim: int | str, step: int, strategy: A
             run_config=run_config(failure=FailureConfig(patience=math.inf, snapshot_every=3)),
             callbacks=[kills],
             progress=False,
+            **settings,
         )
         assert kills.has_killed
         assert {"replaced", "recovered"} & {event["event"] for event in found.history.events}
-        return Found(dict(found.state_dict), found.reports, list(found.history.steps))
+        return _found(found)
 
 
 class InterruptedRunError(Exception):

@@ -39,7 +39,9 @@ class Lockstep:
         skip: steps that are committed already of the batch, or epoch, at which the loop was entered.
         inside: whether the loop is at a batch, or without a loader in an epoch.
         taken: steps committed since that was begun.
-        back: batches directly before, in which no step was taken, of whose gradients the present one's are added to.
+        back: batches directly before, to whose gradients those of the present one are added for a later step.
+        before: steps committed since the first of these was begun, until the present one was; of other optimizers.
+        is_sure: whether it is known that they are added, and not dropped.
         samples: of the present batch, on this worker; None without a loader.
         whole: of the present batch, on all workers.
     """
@@ -47,8 +49,8 @@ class Lockstep:
     def __init__(
         self, source: Source | None, batch_size: int, seed: int, whole: int | None = None
     ) -> None:
-        self.skip = self.taken = self.back = 0
-        self.inside = False
+        self.skip = self.taken = self.back = self.before = 0
+        self.inside = self.is_sure = False
         self.samples: int | None = None
         self.whole = 0
         self._source = source
@@ -88,13 +90,23 @@ class Lockstep:
 
         Args:
             size: of the job, in workers.
-            holds: whether the loop has gradients of batches since the last step.
+            holds: whether the loop has gradients for a later step.
         """
-        alike = self._begun and not self.taken and size == self._summed_by
-        goes_on = holds and alike and self.back < MOST_AGAIN
-        self.back = self.back + 1 if goes_on else 0
+        goes_on = holds and self._begun and size == self._summed_by and self.back < MOST_AGAIN
+        if goes_on:
+            self.back, self.before = self.back + 1, self.before + self.taken
+        else:
+            self.forget_before()
         self._summed_by = size
         return goes_on
+
+    def has_other_size(self, size: int) -> bool:
+        """Return whether the last batch, or round, was one of another number of workers."""
+        return self._begun and size != self._summed_by
+
+    def forget_before(self) -> None:
+        """Note that no gradients of batches before are part of a later step."""
+        self.back = self.before = 0
 
     def state(self) -> dict[str, Any]:
         """Return the place, as plain values."""
@@ -106,23 +118,30 @@ class Lockstep:
             "epoch": self._epoch,
             "inside": self.inside,
             "taken": self.taken,
-            "back": 0 if self.taken else self.back,
+            "back": self.back,
+            "stepped": self.before,
+            "is_sure": self.is_sure,
             "summed_by": self._summed_by,
             "begun": begun,
             "left": left,
             "size": self._size,
         }
 
-    def load(self, state: Mapping[str, Any], size: int) -> None:
+    def load(self, state: Mapping[str, Any], size: int) -> bool:
         """Go to a place: to the beginning of the batch, or epoch, in which another loop is.
 
-        If the gradients of that are added to those of batches before, and so many workers have had these, to the
-        first of them.
+        If the gradients of that are added to those of batches before, to the first of them. All workers do that where
+        their number has changed since, and what they have is dealt out anew; but not if another optimizer has stepped
+        since then, with samples that would be other ones.
+
+        Return whether the sum will be whole, as far as there is one.
         """
         self._step, self._epoch = state["step"], state["epoch"]
+        is_alike = state.get("summed_by") == size or self._all is not None or self._source is None
+        is_whole = is_alike or not (state.get("back") and state.get("stepped"))
         if state["inside"]:
-            self.skip = state["taken"]
-            back = state.get("back", 0) if state.get("summed_by") == size else 0
+            back = state.get("back", 0) if is_whole else 0
+            self.skip = state["taken"] + (state.get("stepped", 0) if is_whole else 0)
             if self._source is None:
                 self._epoch -= back
             else:
@@ -132,6 +151,12 @@ class Lockstep:
             step, epoch, offset = state["begun"]
             left = tuple((e, b, t) for e, b, t in state["left"])
             self._plan = self._planned(step, Remaining(epoch, offset, left))
+        return is_whole
+
+    @property
+    def first_number(self) -> int:
+        """The number of the first batch, or round, of whose gradients the present sum is made."""
+        return self.number - self.back
 
     def _planned(self, step: int, rest: Remaining) -> SamplePlan:
         assert self._source is not None

@@ -12,6 +12,7 @@ import torch
 from steepest.loop.closures import ByClosure
 from steepest.loop.gatherer import Gatherer
 from steepest.loop.gathering import Region
+from steepest.loop.held_gradients import HeldGradients
 from steepest.loop.job_view import JobView
 from steepest.loop.kept import Kept, pack, unpack
 from steepest.loop.lockstep import Lockstep
@@ -33,6 +34,7 @@ class HasStates(Protocol):
     gatherer: Gatherer
     prepared: Prepared | None
     lockstep: Lockstep | None
+    held: HeldGradients
     arriving: dict[str, Any] | None  # a state, until the loop is entered
     calls: ReportCalls
     reports: OutgoingReports
@@ -155,6 +157,9 @@ class LoopStates:
     def __init__(self, loop: HasStates, job: JobView) -> None:
         self._loop, self._job = loop, job
         self._before: dict[str, Any] = {"kept": {}}  # see `begin_step`
+        # of a loop that counts its steps: where it began the first batch of the present sum of gradients, and where
+        # it began the present batch
+        self._entries: list[dict[str, Any]] = [{}, {}]
         self.rounds = Rounds()
         self.boundary = Boundary(loop, loop.gatherer, self.state_at)
 
@@ -239,21 +244,38 @@ class LoopStates:
 
     def begin_step(self) -> None:
         """Note what is the state of a worker that takes the step from here on that the loop begins now."""
-        numbers = {} if self._loop.kept is None else self._loop.kept.numbers()
-        self._before = {
-            "reports": self._loop.calls.count,
-            "since": self._loop.calls.weight,
-            "kept": numbers,
+        self._before = self._set_here()
+        for each in self._in_workers if self._loop.lockstep is not None else ():
+            each.note()
+        if self._loop.prepared is not None:
+            self._loop.prepared.model.note_buffers()
+
+    def begin_sum(self) -> None:
+        """Note that the gradients of the batch, or round, which begins are added to none of batches before."""
+        self.begin_step()
+        self._entries = [self._before, self._before]
+
+    def begin_batch(self) -> None:
+        """Note that the gradients of the batch, or round, which begins are added to those of batches before."""
+        self._entries = [self._entries[0], self._set_here()]
+
+    def forget_before(self) -> None:
+        """Note that no gradients of batches before are part of a later step."""
+        self._entries = [self._entries[1], self._entries[1]]
+
+    def _set_here(self) -> dict[str, Any]:
+        """Return the part of the state that a loop sets by hand, which may change before the next step."""
+        loop = self._loop
+        found = {
+            "reports": loop.calls.count,
+            "since": loop.calls.weight,
+            "kept": {} if loop.kept is None else loop.kept.numbers(),
         }
-        prepared = self._loop.prepared
-        if self._loop.lockstep is not None:  # what is between two steps of a batch is done again
-            self._before |= copy.deepcopy(self._scheduled())
-            for each in self._in_workers:
-                each.note()
-        elif prepared is not None:  # so is what the loop sets by hand before the step
-            self._before["groups"] = prepared.model.optimizer_spec.changed(prepared.groups)
-        if prepared is not None:
-            prepared.model.note_buffers()
+        if loop.lockstep is not None:  # what is between two steps of a batch is done again
+            found |= copy.deepcopy(self._scheduled())
+        elif loop.prepared is not None:  # so is what the loop sets before the step
+            found["groups"] = loop.prepared.model.optimizer_spec.changed(loop.prepared.groups)
+        return found
 
     def begin_round(self, step: int) -> None:
         """Note what is the state of a worker that takes a round of own updates, of a step of the job, from here on."""
@@ -288,6 +310,7 @@ class LoopStates:
             "window": None if at == "after" else self._window_of_others(),
             "frozen": None if self._loop.prepared is None else self._loop.prepared.model.frozen,
             "closures": self._of_closures() if objects else [],
+            "entries": self._entries if self._loop.lockstep is not None else [],
             "left_out": 0 if at == "after" else self._left_out(at),
             **self._scheduled(),
         }
@@ -296,7 +319,7 @@ class LoopStates:
         """Return with which step a loop that enters here begins, see `Window.begins_before`; None for the next."""
         if self._loop.prepared is None or not (self.is_in_step and self.keeps_windows):
             return None
-        return self._loop.window.begins_before(self.steps, self._loop.prepared.model)
+        return self._loop.window.begins_before(self.steps)
 
     @property
     def _in_workers(self) -> list[ByClosure]:
@@ -312,7 +335,7 @@ class LoopStates:
         if not loop.prepared.has_gradients:
             return 0
         if loop.lockstep is not None:
-            return 0 if loop.lockstep.taken or at != "end" else loop.lockstep.back
+            return loop.lockstep.back + 1 if at == "end" and loop.held.holds else 0
         window = loop.window
         if window.start is None or (loop.stepped and (at or job.asked is not Ask.COMMIT)):
             return 0

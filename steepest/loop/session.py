@@ -6,9 +6,11 @@ The function's side is `steepest.loop.user_loop`; what both know of the job is `
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from steepest.core.models.protocol import Where
+from steepest.core.models.step_size import making_models, step_size
 from steepest.errors import ConfigurationError
 from steepest.loop.gathering import GatheringParts, Region
 from steepest.loop.job_view import JobView
@@ -53,6 +55,7 @@ class Session:
     ) -> None:
         self._error: BaseException | None = None  # that it has raised, or with which it has ended
         self._errand: Errand | None = None  # that the loop awaits
+        self._step_size = step_size()  # what the function may ask for where it begins anew
         self.job = JobView(self._turns(rank), rank, size)
         self.loop = UserLoop(function, self.job, seed, together, local, paced, ahead)
 
@@ -251,7 +254,8 @@ class Session:
         """
         self.job.turns.end(SetBack())
         self._error = self._errand = None
-        self.job.begin_anew(self._turns(self.job.rank))
+        with making_models(replace(self._step_size, batches=self.job.size)):
+            self.job.begin_anew(self._turns(self.job.rank))
         self.loop.begin_anew(state, rounds)
         self.begin()
 

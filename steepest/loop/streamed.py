@@ -138,13 +138,14 @@ class StreamLockstep(Lockstep):
         """Return False: what was read before is not kept, see `Lockstep.adds_up`."""
         return False
 
-    def load(self, state: Mapping[str, Any], size: int) -> None:
+    def load(self, state: Mapping[str, Any], size: int) -> bool:
         """Go to a place, see `Lockstep.load`."""
-        super().load(state, size)
+        is_whole = super().load(state, size)
         self._offset, self._before = state["offset"], state["before"]
         if state["inside"]:
             self._step -= 1
             self._offset = self._before
+        return is_whole
 
     def first_epoch(self, size: int) -> int:
         """Return the pass in which the place is."""

@@ -21,6 +21,7 @@ from steepest.errors import ConfigurationError
 from steepest.loop.closures import NO_GRADIENT, ByClosure, step_by_closure
 from steepest.loop.gatherer import Gatherer
 from steepest.loop.gathering import Region
+from steepest.loop.held_gradients import HeldGradients
 from steepest.loop.job_view import JobView
 from steepest.loop.kept import Kept
 from steepest.loop.lockstep import Lockstep
@@ -131,6 +132,7 @@ class UserLoop:
         self.kept: Kept | None = None
         self.schedules = Schedules(self)
         self.window = Window()  # of batches since the last step
+        self.held = HeldGradients()
         self._go_back_to: Sequence[int] | None = None  # to where that of the others begins
         self._enters = True  # whether no batch was taken yet
         self.states = LoopStates(self, self.job)
@@ -233,6 +235,7 @@ class UserLoop:
             {id(p) for group in each.param_groups for p in group["params"]}
             for each in prepared.optimizers
         ]
+        self.held = HeldGradients(prepared.optimizers)
         users = [by.optimizer for _, by in prepared.closures]
         self._shared_steps = {id(each) for each in (*prepared.optimizers, *users)}
         for index, each in enumerate(prepared.optimizers):
@@ -325,26 +328,29 @@ class UserLoop:
         if self.arriving is not None:
             assert self.prepared is not None
             self.prepared.tell_schedulers()
+            is_whole = True
             if (where := self.arriving["lockstep"]) is not None:
-                lockstep.load(where, self.job.size)
+                is_whole = lockstep.load(where, self.job.size)
+                self._tell_of_other_size(holds=not is_whole and where["is_sure"])
             if self.arriving["at"] == "end":
                 self._begin_to_stand_in(self.arriving)
             elif not lockstep.skip:
                 self._take(self.arriving)
+            elif entries := self.arriving.get("entries"):  # not in checkpoints of before
+                self._set_by_hand(entries[0 if is_whole else 1])
         if not self.stands_in:
             self.epoch = lockstep.first_epoch(self.job.size)
         while self.epoch < count:
-            goes_on = self._holds_gradients
             if not lockstep.has_loader:
-                goes_on = lockstep.adds_up(self.job.size, holds=goes_on)
+                self._begin_sum(lockstep)
+            elif not (self._holds_gradients or self.held.holds):
+                self.states.begin_step()
             lockstep.begin(self.epoch, self.job.size)
             self.gatherer.enter(Region.BEFORE, lockstep.number)
             self.states.boundary.leave()
             self.batches += 1
             self._own_weight = None
             self._seed_for(lockstep.number, 0)
-            if not goes_on:
-                self.states.begin_step()
             yield self.epoch
             self.epoch += 1
 
@@ -357,10 +363,7 @@ class UserLoop:
         assert self.prepared is not None
         prepared = self.prepared
         prepared.model.restore_buffers()
-        if state["groups"]:
-            for scheduler, own in zip(prepared.schedulers, state["schedulers"], strict=True):
-                scheduler.load_state_dict(own)
-            prepared.set_groups(state["groups"])
+        self._set_by_hand(state, kept=False)
         if state.get("frozen") is not None:  # not in checkpoints of before
             prepared.model.freeze(state["frozen"])
         for (_, each), own in zip(prepared.closures, state.get("closures", ()), strict=False):
@@ -378,6 +381,16 @@ class UserLoop:
                 "behind an epoch",
                 stacklevel=2,
             )
+
+    def _set_by_hand(self, state: Mapping[str, Any], *, kept: bool = True) -> None:
+        """Set what loops set by hand: what optimizers' groups and schedulers have, and what is `kept`."""
+        assert self.prepared is not None
+        if state["groups"]:
+            for scheduler, own in zip(self.prepared.schedulers, state["schedulers"], strict=True):
+                scheduler.load_state_dict(own)
+            self.prepared.set_groups(state["groups"])
+        if kept and self.kept is not None:
+            self.kept.load(state["kept"])
 
     def _begin_ticks(self, step: int) -> None:
         """Have schedulers count after a step of the job."""
@@ -477,7 +490,12 @@ class UserLoop:
         new = taken is None or taken.step != pending.where.step
         if self.local and not self.together:
             new = self.states.rounds.opens()
-        opens = self.window.opens(pending.where, stepped=self.stepped)
+        opens = self.window.opens(
+            pending.where, stepped=self.stepped, size=self.job.size, whole=pending.whole
+        )
+        if not opens and self.window.size != self.job.size:
+            self.window.size = self.job.size
+            self._tell_of_other_size(holds=self._holds_gradients)
         if new and (opens or not self.states.keeps_windows):
             self.states.begin_step()
         if new and self.local:
@@ -530,6 +548,9 @@ class UserLoop:
             assert self.prepared is not None
             self._enters, back_to = False, self._go_back_to if self.states.keeps_windows else None
             self.first = self.window.go_back(back_to, pending.where, self.prepared.model)
+            self.window.size = self.job.size
+            given_up = back_to is not None and back_to[0] < pending.where.step
+            self._tell_of_other_size(holds=given_up and not self.window.until)
         if not self.window.until:
             return None
         back = self.window.again(self.seed, self.job.rank)
@@ -569,8 +590,7 @@ class UserLoop:
         self._seed_for(lockstep.number + 1, 0)
         if self._enters:
             self._enters, self.first = False, lockstep.batches_before(self.job.size)
-        if not lockstep.adds_up(self.job.size, holds=self._holds_gradients):
-            self.states.begin_step()
+        self._begin_sum(lockstep)
         batch = lockstep.next_batch(self.job.rank, self.job.size)
         self.states.boundary.leave()
         self.gatherer.enter(Region.BEFORE, lockstep.number)
@@ -579,6 +599,34 @@ class UserLoop:
         self._own_weight = None
         self.calls.weight += lockstep.samples or 0
         return self.prepared.model.on_device(batch) if self.prepared is not None else batch
+
+    def _begin_sum(self, lockstep: Lockstep) -> None:
+        """Note that the next batch, or round, begins, whose gradients may be added to those of batches before."""
+        holds = self.held.begin_batch() or (not lockstep.taken and self._holds_gradients)
+        lockstep.is_sure = self.held.is_sure
+        if lockstep.has_other_size(self.job.size):
+            self._tell_of_other_size(holds=lockstep.is_sure)
+        if lockstep.adds_up(self.job.size, holds=holds):
+            self.states.begin_batch()
+        else:
+            self.states.begin_sum()
+
+    def _tell_of_other_size(self, *, holds: bool) -> None:
+        """Warn, if the loop holds gradients: other workers had a part of the batches of which these are."""
+        if holds and self.together and not self.local:
+            warnings.warn(
+                f"worker {self.job.rank}: there are {self.job.size} workers now, another number than when the first of "
+                "the batches was taken whose gradients are added up for one step: it lacks what workers that have left "
+                "had of these, and weighs its samples otherwise than one process would",
+                stacklevel=2,
+            )
+
+    def _end_sum(self, lockstep: Lockstep, index: int) -> None:
+        """Note that an optimizer has stepped, and with that perhaps used up the gradients of batches before."""
+        self.held.step(index)
+        if lockstep.back and not self.held.awaited:
+            lockstep.forget_before()
+            self.states.forget_before()
 
     @property
     def _holds_gradients(self) -> bool:
@@ -666,7 +714,7 @@ class UserLoop:
         if self._stand_in.step() or self.window.goes_back:
             return
         if lockstep is not None and lockstep.skip:
-            self._skip_step(lockstep)
+            self._skip_step(lockstep, index)
             return
         self.check_may_step()
         prepared.check_groups()
@@ -686,17 +734,18 @@ class UserLoop:
         self.stepping = self._stepped_by[index] if stepping is None else stepping
         self.stepped, self.is_left_out = True, False
         self.job.turns.ask(Ask.COMMIT)
-        self._after_step(lockstep)
+        self._after_step(lockstep, index)
 
-    def _after_step(self, lockstep: Lockstep | None) -> None:
-        """Note that a step is committed, and the loop goes on behind it."""
+    def _after_step(self, lockstep: Lockstep | None, index: int) -> None:
+        """Note that a step of an optimizer is committed, and the loop goes on behind it."""
         self.weight, self.samples, self.whole, self.clip = 0.0, 0, 0, None
         self.losses.found = []
         if lockstep is not None:
             lockstep.taken += 1
+            self._end_sum(lockstep, index)
             self.states.begin_step()
             self._seed_for(lockstep.number, lockstep.taken)
-            self.gatherer.gatherings.drop_before(lockstep.number)
+            self.gatherer.gatherings.drop_before(lockstep.first_number)
         else:
             self.gatherer.enter(Region.AFTER, self.at_step + 1)
         self.states.boundary.mark("" if lockstep is not None else "after")
@@ -712,10 +761,11 @@ class UserLoop:
             return self._own_weight
         return 1.0 if lockstep.samples is None else float(lockstep.samples)
 
-    def _skip_step(self, lockstep: Lockstep) -> None:
+    def _skip_step(self, lockstep: Lockstep, index: int) -> None:
         """Pass over a step that was committed before this worker came; then take what the others have kept."""
         lockstep.skip -= 1
         lockstep.taken += 1
+        self._end_sum(lockstep, index)
         self._seed_for(lockstep.number, lockstep.taken)
         self.losses.found, self.clip = [], None
         if not lockstep.skip and self.arriving is not None:

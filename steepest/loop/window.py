@@ -48,6 +48,8 @@ class Window:
         carried: batches of epochs before that are part of the present sum of gradients, if the loop makes one.
         until: the job's step whose batch is the first that is not taken again.
         goes_back: whether the present batch is taken again: its step is another worker's, and over.
+        size: workers, when the first was taken.
+        whole: samples of all workers in the first.
     """
 
     start: int | None = None
@@ -55,25 +57,33 @@ class Window:
     carried: int = 0
     until: int = 0
     goes_back: bool = False
+    size: int = 0
+    whole: int = 0
     _last: int = 0  # the job's step of the last batch
     _left: Iterator[tuple[int, Again]] = field(default_factory=lambda: iter(()))
     _generators: Any = None
 
-    def opens(self, where: Where, *, stepped: bool) -> bool:
-        """Note a batch; return whether it is the first since a step, or of an epoch."""
+    def opens(self, where: Where, *, stepped: bool, size: int, whole: int) -> bool:
+        """Note a batch; return whether it is the first since a step, or of an epoch.
+
+        Args:
+            where: its place.
+            stepped: whether the loop has taken a step since the batch before.
+            size, whole: of the job, in workers, and of the batch, in samples of them all.
+        """
         last, self._last = self._last, where.step
         if self.start is not None and not stepped and self.epoch == where.epoch:
             return False
         goes_on = self.start is not None and not stepped
         self.carried = self.carried + last + 1 - (self.start or 0) if goes_on else 0
-        self.start, self.epoch = where.step, where.epoch or 0
+        self.start, self.epoch, self.size, self.whole = where.step, where.epoch or 0, size, whole
         return True
 
-    def begins_before(self, step: int, model: Batches) -> tuple[int, int] | None:
-        """Return the step of the first batch, if that is before a step and not by very much, and samples of a step."""
+    def begins_before(self, step: int) -> tuple[int, int] | None:
+        """Return the step of the first batch, if that is before a step and not by very much, and its samples."""
         if self.start is None or not 0 < step - self.start <= MOST_AGAIN:
             return None
-        return self.start, model.full_step(self.start)
+        return self.start, self.whole
 
     def go_back(self, begun: Sequence[int] | None, where: Where, model: Batches) -> int:
         """Take batches of others again, if any, before the one of a place, where the loop enters an epoch.
@@ -88,7 +98,7 @@ class Window:
         before, (start, full) = model.steps_before(where.step), begun or (where.step, 0)
         if not 0 < where.step - start <= before or model.full_step(start) != full:
             return before
-        self.start, self.epoch, self.until = start, where.epoch or 0, where.step
+        self.start, self.epoch, self.until, self.whole = start, where.epoch or 0, where.step, full
         self._left = self._taken_again(start, model)
         return before - (where.step - start)
 

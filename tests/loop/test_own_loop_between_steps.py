@@ -13,7 +13,17 @@ from torch import nn
 
 import steepest
 from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
-from tests.own_loops import ALONE, FOUND, Parts, Script, accumulating, alone, clamped, rollout
+from tests.own_loops import (
+    ALONE,
+    FOUND,
+    Parts,
+    Script,
+    accumulating,
+    alone,
+    clamped,
+    plain,
+    rollout,
+)
 from tests.reference import difference, perceptron, same_bits, samples, sgd, snapshot
 from tests.simulated_programs import quiet
 
@@ -210,6 +220,43 @@ def test_a_part_of_a_sum_that_nobody_computes_again_is_told(
     script = Script(function, data=samples(24), any_steps=any_steps)
     with pytest.warns(UserWarning, match=f"worker 1 enters .* of the {count} before is missing"):
         without(script, 2, 1, step)
+
+
+class Resizes(steepest.Callback):
+    """Has a job get another number of workers after a step."""
+
+    def __init__(self, step: int, workers: int) -> None:
+        self._step, self._workers = step, workers
+
+    def on_step(self, sgd: Any, result: steepest.StepResult) -> None:
+        if result.step == self._step:
+            sgd.resize(self._workers)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("to", [1, 3])
+@pytest.mark.parametrize("function", [plain, *SUMS])
+def test_a_loop_of_another_number_of_workers_begins_its_sum_anew(function: Any, to: int) -> None:
+    """Its batches stay as large as the job was told; all workers take those of the present sum again."""
+    script = Script(function, data=samples(24), any_steps=True)
+    found = run(script, 2, callbacks=[Resizes(2, to)], global_batch_size=4)
+    assert [event["event"] for event in found.events] == ["resized"]
+    assert difference(found.weights, script.alone(2)) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+def test_batches_of_all_workers_stay_as_large_where_a_job_is_set_back(strategy: str) -> None:
+    script = Script(plain, data=samples(24), any_steps=True)
+    found = without(script, 2, 1, 4, STRATEGIES[strategy], global_batch_size=4)
+    assert {row["samples"] for row in found.steps} == {4}
+    assert difference(found.weights, script.alone(2)) < 1e-12
+
+
+def test_a_sum_of_gradients_of_other_workers_is_told() -> None:
+    """Where each batch is a step, what workers that are there no more had of it is not known to others."""
+    script = Script(partial(accumulating, batches=3), data=samples(48))
+    with pytest.warns(UserWarning, match="there are 1 workers now, another number than"):
+        run(script, 2, callbacks=[Resizes(2, 1)])
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -87,7 +87,7 @@ def fitted(script: Script, workers: int, strategy: LocalStrategy) -> Found:
         DistributedSGD(create, workers, strategy=strategy, run_config=run_config()) as trainer,
     ):
         trainer.fit(epochs=script.epochs, progress=False)
-        return Found(dict(trainer.state_dict()), [], list(trainer.history.steps))
+        return Found(dict(trainer.state_dict()), [], list(trainer.history.steps), [])
 
 
 @pytest.mark.few(8)

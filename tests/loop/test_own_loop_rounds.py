@@ -111,7 +111,7 @@ def fitted(script: Script, workers: int, strategy: LocalStrategy) -> Found:
         ) as trainer,
     ):
         trainer.fit(epochs=script.epochs, progress=False)
-        return Found(dict(trainer.state_dict()), [], list(trainer.history.steps))
+        return Found(dict(trainer.state_dict()), [], list(trainer.history.steps), [])
 
 
 @pytest.mark.few(3)
@@ -163,7 +163,7 @@ def logged_run(
             progress=False,
         )
         assert bool(struck) == bool(kill)
-        return Found(dict(found.state_dict), found.reports, list(found.history.steps)), logs[-1]
+        return Found(dict(found.state_dict), found.reports, list(found.history.steps), []), logs[-1]
 
 
 ROUNDS = {

@@ -1,0 +1,88 @@
+"""Gradients that a loop keeps from one batch to the next, for a later step of one of its optimizers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class _Mark(NamedTuple):
+    """A gradient as it was found: which tensor, and how often it had been written to."""
+
+    tensor: weakref.ReferenceType[torch.Tensor]
+    version: int
+
+
+class HeldGradients:
+    """Tells gradients that are added up over batches from such as only lie there until they are dropped.
+
+    Those that a step has left, unchanged since, are not added to. What lies in an optimizer's parameters at the
+    beginning of a batch, as a discriminator's does behind the backward pass of a generator's loss, is taken for a part
+    of the optimizer's next step unless its last one was made of other tensors than it had found there.
+
+    Args:
+        optimizers: of the loop.
+
+    Attributes:
+        awaited: the optimizers, by number, to whose next step gradients of earlier batches belong, as far as is known.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        self.awaited: set[int] = set()
+        self._optimizers = optimizers
+        self._left: list[dict[int, _Mark]] = [{} for _ in optimizers]  # by the last step
+        self._found: list[dict[int, _Mark]] = [{} for _ in optimizers]  # when the batch began
+        self._drops: list[bool | None] = [None for _ in optimizers]  # None: not known yet
+
+    def begin_batch(self) -> bool:
+        """Note that a batch begins; return whether an optimizer has a part of a later step."""
+        self._found = [self._held(index) for index in range(len(self._optimizers))]
+        self.awaited = {i for i, found in enumerate(self._found) if found and not self._drops[i]}
+        return bool(self.awaited)
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether one of those optimizers has added gradients up before."""
+        return any(self._drops[index] is False for index in self.awaited)
+
+    def step(self, index: int) -> None:
+        """Note that an optimizer has stepped, by number."""
+        now, found = _marks(self._optimizers[index]), self._found[index]
+        if found:
+            kept = [p for p, mark in found.items() if p in now and mark.tensor() is now[p].tensor()]
+            self._drops[index] = not kept
+        self._left[index], self._found[index] = now, {}
+        self.awaited.discard(index)
+
+    @property
+    def holds(self) -> bool:
+        """Whether an optimizer has a part of a later step now."""
+        return any(not self._drops[i] and self._held(i) for i in range(len(self._optimizers)))
+
+    def _held(self, index: int) -> dict[int, _Mark]:
+        """Return an optimizer's gradients; none if they are those of its last step, or zero."""
+        marks = _marks(self._optimizers[index])
+        touched = [p for p, mark in marks.items() if mark != self._left[index].get(p)]
+        return marks if any(_is_any(marks[p].tensor()) for p in touched) else {}
+
+
+def _marks(optimizer: torch.optim.Optimizer) -> dict[int, _Mark]:
+    """Return the gradients of an optimizer's parameters, by the identities of these."""
+    return {
+        id(parameter): _Mark(weakref.ref(parameter.grad), parameter.grad._version)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    }
+
+
+def _is_any(gradient: torch.Tensor | None) -> bool:
+    """Return whether a gradient is not zero; zeros are what `zero_grad(set_to_none=False)` leaves."""
+    if gradient is None:
+        return False
+    if gradient.is_sparse:
+        return gradient._nnz() > 0
+    return bool(gradient.any())
