@@ -311,7 +311,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     if loop is None:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return loop.clip_norm(given, max_norm)
+    return loop.steps.clip_norm(given, max_norm)
 
 
 def gather(value: Any) -> Any:

@@ -146,11 +146,24 @@ class Averaging(Protocol):
         ...
 
 
-class Trying(Protocol):
-    """What is asked of a loop whose optimizer tries values."""
+class TryingSteps(Protocol):
+    """What is asked of the steps of a loop whose optimizer tries values."""
 
     trying: ByClosure | None  # whose step is under way
     is_left_out: bool  # whether the last update was
+
+    def check_may_step(self) -> None:
+        """Check that the loop is where it may take a step; else ConfigurationError."""
+        ...
+
+    def end_trial(self) -> None:
+        """Note that no values are tried any more."""
+        ...
+
+
+class Trying(Protocol):
+    """What is asked of a loop whose optimizer tries values."""
+
     losses: Losses
 
     @property
@@ -163,20 +176,14 @@ class Trying(Protocol):
         """Whether the loop's steps count."""
         ...
 
-    def check_may_step(self) -> None:
-        """Check that the loop is where it may take a step; else ConfigurationError."""
-        ...
 
-    def end_trial(self) -> None:
-        """Note that no values are tried any more."""
-        ...
-
-
-def step_by_closure(loop: Trying, by: ByClosure, push: Callable[[], None]) -> Callable[..., Any]:
+def step_by_closure(
+    loop: Trying, steps: TryingSteps, by: ByClosure, push: Callable[[], None]
+) -> Callable[..., Any]:
     """Return the `step` of an optimizer that evaluates the loss as often as it likes.
 
     Args:
-        loop: whose optimizer it is.
+        loop, steps: whose optimizer it is, and the steps of its optimizers.
         by: the optimizer.
         push: pushes what the step has left in the gradients, and returns when that is committed.
     """
@@ -190,14 +197,14 @@ def step_by_closure(loop: Trying, by: ByClosure, push: Callable[[], None]) -> Ca
                     loss = closure()
             push()
             return loss
-        loop.check_may_step()
+        steps.check_may_step()
         if closure is None and not by.has_gradient:
             raise ConfigurationError(NO_GRADIENT)
-        loop.trying = by
-        loss = by.step(partial(_evaluated, loop, by, closure), loop.end_trial)
+        steps.trying = by
+        loss = by.step(partial(_evaluated, loop, by, closure), steps.end_trial)
         del loop.losses.found[1:]
         push()
-        by.end_step(left_out=loop.is_left_out)
+        by.end_step(left_out=steps.is_left_out)
         return None if closure is None else loss
 
     step.__dict__["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it

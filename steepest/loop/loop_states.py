@@ -16,6 +16,7 @@ from steepest.loop.held_gradients import HeldGradients
 from steepest.loop.job_view import JobView
 from steepest.loop.kept import Kept, pack, unpack
 from steepest.loop.lockstep import Lockstep
+from steepest.loop.loop_steps import LoopSteps
 from steepest.loop.outgoing_reports import OutgoingReports
 from steepest.loop.prepared import Ask, Batch, Prepared
 from steepest.loop.report_calls import ReportCalls
@@ -44,7 +45,7 @@ class HasStates(Protocol):
     epoch: int
     kept: Kept | None
     schedules: Schedules
-    changed: list[dict[str, Any]] | None
+    steps: LoopSteps
     window: Window
 
     @property
@@ -368,7 +369,7 @@ class LoopStates:
         """Return the states of schedulers, and what they have set."""
         if self._loop.prepared is None:
             return {"schedulers": [], "groups": []}
-        changed = self._loop.changed
+        changed = self._loop.steps.changed
         if changed is None:
             changed = self._loop.prepared.model.optimizer_spec.changed(self._loop.prepared.groups)
         schedulers = [each.state_dict() for each in self._loop.prepared.schedulers]

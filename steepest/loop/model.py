@@ -170,7 +170,7 @@ class LoopModel(TorchModel):
 
     def use_reader(self, read: Callable[[], list[Record]]) -> None:
         """Read the optimizer's state in this way from now on, see `steepest.core.models.protocol.ReadsState`."""
-        self.loop.read_state = read
+        self.loop.steps.read_state = read
 
     def state_of(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> dict[str, Any]:
         """Return the `state_dict()` of an optimizer of the loop's, as it would be if it had taken the job's steps.
@@ -247,7 +247,7 @@ class LoopModel(TorchModel):
     @property
     def hyper(self) -> list[dict[str, Any]] | None:
         """The hyperparameters of the last step that differ from those in `prepare`, by group."""
-        return self.loop.hyper
+        return self.loop.steps.hyper
 
     @property
     def notes(self) -> list[Reported]:
@@ -257,16 +257,16 @@ class LoopModel(TorchModel):
     @property
     def clip_step(self) -> float | None:
         """The greatest norm of the gradient of the last step's update; None for any."""
-        return self.loop.clip
+        return self.loop.steps.clip
 
     @property
     def overflowed(self) -> bool:
         """Whether a scaler of the loop found NaN or infinity in the last step's gradient."""
-        return self.loop.overflowed
+        return self.loop.steps.overflowed
 
     def left_out(self) -> None:
         """Have the loop's scaler know that the last step made no update."""
-        self.loop.is_left_out = True
+        self.loop.steps.is_left_out = True
 
     def _in_turn(self, goes_on: Callable[..., T], *arguments: Any) -> T:
         """Let the loop have a turn, in a function, on the values that an optimizer tries, if one does.
@@ -276,7 +276,7 @@ class LoopModel(TorchModel):
         Raises:
             ModelError: the loop has written to a trained parameter.
         """
-        writes, trying = self._writes, self.loop.trying
+        writes, trying = self._writes, self.loop.steps.trying
         begun = writes.begin()
         if trying is not None:
             trying.lay_out()
@@ -291,8 +291,8 @@ class LoopModel(TorchModel):
 
     def _end_turn(self, writes: LoopWrites, begun: Before) -> str | None:
         """End a turn; return the name of a parameter that the loop has written to, or None."""
-        if self.loop.trying is not None:
-            self.loop.trying.lay_aside()
+        if self.loop.steps.trying is not None:
+            self.loop.steps.trying.lay_aside()
             self.put_back()
         return writes.end(begun)
 
@@ -363,7 +363,7 @@ class LoopModel(TorchModel):
         if stepped:
             self._check_trained()
             if self.tables:
-                self._rows.send(loop.factor, again=again)
+                self._rows.send(loop.steps.factor, again=again)
         self._weight = loop.weight if stepped else 0.0
         left = self._overlap.left(self._weight if stepped else None)
         if left is None:
@@ -415,7 +415,7 @@ class LoopModel(TorchModel):
 
     def _take(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
         if self.loop.sums:
-            torch.mul(gradient, self.loop.factor, out=out)
+            torch.mul(gradient, self.loop.steps.factor, out=out)
         else:
             out.copy_(gradient)
 
@@ -425,7 +425,7 @@ class LoopModel(TorchModel):
             if entry.trainable and index not in left:
                 parameter, view = self._parameters[entry.name], self._gradients[entry.name]
                 held = entry.name in self.optimizer_spec.apart
-                takes_part = stepped and (held or id(parameter) in self.loop.stepping)
+                takes_part = stepped and (held or id(parameter) in self.loop.steps.stepping)
                 if not takes_part or parameter.grad is None:
                     view.zero_()
                     ready(index, self._weight, False)

@@ -15,10 +15,24 @@ _CLIPPED_BY_NORM: Any = clip_grad._clip_grads_with_norm_  # which `clip_grad_nor
 _CLIPPED_BY_VALUE: Any = clip_grad.clip_grad_value_
 
 
+class ClippedSteps(Protocol):
+    """What is asked of the steps of such a loop."""
+
+    told_of_clipping: bool  # whether it was warned
+
+    @property
+    def averages(self) -> bool:
+        """Whether an update is made of the mean of all workers' gradients."""
+        ...
+
+
 class Averaged(Protocol):
     """What is asked of a loop whose gradients may be clipped."""
 
-    told_of_clipping: bool  # whether it was warned
+    @property
+    def steps(self) -> ClippedSteps:
+        """Those of its optimizers."""
+        ...
 
     @property
     def rank(self) -> int:
@@ -28,11 +42,6 @@ class Averaged(Protocol):
     @property
     def size(self) -> int:
         """The number of workers."""
-        ...
-
-    @property
-    def averages(self) -> bool:
-        """Whether an update is made of the mean of all workers' gradients."""
         ...
 
 
@@ -81,9 +90,9 @@ def _by_value(*arguments: Any, **named: Any) -> Any:
 def _tell(name: str, why: str, level: int) -> None:
     """Have worker 0's loop, if the calling thread is in it, warned once; `level`: of the user's line above this one."""
     loop = _watching[0]() if _watching else None
-    if loop is None or loop.rank or loop.told_of_clipping or not loop.averages:
+    if loop is None or loop.rank or loop.steps.told_of_clipping or not loop.steps.averages:
         return
-    loop.told_of_clipping = True
+    loop.steps.told_of_clipping = True
     warnings.warn(
         f"torch.nn.utils.{name}() sees the gradient of one worker alone, of {loop.size}: {why}. "
         "steepest.clip_grad_norm_(model.parameters(), max_norm) clips the mean gradient of all workers, as torch does "

@@ -18,9 +18,9 @@ _OWN: Any = _SCALER._maybe_opt_step  # steps unless something was found
 
 
 class Scaled(Protocol):
-    """What is asked of a loop whose steps may be under a scaler."""
+    """What is asked of the steps of a loop, which may be under a scaler."""
 
-    def steps_for_all(self, optimizer: torch.optim.Optimizer) -> bool:
+    def are_for_all(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer's step is made of all workers' gradients."""
         ...
 
@@ -29,7 +29,7 @@ class Scaled(Protocol):
         ...
 
 
-#: Returns the loop in which the calling thread is; None outside of any.
+#: Returns the steps of the loop in which the calling thread is; None outside of any.
 Here = Callable[[], Scaled | None]
 
 _watching: list[Here] = []  # an element for each user's function that runs in this process
@@ -52,11 +52,11 @@ def watched(here: Here) -> Iterator[None]:
 def _step(
     scaler: Any, optimizer: torch.optim.Optimizer, state: Any, *arguments: Any, **named: Any
 ) -> Any:
-    loop = _watching[0]() if _watching else None
-    if loop is None or not loop.steps_for_all(optimizer):
+    steps = _watching[0]() if _watching else None
+    if steps is None or not steps.are_for_all(optimizer):
         return _OWN(scaler, optimizer, state, *arguments, **named)
     flags = state["found_inf_per_device"].values()
-    returned, left_out = loop.scaled_step(
+    returned, left_out = steps.scaled_step(
         functools.partial(optimizer.step, *arguments, **named),
         overflowed=any(flag.item() for flag in flags),
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +15,7 @@ from steepest.core.data.sampler import step_seed
 from steepest.core.engine.generators import States, restore, seed_everything, states
 from steepest.core.models.protocol import Where, checked_metrics, checked_weight
 from steepest.core.models.scalars import as_number
-from steepest.core.optim.portable import Record
 from steepest.errors import ConfigurationError
-from steepest.loop.closures import NO_GRADIENT, ByClosure, step_by_closure
 from steepest.loop.gatherer import Gatherer
 from steepest.loop.gathering import Region
 from steepest.loop.held_gradients import HeldGradients
@@ -26,19 +23,18 @@ from steepest.loop.job_view import JobView
 from steepest.loop.kept import Kept
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.loop_states import LoopStates, Rounds
+from steepest.loop.loop_steps import LoopSteps
 from steepest.loop.losses import Losses, watched
 from steepest.loop.outgoing_reports import OutgoingReports
 from steepest.loop.prepared import Ask, Batch, Prepared, Reported
 from steepest.loop.report_calls import ReportCalls
 from steepest.loop.standing_in import StandIn
-from steepest.loop.table_rows import Errand
 from steepest.loop.ticks import Schedules
 from steepest.loop.torch_clipping import watched as clipping_watched
 from steepest.loop.torch_scaling import watched as scaling_watched
 from steepest.loop.turns import Turns
 from steepest.loop.unseen import Unseen, noted
 from steepest.loop.window import Window
-from steepest.validation import require_positive
 
 _local = threading.local()
 
@@ -56,19 +52,14 @@ class UserLoop:
 
     Attributes:
         states: what another worker goes on with.
+        steps: those of its optimizers.
         prepared: what the function has given to `prepare`; `lockstep` and `sums` are of that.
         taken: the last batch that the loop took; `stepped` says whether its step was taken.
         weight, samples, whole, losses: of the batches of the last step, or of the step in progress: what they weigh,
             their samples, those of all workers, and their losses.
-        hyper: of the last step, by parameter group: what differs from the optimizer as it was given to `prepare`.
-        clip: the greatest norm of the gradient in the last step, or in that in progress; None for any.
-        overflowed: whether a scaler wants the step in progress left out.
-        is_left_out: whether that step's update was left out.
-        stepping: ids of the parameters of the optimizer that steps.
         fresh: what was reported since the last step.
         batches: that the loop has taken.
         meets: whether workers wait for each other behind each epoch, as far as the loop has said so.
-        trying: the optimizer whose step by a closure is under way.
     """
 
     def __init__(
@@ -91,31 +82,23 @@ class UserLoop:
         # add up samples
         self.lockstep: Lockstep | None = None
         self.sums = False
-        self._stepped_by: list[set[int]] = []  # ids of each optimizer's parameters
-        # ids of optimizers whose step() is that of all workers
-        self._shared_steps: set[int] = set()
         # batches of the epoch before the next one, where the loop enters in its middle
         self.first = 0
         self.arriving: dict[str, Any] | None = None  # a state, until the loop is entered
         self.calls = ReportCalls()
         self.reports = OutgoingReports()
-        self.trying: ByClosure | None = None
-        # of the job's optimizer; on the worker's thread
-        self.read_state: Callable[[], list[Record]] | None = None
         self._batch_weight = 0.0  # of the present batch, where each step has its own
         self.gatherer = Gatherer(self)
-        self.told_of_clipping = False  # see `steepest.loop.torch_clipping`
+        self.steps = LoopSteps(self)
         self._reset()
 
     def _reset(self) -> None:
         """Begin with a function that has not run yet."""
         self.gatherer.begin_anew()
-        self.hyper: list[dict[str, Any]] | None = None
+        self.steps.begin_anew()
         self.weight = 0.0
         self.samples = self.whole = 0
         self.losses = Losses(self)
-        self.clip: float | None = None
-        self.overflowed = self.is_left_out = False
         self.fresh: dict[str, float] = {}
         self.batches = 0
         self.pending: Batch | None = None  # a batch that the loop has yet to take
@@ -125,8 +108,6 @@ class UserLoop:
         self.meets = self.together
         self.epoch, self._left = 0, -1  # in which the loop is; through which it has gone last
         self.stepped = False
-        self.stepping: set[int] = set()
-        self.changed: list[dict[str, Any]] | None = None  # as `hyper`, right behind a step
         self._own_weight: float | None = None  # of the present batch, as the user says it
         self.calls = ReportCalls(self.calls.count)
         self.kept: Kept | None = None
@@ -144,7 +125,7 @@ class UserLoop:
         """Have a batch be the next one that the loop takes; None for none."""
         self.pending = batch
         if batch is not None:
-            self.hyper = None
+            self.steps.hyper = None
 
     def arrive(self, state: dict[str, Any]) -> None:
         """Go on from a state once the function comes to its epochs."""
@@ -218,7 +199,7 @@ class UserLoop:
             with (
                 watched(_losses_here),
                 clipping_watched(current),
-                scaling_watched(current),
+                scaling_watched(_steps_here),
                 noted(self.unseen),
             ):
                 return self._function()
@@ -231,60 +212,13 @@ class UserLoop:
             self.prepared.model.adopt(prepared.model)
             prepared = replace(prepared, model=self.prepared.model)
         self.prepared, self.lockstep, self.sums = prepared, prepared.lockstep, prepared.sums
-        self._stepped_by = [
-            {id(p) for group in each.param_groups for p in group["params"]}
-            for each in prepared.optimizers
-        ]
         self.held = HeldGradients(prepared.optimizers)
-        users = [by.optimizer for _, by in prepared.closures]
-        self._shared_steps = {id(each) for each in (*prepared.optimizers, *users)}
-        for index, each in enumerate(prepared.optimizers):
-            optimizer: Any = each
-            name = type(optimizer).__name__
-            optimizer.add_param_group = partial(self._refuse_group, name)
-            optimizer.step = self._step_function(index)
-            optimizer._step_supports_amp_scaling = False  # else gradients come here multiplied
-            if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
-                optimizer.zero_grad = partial(drop_gradients, each)
-            optimizer.state_dict = partial(self._optimizer_state, each)
-            optimizer.load_state_dict = partial(_refuse_state, name)
-        for index, by in prepared.closures:
-            user: Any = by.optimizer
-            user.add_param_group = partial(self._refuse_group, type(user).__name__)
-            push = partial(self.step, index, {id(parameter) for parameter in by.parameters})
-            user.step = step_by_closure(self, by, push)
+        self.steps.take_over(prepared)
         if prepared.closures:
             prepared.model.expect_trials()
             self.gatherer.among_batches = True  # all workers take part in each evaluation
         self.schedules = Schedules(self, prepared.schedulers)
         self.job.turns.ask(Ask.BEGIN)
-
-    def _refuse_group(self, name: str, param_group: Mapping[str, Any]) -> None:
-        """Refuse parameters that an optimizer gets after `prepare`: say what to do in place of it."""
-        assert self.prepared is not None
-        params = param_group["params"]
-        found = self.prepared.model.names_of(
-            [params] if isinstance(params, torch.Tensor) else params
-        )
-        own, others = found
-        if others:
-            shapes = ", ".join(str(tuple(each.shape)) for each in others)
-            do = (
-                f"of shape {shapes:.200} the model that prepare() was given has none: give it a module that has all "
-                "parameters, and the optimizer this group, before"
-            )
-        elif own - self.prepared.model.optimizer_spec.trainable():
-            do = (
-                f"give the optimizer this group, of {min(own)!r} and {len(own) - 1} more, before prepare(), with its "
-                "learning rate, and freeze the parameters until then (requires_grad_(False)); in the loop, unfreeze "
-                "them in place of this call"
-            )
-        else:
-            do = (
-                f"{min(own, default='')!r} and {max(len(own) - 1, 0)} more are the optimizer's already: unfreeze them "
-                "(requires_grad_(True)), and set their group's values in optimizer.param_groups"
-            )
-        raise ConfigurationError(f"{name}.add_param_group() after steepest.prepare(): {do}")
 
     def epochs(self, count: int, first: int = 0, meet: bool = False) -> Iterator[int]:
         """Yield the numbers of the epochs that are still to come, of `count`, where the user counts from `first`."""
@@ -414,7 +348,7 @@ class UserLoop:
         assert self.arriving is not None
         self._take(self.arriving)
         self._begin_ticks(self.job.passed - 1 - after_step)
-        self.losses.found, self.clip = [], None
+        self.losses.found, self.steps.clip = [], None
 
     def enter_after(self) -> None:
         """Note that the loop is behind a step, as the others are."""
@@ -654,73 +588,31 @@ class UserLoop:
         self.weight += self._batch_weight - before
         self.calls.weight += self._batch_weight - before
 
-    def _step_function(self, index: int) -> Callable[..., Any]:
-        def step(closure: Callable[[], Any] | None = None) -> Any:
-            if closure is None:
-                return self.step(index)
-            with torch.enable_grad():
-                loss = closure()
-            self.step(index)
-            return loss
-
-        assert self.prepared is not None
-        optimizer = self.prepared.optimizers[index]
-
-        def found(*arguments: Any, **named: Any) -> Any:
-            if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-                return with_hooks(optimizer, step, *arguments, **named)
-            return step(*arguments, **named)
-
-        vars(found)["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
-        return found
-
-    def end_trial(self) -> None:
-        """Note that no optimizer tries values any more, see `steepest.loop.closures.Trying`."""
-        self.trying = None
-        assert self.prepared is not None
-        self.prepared.model.put_back()
-
     @property
     def present_weight(self) -> float:
         """What the present batch weighs."""
         return self._batch_weight if self.lockstep is None else self._weight_of(self.lockstep)
 
-    def check_may_step(self) -> None:
-        """Check that the loop is where it may take a step; else ConfigurationError."""
-        if self.lockstep is None and (self.taken is None or self.stepped):
-            raise ConfigurationError(
-                "optimizer.step() was called "
-                + ("before the first batch" if self.taken is None else "twice for one batch")
-                + ": with one optimizer and a loader each step takes the next batch of that loader, unless "
-                "steepest.prepare(..., any_steps=True) says that a batch may have any number of steps"
-            )
-        if self.wanted_epochs is None:
-            raise ConfigurationError(
-                "optimizer.step() outside of steepest.epochs(): write `for epoch in steepest.epochs(n)` around the "
-                "loop, so that a worker that joins later knows where the job is"
-            )
-
-    def step(self, index: int = 0, stepping: set[int] | None = None) -> None:
-        """Push the gradients of an optimizer's parameters; return when the update is committed.
-
-        Args:
-            index: of the optimizer that servers have.
-            stepping: the ids of those of its parameters that are updated; None for all.
-        """
-        assert self.prepared is not None
-        prepared = self.prepared
-        optimizer, lockstep = prepared.optimizers[index], prepared.lockstep
-        vars(optimizer)["_opt_called"] = True  # else a scheduler would warn
+    def passes_over_step(self, index: int) -> bool:
+        """Return whether an optimizer's step is not taken here: it does not count, or is committed already."""
         if self._stand_in.step() or self.window.goes_back:
-            return
-        if lockstep is not None and lockstep.skip:
-            self._skip_step(lockstep, index)
-            return
-        self.check_may_step()
-        prepared.check_groups()
-        if not _has_gradient(optimizer):
-            raise ConfigurationError(NO_GRADIENT)
-        if lockstep is not None:
+            return True
+        lockstep = self.lockstep
+        if lockstep is None or not lockstep.skip:
+            return False
+        lockstep.skip -= 1
+        lockstep.taken += 1
+        self._end_sum(lockstep, index)
+        self._seed_for(lockstep.number, lockstep.taken)
+        self.losses.found, self.steps.clip = [], None
+        if not lockstep.skip and self.arriving is not None:  # the next one is taken with the others
+            self._take(self.arriving)
+            self.states.begin_step()
+        return True
+
+    def begin_step(self) -> None:
+        """Note that a step is about to be taken, with the job's next batch where the loop counts steps itself."""
+        if (lockstep := self.lockstep) is not None:
             while self.pending is None:
                 self.job.turns.ask(Ask.BATCH)
             self.taken, self.pending = self.pending, None
@@ -729,18 +621,13 @@ class UserLoop:
             self.whole = self.job.size if lockstep.samples is None else lockstep.whole
         if self.local and self.taken is not None:
             self.schedules.catch_up(self._own_updates(self.taken.where) - 1)
-        changed = prepared.model.optimizer_spec.changed(prepared.groups)
-        self.hyper, self.changed = changed if any(changed) else None, changed
-        self.stepping = self._stepped_by[index] if stepping is None else stepping
-        self.stepped, self.is_left_out = True, False
-        self.job.turns.ask(Ask.COMMIT)
-        self._after_step(lockstep, index)
+        self.stepped = True
 
-    def _after_step(self, lockstep: Lockstep | None, index: int) -> None:
+    def end_step(self, index: int) -> None:
         """Note that a step of an optimizer is committed, and the loop goes on behind it."""
-        self.weight, self.samples, self.whole, self.clip = 0.0, 0, 0, None
+        self.weight, self.samples, self.whole = 0.0, 0, 0
         self.losses.found = []
-        if lockstep is not None:
+        if (lockstep := self.lockstep) is not None:
             lockstep.taken += 1
             self._end_sum(lockstep, index)
             self.states.begin_step()
@@ -749,7 +636,6 @@ class UserLoop:
         else:
             self.gatherer.enter(Region.AFTER, self.at_step + 1)
         self.states.boundary.mark("" if lockstep is not None else "after")
-        self.changed = None
 
     def _seed_for(self, number: int, taken: int) -> None:
         """Seed all generators for a batch, or round, after so many steps: a worker that joins draws the same there."""
@@ -761,55 +647,6 @@ class UserLoop:
             return self._own_weight
         return 1.0 if lockstep.samples is None else float(lockstep.samples)
 
-    def _skip_step(self, lockstep: Lockstep, index: int) -> None:
-        """Pass over a step that was committed before this worker came; then take what the others have kept."""
-        lockstep.skip -= 1
-        lockstep.taken += 1
-        self._end_sum(lockstep, index)
-        self._seed_for(lockstep.number, lockstep.taken)
-        self.losses.found, self.clip = [], None
-        if not lockstep.skip and self.arriving is not None:
-            self._take(self.arriving)
-            self.states.begin_step()
-
-    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer, which servers have, as the optimizer itself would."""
-        if self.local:
-            raise ConfigurationError(
-                f'{type(optimizer).__name__}.state_dict() with strategy="local", where each worker has an optimizer '
-                "with a state of its own: steepest.run(..., checkpoints=) keeps them all"
-            )
-        assert self.prepared is not None
-        records = self.job.turns.ask(Errand(self._read_state))
-        found: dict[str, Any] = self.prepared.model.state_of(optimizer, records)
-        return found
-
-    def _read_state(self) -> list[Record]:
-        """Return what servers have of the optimizer's state; on the worker's thread."""
-        assert self.read_state is not None
-        return self.read_state()  # another one than before, where the job's processes have changed
-
-    def clip_norm(self, parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
-        """Have the mean gradient of all workers clipped by its norm; return that of this worker's own."""
-        given = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        by_optimizer = [] if self.prepared is None else self.prepared.trained()
-        if self.prepared is not None and self.prepared.closures:
-            raise ConfigurationError(
-                "steepest.clip_grad_norm_() with an optimizer whose step() needs a closure, or which shares parameters "
-                "with another one: it sees the mean gradient of all workers by itself; leave clipping out"
-            )
-        trained = [p for each in by_optimizer for p in each]
-        of_one = [{id(p) for p in each} for each in by_optimizer]
-        if given not in (*of_one, {id(p) for p in trained}):
-            raise ConfigurationError(
-                "steepest.clip_grad_norm_() was given a part of the parameters: the norm is that of the whole "
-                "gradient; give model.parameters()"
-            )
-        self.clip = require_positive("max_norm", most)
-        return torch.nn.utils.get_total_norm(
-            [p.grad for p in trained if p.grad is not None and id(p) in given]
-        )
-
     @property
     def averaged(self) -> int:
         """The number of samples of which a loss is to be the mean; 0 where it may be something else."""
@@ -818,38 +655,6 @@ class UserLoop:
         if self.lockstep is not None:
             return self.lockstep.samples or 0
         return self.taken.samples if self.taken is not None and self.weight == self.samples else 0
-
-    def scaled_step(self, step: Callable[[], Any], *, overflowed: bool) -> tuple[Any, bool]:
-        """Take a step under a scaler, with the others, also where the scaler would leave it out.
-
-        Args:
-            step: that of an optimizer.
-            overflowed: whether there is NaN or infinity in this worker's gradients.
-
-        Returns:
-            What it returns, and whether the update was left out: then one worker had such gradients.
-        """
-        self.overflowed, self.is_left_out = overflowed, False
-        try:
-            return step(), self.is_left_out
-        finally:
-            self.overflowed = False  # the next step may be under no scaler
-
-    def steps_for_all(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer's step is made of all workers' gradients."""
-        if self.prepared is None or not self.together or self.local:
-            return False
-        return id(optimizer) in self._shared_steps
-
-    @property
-    def averages(self) -> bool:
-        """Whether an update is made of the mean of several workers' gradients."""
-        return self.job.size > 1 and self.together and not self.local
-
-    @property
-    def factor(self) -> float:
-        """By what the gradients of the step are multiplied, for their mean by samples over workers to be the sum."""
-        return self.whole / self.samples if self.sums and self.samples else 1.0
 
     @property
     def at_step(self) -> int:
@@ -907,47 +712,13 @@ def _losses_here() -> Losses | None:
     return None if loop is None else loop.losses
 
 
+def _steps_here() -> LoopSteps | None:
+    """Return the steps of the loop in whose function the calling thread is."""
+    loop: UserLoop | None = getattr(_local, "loop", None)
+    return None if loop is None else loop.steps
+
+
 def _number(value: Any) -> Any:
     """Return a value of a report as a number, if it is one."""
     number = as_number(value)
     return value if number is None else number
-
-
-def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether any of an optimizer's parameters has a gradient."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                return True
-    return False
-
-
-def drop_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    """Do what torch's `zero_grad` does, which takes 0.1 ms for a profiler that mostly does not run."""
-    if not set_to_none or torch._C._autograd._profiler_enabled():
-        torch.optim.Optimizer.zero_grad(optimizer, set_to_none)
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
-
-
-def with_hooks(
-    optimizer: torch.optim.Optimizer, step: Callable[..., Any], *arguments: Any, **named: Any
-) -> Any:
-    """Take a step of an optimizer between its hooks, as `torch.optim.Optimizer` does; return what the step returns."""
-    given: Any = (optimizer, *arguments)
-    for before in tuple(optimizer._optimizer_step_pre_hooks.values()):
-        if (others := before(optimizer, given, named)) is not None:
-            given, named = others
-    found = step(*given[1:], **named)
-    for after in tuple(optimizer._optimizer_step_post_hooks.values()):
-        after(optimizer, given, named)
-    return found
-
-
-def _refuse_state(name: str, *_: object, **__: object) -> None:
-    raise ConfigurationError(
-        f"{name}.load_state_dict() after steepest.prepare(), where its state lies in the job's processes, a part in "
-        "each: load it before; steepest.run(..., checkpoints=) goes on with it when the same program is started again"
-    )

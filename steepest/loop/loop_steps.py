@@ -1,0 +1,314 @@
+"""The steps of the optimizers of a user's own loop: what `optimizer.step()` and the like do behind `prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from steepest.core.optim.portable import Record
+from steepest.errors import ConfigurationError
+from steepest.loop.closures import NO_GRADIENT, ByClosure, Trying, step_by_closure
+from steepest.loop.job_view import JobView
+from steepest.loop.lockstep import Lockstep
+from steepest.loop.prepared import Ask, Batch, Prepared
+from steepest.loop.table_rows import Errand
+from steepest.validation import require_positive
+
+
+class SteppingLoop(Trying, Protocol):
+    """What is asked of a loop that steps, see `steepest.loop.user_loop.UserLoop`."""
+
+    job: JobView
+    prepared: Prepared | None
+    lockstep: Lockstep | None
+    taken: Batch | None
+    stepped: bool
+    samples: int
+    whole: int
+    sums: bool
+    together: bool
+    local: int
+    wanted_epochs: int | None
+
+    def passes_over_step(self, index: int) -> bool:
+        """Return whether an optimizer's step is not taken here."""
+        ...
+
+    def begin_step(self) -> None:
+        """Note that a step is about to be taken."""
+        ...
+
+    def end_step(self, index: int) -> None:
+        """Note that a step of an optimizer is committed."""
+        ...
+
+
+class LoopSteps:
+    """The steps of one loop's optimizers.
+
+    Args:
+        loop: whose they are.
+
+    Attributes:
+        hyper: of the last step, by parameter group: what differs from the optimizer as it was given to `prepare`.
+        changed: the same, right behind a step alone.
+        clip: the greatest norm of the gradient in the last step, or in that in progress; None for any.
+        overflowed: whether a scaler wants the step in progress left out.
+        is_left_out: whether that step's update was left out.
+        stepping: ids of the parameters of the optimizer that steps.
+        trying: the optimizer whose step by a closure is under way.
+        read_state: reads the state of the job's optimizer, on the worker's thread.
+        told_of_clipping: see `steepest.loop.torch_clipping`.
+    """
+
+    def __init__(self, loop: SteppingLoop) -> None:
+        self._loop = loop
+        self._stepped_by: list[set[int]] = []  # ids of each optimizer's parameters
+        # ids of optimizers whose step() is that of all workers
+        self._shared_steps: set[int] = set()
+        self.trying: ByClosure | None = None
+        self.read_state: Callable[[], list[Record]] | None = None
+        self.told_of_clipping = False
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Begin with a function that has not run yet."""
+        self.hyper: list[dict[str, Any]] | None = None
+        self.changed: list[dict[str, Any]] | None = None
+        self.clip: float | None = None
+        self.overflowed = self.is_left_out = False
+        self.stepping: set[int] = set()
+
+    def take_over(self, prepared: Prepared) -> None:
+        """Have what the user calls of optimizers be done here."""
+        self._stepped_by = [
+            {id(p) for group in each.param_groups for p in group["params"]}
+            for each in prepared.optimizers
+        ]
+        users = [by.optimizer for _, by in prepared.closures]
+        self._shared_steps = {id(each) for each in (*prepared.optimizers, *users)}
+        for index, each in enumerate(prepared.optimizers):
+            optimizer: Any = each
+            name = type(optimizer).__name__
+            optimizer.add_param_group = partial(self._refuse_group, name)
+            optimizer.step = self._step_function(index)
+            optimizer._step_supports_amp_scaling = False  # else gradients come here multiplied
+            if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
+                optimizer.zero_grad = partial(drop_gradients, each)
+            optimizer.state_dict = partial(self._optimizer_state, each)
+            optimizer.load_state_dict = partial(_refuse_state, name)
+        for index, by in prepared.closures:
+            user: Any = by.optimizer
+            user.add_param_group = partial(self._refuse_group, type(user).__name__)
+            push = partial(self.step, index, {id(parameter) for parameter in by.parameters})
+            user.step = step_by_closure(self._loop, self, by, push)
+
+    def _refuse_group(self, name: str, param_group: Mapping[str, Any]) -> None:
+        """Refuse parameters that an optimizer gets after `prepare`: say what to do in place of it."""
+        assert self._loop.prepared is not None
+        params = param_group["params"]
+        found = self._loop.prepared.model.names_of(
+            [params] if isinstance(params, torch.Tensor) else params
+        )
+        own, others = found
+        if others:
+            shapes = ", ".join(str(tuple(each.shape)) for each in others)
+            do = (
+                f"of shape {shapes:.200} the model that prepare() was given has none: give it a module that has all "
+                "parameters, and the optimizer this group, before"
+            )
+        elif own - self._loop.prepared.model.optimizer_spec.trainable():
+            do = (
+                f"give the optimizer this group, of {min(own)!r} and {len(own) - 1} more, before prepare(), with its "
+                "learning rate, and freeze the parameters until then (requires_grad_(False)); in the loop, unfreeze "
+                "them in place of this call"
+            )
+        else:
+            do = (
+                f"{min(own, default='')!r} and {max(len(own) - 1, 0)} more are the optimizer's already: unfreeze them "
+                "(requires_grad_(True)), and set their group's values in optimizer.param_groups"
+            )
+        raise ConfigurationError(f"{name}.add_param_group() after steepest.prepare(): {do}")
+
+    def _step_function(self, index: int) -> Callable[..., Any]:
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            if closure is None:
+                return self.step(index)
+            with torch.enable_grad():
+                loss = closure()
+            self.step(index)
+            return loss
+
+        assert self._loop.prepared is not None
+        optimizer = self._loop.prepared.optimizers[index]
+
+        def found(*arguments: Any, **named: Any) -> Any:
+            if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+                return with_hooks(optimizer, step, *arguments, **named)
+            return step(*arguments, **named)
+
+        vars(found)["_wrapped_by_lr_sched"] = True  # else a scheduler would warn, or wrap it
+        return found
+
+    def end_trial(self) -> None:
+        """Note that no optimizer tries values any more, see `steepest.loop.closures.Trying`."""
+        self.trying = None
+        assert self._loop.prepared is not None
+        self._loop.prepared.model.put_back()
+
+    def check_may_step(self) -> None:
+        """Check that the loop is where it may take a step; else ConfigurationError."""
+        if self._loop.lockstep is None and (self._loop.taken is None or self._loop.stepped):
+            raise ConfigurationError(
+                "optimizer.step() was called "
+                + ("before the first batch" if self._loop.taken is None else "twice for one batch")
+                + ": with one optimizer and a loader each step takes the next batch of that loader, unless "
+                "steepest.prepare(..., any_steps=True) says that a batch may have any number of steps"
+            )
+        if self._loop.wanted_epochs is None:
+            raise ConfigurationError(
+                "optimizer.step() outside of steepest.epochs(): write `for epoch in steepest.epochs(n)` around the "
+                "loop, so that a worker that joins later knows where the job is"
+            )
+
+    def step(self, index: int = 0, stepping: set[int] | None = None) -> None:
+        """Push the gradients of an optimizer's parameters; return when the update is committed.
+
+        Args:
+            index: of the optimizer that servers have.
+            stepping: the ids of those of its parameters that are updated; None for all.
+        """
+        loop, prepared = self._loop, self._loop.prepared
+        assert prepared is not None
+        optimizer = prepared.optimizers[index]
+        vars(optimizer)["_opt_called"] = True  # else a scheduler would warn
+        if loop.passes_over_step(index):
+            return
+        self.check_may_step()
+        prepared.check_groups()
+        if not _has_gradient(optimizer):
+            raise ConfigurationError(NO_GRADIENT)
+        loop.begin_step()
+        changed = prepared.model.optimizer_spec.changed(prepared.groups)
+        self.hyper, self.changed = changed if any(changed) else None, changed
+        self.stepping = self._stepped_by[index] if stepping is None else stepping
+        self.is_left_out = False
+        loop.job.turns.ask(Ask.COMMIT)
+        self.clip = None
+        loop.end_step(index)
+        self.changed = None
+
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer, which servers have, as the optimizer itself would."""
+        if self._loop.local:
+            raise ConfigurationError(
+                f'{type(optimizer).__name__}.state_dict() with strategy="local", where each worker has an optimizer '
+                "with a state of its own: steepest.run(..., checkpoints=) keeps them all"
+            )
+        assert self._loop.prepared is not None
+        records = self._loop.job.turns.ask(Errand(self._read_state))
+        found: dict[str, Any] = self._loop.prepared.model.state_of(optimizer, records)
+        return found
+
+    def _read_state(self) -> list[Record]:
+        """Return what servers have of the optimizer's state; on the worker's thread."""
+        assert self.read_state is not None
+        return self.read_state()  # another one than before, where the job's processes have changed
+
+    def clip_norm(self, parameters: Iterable[torch.Tensor], most: float) -> torch.Tensor:
+        """Have the mean gradient of all workers clipped by its norm; return that of this worker's own."""
+        given = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        by_optimizer = [] if self._loop.prepared is None else self._loop.prepared.trained()
+        if self._loop.prepared is not None and self._loop.prepared.closures:
+            raise ConfigurationError(
+                "steepest.clip_grad_norm_() with an optimizer whose step() needs a closure, or which shares parameters "
+                "with another one: it sees the mean gradient of all workers by itself; leave clipping out"
+            )
+        trained = [p for each in by_optimizer for p in each]
+        of_one = [{id(p) for p in each} for each in by_optimizer]
+        if given not in (*of_one, {id(p) for p in trained}):
+            raise ConfigurationError(
+                "steepest.clip_grad_norm_() was given a part of the parameters: the norm is that of the whole "
+                "gradient; give model.parameters()"
+            )
+        self.clip = require_positive("max_norm", most)
+        return torch.nn.utils.get_total_norm(
+            [p.grad for p in trained if p.grad is not None and id(p) in given]
+        )
+
+    def scaled_step(self, step: Callable[[], Any], *, overflowed: bool) -> tuple[Any, bool]:
+        """Take a step under a scaler, with the others, also where the scaler would leave it out.
+
+        Args:
+            step: that of an optimizer.
+            overflowed: whether there is NaN or infinity in this worker's gradients.
+
+        Returns:
+            What it returns, and whether the update was left out: then one worker had such gradients.
+        """
+        self.overflowed, self.is_left_out = overflowed, False
+        try:
+            return step(), self.is_left_out
+        finally:
+            self.overflowed = False  # the next step may be under no scaler
+
+    def are_for_all(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer's step is made of all workers' gradients."""
+        if self._loop.prepared is None or not self._loop.together or self._loop.local:
+            return False
+        return id(optimizer) in self._shared_steps
+
+    @property
+    def averages(self) -> bool:
+        """Whether an update is made of the mean of several workers' gradients."""
+        return self._loop.job.size > 1 and self._loop.together and not self._loop.local
+
+    @property
+    def factor(self) -> float:
+        """By what the gradients of the step are multiplied, for their mean by samples over workers to be the sum."""
+        return (
+            self._loop.whole / self._loop.samples if self._loop.sums and self._loop.samples else 1.0
+        )
+
+
+def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether any of an optimizer's parameters has a gradient."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return True
+    return False
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    """Do what torch's `zero_grad` does, which takes 0.1 ms for a profiler that mostly does not run."""
+    if not set_to_none or torch._C._autograd._profiler_enabled():
+        torch.optim.Optimizer.zero_grad(optimizer, set_to_none)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def with_hooks(
+    optimizer: torch.optim.Optimizer, step: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
+    """Take a step of an optimizer between its hooks, as `torch.optim.Optimizer` does; return what the step returns."""
+    given: Any = (optimizer, *arguments)
+    for before in tuple(optimizer._optimizer_step_pre_hooks.values()):
+        if (others := before(optimizer, given, named)) is not None:
+            given, named = others
+    found = step(*given[1:], **named)
+    for after in tuple(optimizer._optimizer_step_post_hooks.values()):
+        after(optimizer, given, named)
+    return found
+
+
+def _refuse_state(name: str, *_: object, **__: object) -> None:
+    raise ConfigurationError(
+        f"{name}.load_state_dict() after steepest.prepare(), where its state lies in the job's processes, a part in "
+        "each: load it before; steepest.run(..., checkpoints=) goes on with it when the same program is started again"
+    )
