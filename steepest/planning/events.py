@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -210,13 +211,23 @@ class LinkTraffic:
         links: of all hosts.
         costs: of messages and bytes.
         groups: the number of hosts with workers, which come first, and of those with servers alone.
+        unevenness: by which part of itself the time of a payload on a link differs at most, at random. Streams of TCP
+            share a link by and large; exactly equal ones would find links free in turn, as no real job does.
 
     Attributes:
         moved: bytes of payloads that went over links, so far.
     """
 
-    def __init__(self, events: Events, links: Links, costs: Costs, groups: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        events: Events,
+        links: Links,
+        costs: Costs,
+        groups: tuple[int, int],
+        unevenness: float = 0.0,
+    ) -> None:
         self.moved, self._groups = 0, groups
+        self._unevenness, self._random = unevenness, random.Random(0)
         self._events, self._links, self._costs = events, links, costs
         self._of_hosts: defaultdict[int, _HostLink] = defaultdict(_HostLink)
         self._streams: dict[tuple[ModelledProcess, ModelledProcess], _MessageStream] = {}
@@ -249,6 +260,9 @@ class LinkTraffic:
             stream = self._streams[source, target] = _MessageStream(source, target, order)
         message = _Waiting(stream, size, takes, handling, act)
         if size > _SMALL:
+            if self._unevenness:
+                differs = self._unevenness * self._random.uniform(-1.0, 1.0)
+                message = message._replace(takes=takes * (1.0 + differs))
             stream.under_way += 1
             self._events.at(source.cursor, partial(self._wait, message))
         elif stream.under_way:

@@ -31,6 +31,7 @@ _CLIENT = Peer("client", 0)
 _NEVER = 1e18  # seconds after which a step is given up
 _SAMPLES = 1 << 40  # of the data, which no plan uses up
 _OWN_SCHEDULE = SendingSchedule()
+_UNEVENNESS = 0.2  # of streams, where workers do not wait for each other
 _SEVERAL, _MANY = 24, 256  # workers, from which on fewer steps are taken
 
 
@@ -131,9 +132,10 @@ def predict_job(
     """Predict the steps of a job of `make_job`, or of one whose processes are elsewhere; errors as of `make_job`."""
     simulated = _Simulation(job, profile, links, schedule)
     strategy, workers = job.strategy, job.num_workers
+    few = (4, 12) if strategy.rule.together else (8, 48)  # which differ more where nobody waits
     begun, counted = (
         job.description.layout.fragments * each
-        for each in ((1, 1) if workers >= _MANY else (2, 4) if workers >= _SEVERAL else (4, 12))
+        for each in ((1, 1) if workers >= _MANY else (2, 4) if workers >= _SEVERAL else few)
     )
     # where workers go on before a step has ended the last one is not as the others: none follows
     flows = strategy.delay > 0 or not strategy.rule.together
@@ -201,7 +203,10 @@ class _Simulation:
         self._events = Events()
         alone = len(set(job.places.servers) - set(job.places.workers))
         groups = job.num_workers, alone
-        self._traffic = LinkTraffic(self._events, links, profile.costs, groups)
+        together = job.strategy.rule.together
+        self._traffic = LinkTraffic(
+            self._events, links, profile.costs, groups, 0.0 if together else _UNEVENNESS
+        )
         self._coordinator = make_coordinator(job)
         hosts = job.places
         sizes = Sizes(job, profile)
@@ -213,11 +218,11 @@ class _Simulation:
         self._last = 0  # the step with which `run` ends
         slept = profile.costs.alone
         processes = [ModelledProcess(self._events, host, slept) for host in hosts.workers]
-        together = job.servers_in_workers
+        serving = job.servers_in_workers
         holding = self._coordinator.holding | {0}  # others take no time and send nothing
         self._workers = [
             ModelledWorker(
-                index, job, profile, sizes, process, schedule, serves=together and index in holding
+                index, job, profile, sizes, process, schedule, serves=serving and index in holding
             )
             for index, process in enumerate(processes)
         ]
@@ -227,7 +232,7 @@ class _Simulation:
                 job,
                 profile,
                 sizes,
-                processes[index] if together else ModelledProcess(self._events, host, slept),
+                processes[index] if serving else ModelledProcess(self._events, host, slept),
                 schedule,
             )
             for index, host in enumerate(hosts.servers)
