@@ -145,6 +145,7 @@ def test_scatter_and_gather(make_group: Any, size: int) -> None:
     assert alike(ours(make_group, size, mine), torchs(size, do))
 
 
+@pytest.mark.few(19)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("size", SIZES)
 def test_all_gather_and_reduce_scatter(make_group: Any, size: int, op: str) -> None:

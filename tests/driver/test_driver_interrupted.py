@@ -74,7 +74,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("action", "name", "what", "workers", "settles", "place"), CASES, ids=_id)
 def test_after_a_call_was_struck_every_call_works(
     action: str, name: str, what: str, workers: int, settles: bool, place: float, tmp_path: Path
@@ -96,6 +96,7 @@ def every(*quick: tuple[str, str, int], long: int) -> list[Any]:
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("action", "name", "workers"),
     every(("restore", "ps", 2), ("fit", "allreduce", 2), ("set_weights", "local", 1), long=6),

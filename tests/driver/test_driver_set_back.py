@@ -139,6 +139,7 @@ def test_what_was_returned_stays(name: str, call: str, moment: str, tmp_path: Pa
         job.end()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["ps", "allreduce", "sharded groups"])
 def test_a_program_that_ends_with_save_saves_its_last_step(name: str, tmp_path: Path) -> None:
     """The process dies at each of the events from the end of `fit` on."""
@@ -212,7 +213,7 @@ def test_undone_steps_have_the_learning_rates_that_they_had(name: str, tmp_path:
 # -- the log ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("moments", [(30,), (10, 45), (0, 1), (59, 60)], ids=str)
 @pytest.mark.parametrize("name", LOGGED)
 def test_the_log_covers_the_whole_run_after_a_set_back(

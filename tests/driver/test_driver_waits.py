@@ -247,7 +247,7 @@ class Asked(Callback):
             self.ask(0.1, 1.0)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "moment", ["on_evaluation", "on_epoch_end", "evaluates", "writes", "on_step"]
 )

@@ -69,6 +69,7 @@ def on_a_device(
     return cluster, copies
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("each", [0, 2, 100])
 @pytest.mark.parametrize("name", ["sync", "async", "groups"])
 def test_training_has_the_same_bits_however_late_copies_are(name: str, each: int) -> None:

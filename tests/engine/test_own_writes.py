@@ -107,6 +107,7 @@ def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.few(23)
 @grid(name=STATEFUL, strategy=EXACT, way=WAYS, workers=WORKERS)
 def test_every_way_gives_what_one_process_gives(
     name: str, strategy: str, way: str, workers: int
@@ -249,6 +250,7 @@ def test_a_replay_gives_each_worker_its_own(name: str, strategy: str) -> None:
 # -- trainable parameters that the model changes -------------------------------------------------------
 
 
+@pytest.mark.few(15)
 @grid(name=WRITERS, strategy=[*EXACT, *OTHERS], workers=[1, 2])
 def test_writing_to_trained_parameters_is_refused(name: str, strategy: str, workers: int) -> None:
     module, parameter = WRITERS[name]
@@ -279,6 +281,7 @@ def test_writing_to_trained_parameters_is_refused(name: str, strategy: str, work
         models[0].evaluate(batch)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", [name for name in WRITERS if name != "data"])
 @pytest.mark.parametrize("strategy", ["ps", "allreduce", "async"])
 @pytest.mark.parametrize("steps", [2, 3, 6])

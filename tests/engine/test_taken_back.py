@@ -89,7 +89,7 @@ def compared(name: str, seed: int, workers: int = 3, **options: Any) -> None:
     check(doubtful, PLAIN)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", MODES)
 def test_what_was_taken_back_leaves_no_trace(name: str, seed: int) -> None:

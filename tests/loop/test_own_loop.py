@@ -100,6 +100,7 @@ ALIKE = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ALIKE)
 def test_what_loops_do_equals_one_process(name: str) -> None:
     script = ALIKE[name]
@@ -187,6 +188,7 @@ def test_what_is_reported_behind_the_last_step_has_a_row(any_steps: bool, tmp_pa
     assert [row for row in once(Memory())[0] if row["kind"] == "report"] == [last]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("step", [2, 4, 8])
 @pytest.mark.parametrize("workers", [2, 1])
 def test_the_same_program_continues_from_its_checkpoint(

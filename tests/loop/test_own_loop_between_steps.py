@@ -188,7 +188,7 @@ def rounds() -> None:
 SUMS = [accumulating, over_the_end, gathering]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("step", range(1, 4))
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)

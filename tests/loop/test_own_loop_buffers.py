@@ -69,7 +69,7 @@ def in_steps() -> None:
     normalised(steps=2)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["ps", "ps, two copies", "allreduce, two copies"])
 @pytest.mark.parametrize("script", [normalised, in_steps, gathering])
 @pytest.mark.parametrize("victim", [0, 1])

@@ -69,7 +69,7 @@ SCRIPTS = {
 TOLERANCE = 1e-7  # a rounding grows with each evaluation
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_steps_are_those_of_one_process(name: str, workers: int) -> None:

@@ -249,12 +249,13 @@ def test_what_a_loop_draws_is_drawn_again_after_a_death(script: Any) -> None:
             assert difference(found.weights, whole) < 1e-12
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_without_deaths(strategy: str) -> None:
     check(STRATEGIES[strategy], 1, deaths=0)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_process_dies(strategy: str, seed: int) -> None:

@@ -203,7 +203,7 @@ def struck(script: Any, strategy: str, seed: int) -> None:
         ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_process_dies_while_others_gather(

@@ -90,7 +90,7 @@ def fitted(script: Script, workers: int, strategy: LocalStrategy) -> Found:
         return Found(dict(trainer.state_dict()), [], list(trainer.history.steps), [])
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("workers", [3, 2, 1])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("script", [ADAM, MOMENTUM], ids=["adam", "momentum"])
@@ -249,7 +249,7 @@ def test_a_worker_that_dies_at_many_moments_changes_nothing(strategy: LocalStrat
         check_death(strategy, seed)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["every third", "fragments", "delay", "delay and fragments"])
 def test_a_run_that_is_started_again_goes_on(name: str, tmp_path: Path) -> None:
     checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)

@@ -109,13 +109,14 @@ def test_it_is_that_of_one_process(optimizer: str, workers: int) -> None:
     check_alike(saved(optimizer, workers), alone(optimizer, workers))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "simple"])
 def test_it_is_that_of_one_process_under_all_strategies(strategy: str) -> None:
     found = saved("adam", 2, STRATEGIES.get(strategy, strategy))
     check_alike(found, alone("adam", 2))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("victim", "strategy"),
     [

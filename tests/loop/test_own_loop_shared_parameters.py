@@ -91,6 +91,7 @@ def two_of_one() -> None:
 LOOPS = [three_optimizers, two_of_one]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_each_optimizer_has_a_state_of_its_own(loop: Callable[[], None], workers: int) -> None:

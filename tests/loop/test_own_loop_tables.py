@@ -240,6 +240,7 @@ def test_a_run_that_is_started_again_goes_on_and_its_rows_can_be_read(tmp_path: 
     assert (first.values == last.values).all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -89,7 +89,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("step", range(1, 12))
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)

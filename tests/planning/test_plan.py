@@ -114,6 +114,7 @@ def test_gradients_leave_during_the_backward_pass() -> None:
     assert along.seconds < SECONDS * 1.08
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["ps", "allreduce", "async", "ssp", "local"])
 def test_a_better_link_is_never_slower(name: str) -> None:
     found = [

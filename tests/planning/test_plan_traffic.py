@@ -95,6 +95,7 @@ def engine_traffic(strategy: Strategy, workers: int, hosts: HostMap, steps: int)
     return found
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bytes_are_those_of_the_engine(name: str, workers: int) -> None:

@@ -216,6 +216,7 @@ def test_each_kind_of_message_may_come_twice(name: str, kind: Kind, seed: int) -
     assert twice.seen > 0
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)
 def test_all_messages_may_come_twice(name: str, seed: int) -> None:

@@ -241,6 +241,7 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_nothing_that_a_strategy_says_is_refused(

@@ -93,6 +93,7 @@ def test_fewer_servers_are_on_hosts_without_workers() -> None:
         assert difference(sgd.weights(), TASK.train(2, 8)) < 1e-12
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("silently", [False, True])
 @pytest.mark.parametrize("lost", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["copies", "one each"])

@@ -56,6 +56,7 @@ class Forked(nn.Module):
         return self.always(x) + positive
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", GROUPED)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(
@@ -195,6 +196,7 @@ def test_a_group_that_breaks_is_an_error_and_the_next_generation_has_another(
     check(cluster, TASK)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "chunk"), [*product(["groups"], range(0, 12, 3)), *product(["sharded-groups"], [3, 7])]
 )

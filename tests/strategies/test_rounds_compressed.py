@@ -30,7 +30,7 @@ def of_job(cluster: InProcessCluster) -> Any:
     return cluster.job.description.layout
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @grid(
     choice=CHOICES,
     size=[(1, 1), (2, 1), (3, 1), (3, 2)],

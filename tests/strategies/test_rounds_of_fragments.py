@@ -25,7 +25,7 @@ from tests.rounds import OPTIMIZERS, by_hand, check_samples, deep_task, run_roun
 from tests.simulation.run import Simulation
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @grid(
     optimizer=OPTIMIZERS,
     size=[(1, 1, 1), (2, 1, 2), (3, 2, 1), (3, 1, 2)],
@@ -116,7 +116,7 @@ def test_a_slow_worker_that_dies_is_replaced_while_the_others_go_on(
     assert difference(found, by_hand(task, log, strategy)) < 1e-12
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(1, 9))
 @pytest.mark.parametrize("quorum", [None, 2])
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (1, 2), (2, 2)])

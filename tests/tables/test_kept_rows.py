@@ -34,6 +34,7 @@ FORGETS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", FORGETS)
 @pytest.mark.parametrize("dtype", mostly_long(["float32", "int8"], "int8"))
 def test_with_all_rows_kept_values_are_those_of_a_table_that_evicts_none(

@@ -161,6 +161,7 @@ OPTIMIZERS: list[RowOptimizer] = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kinds", FORMATS, ids=str)
 def test_pushes_are_those_of_float32_with_each_result_rounded(
     kinds: tuple[str, str | None],

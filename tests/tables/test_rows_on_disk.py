@@ -170,6 +170,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(row_log.os, "posix_fallocate", fallocate)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float64"])
 def test_rows_of_every_format_go_to_disk_and_come_back(tmp_path: Path, dtype: str) -> None:
     form = RowFormat(5, 5, dtype)
@@ -210,6 +211,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_shard_with_rows_on_disk_is_bit_for_bit_one_in_memory(

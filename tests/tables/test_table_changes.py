@@ -263,6 +263,7 @@ CHANGES: dict[str, tuple[Any, Change]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_no_gradient_of_rows_is_lost_while_a_job_changes(name: str) -> None:
     strategy, change = CHANGES[name]

@@ -204,7 +204,7 @@ def test_a_job_is_replayed(settings: dict[str, Any], workers: int, shuffle: int 
     explained(cluster, task)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("moment", ["forward", "push", "report"])
 @pytest.mark.parametrize("settings", [*ROUNDS, FRAGMENTS[0], *FRAGMENTS[2:]])
 def test_a_job_is_replayed_after_a_death(settings: dict[str, Any], moment: Moment) -> None:
