@@ -7,12 +7,13 @@
 
 The same script in each: a DataLoader whose data set reads a batch at once, zero_grad, forward, backward, step. ``fit``
 has that loader in a `TorchModel`. ``loop`` is `steepest.prepare` and `steepest.epochs` around the script's own loop.
-``ddp kept`` is DistributedDataParallel as in ``benchmarks.overhead``, without a loader, with the C library told to keep
-freed memory, as steepest's workers do. ``ddp loop``, ``accelerate`` and ``fabric`` are the same script, loader
-included, in DistributedDataParallel, Hugging Face's Accelerate and Lightning Fabric, with ``kept`` told the same; with
-``--shipped`` as they come, too. Those that are not installed are left out. Workloads, threads and turns are those of
-that benchmark: ratios are of the same round. Beside the time there is the processor time of a contender's processes but
-the driver, which says more where others use the machine.
+``ddp kept`` is DistributedDataParallel as in ``benchmarks.overhead``, without a loader, with the C library told to
+keep freed memory, as steepest's workers do. ``ddp loop``, ``accelerate`` and ``fabric`` are the same script, loader
+included, in DistributedDataParallel, Hugging Face's Accelerate and Lightning Fabric, with ``kept`` told the same;
+with ``--shipped`` as they come, too. ``apart`` is two processes with that script that exchange nothing, which nothing
+can beat. Those that are not installed are left out. Workloads, threads and turns are those of that benchmark: ratios
+are of the same round. Beside the time there is the processor time of a contender's processes but the driver, which
+says more where others use the machine.
 
 ``--start N`` runs ``steepest run benchmarks/own_loop_start.py --workers 2`` so many times, each in a fresh interpreter
 which starts Ray, and prints the seconds from before that process exists until its first step has returned.
@@ -42,6 +43,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -131,7 +133,17 @@ def _endless(batches: Any) -> Iterator[Any]:
 def ddp_loop(workload: Workload, rank: int, store: Path) -> Step:
     """The script with DistributedDataParallel and a DistributedSampler."""
     _meet(rank, store)
-    model = DistributedDataParallel(workload.build())
+    return _plain(workload, DistributedDataParallel(workload.build()))
+
+
+def apart(workload: Workload, rank: int, store: Path) -> Step:
+    """The script in two processes that exchange nothing: no library of two workers can take less."""
+    _meet(rank, store)
+    return _plain(workload, workload.build())
+
+
+def _plain(workload: Workload, model: nn.Module) -> Step:
+    """The script, with a model as it is to be called."""
     optimizer = workload.optimizer(model, fused=None)
     rows = Rows(workload)
     batches = _endless(
@@ -197,6 +209,7 @@ def fabric_loop(workload: Workload, rank: int, store: Path) -> Step:
 
 LOOPS: dict[str, StepMaker] = {
     "ddp loop": ddp_loop,
+    "apart": apart,
     "accelerate": accelerate_loop,
     "fabric": fabric_loop,
 }
