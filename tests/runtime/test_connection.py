@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ class Everybody:
         self.owned: list[Any] = []
         self.threads: set[int] = set()
         self.now = 0.0
+        self.takes = 0.01  # seconds of a turn
         self.busy = threading.Lock()
         self.trouble: Callable[[], None] = lambda: None
 
@@ -45,7 +47,7 @@ class Everybody:
             self.threads.add(threading.get_ident())
             self.trouble()
             self._crowd.turn()
-            self.now += 0.01  # that a turn takes
+            self.now += self.takes
         finally:
             self.busy.release()
 
@@ -203,11 +205,15 @@ def test_a_deadline_says_who_and_what_and_leaves_the_arrays_to_their_owner() -> 
     assert {memory.ctypes.data for memory in setup.router.owned} == addresses
     with pytest.raises(DeadlineError, match="pushes to be committed"):
         setup.connection.flush()
-    for _ in range(3):
-        setup.push_async()
-    with pytest.raises(DeadlineError, match="a push to leave"):
-        setup.push_async()
-    setup.connection.close()
+    with closing(setup.connection):
+        setup.router.takes = (
+            0.0  # of the connection's own thread, which takes turns from the first push on
+        )
+        for _ in range(3):
+            setup.push_async()
+        setup.router.takes = 0.01
+        with pytest.raises(DeadlineError, match="a push to leave"):
+            setup.push_async()
 
 
 @pytest.mark.parametrize("push", [False, True])

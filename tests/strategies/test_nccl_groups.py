@@ -56,7 +56,9 @@ def test_a_member_that_does_nothing_is_waited_for_some_time_and_those_that_share
     with group(2, 0.5, StandInGroups()) as members:
         members[0].run(added)
         text = str(members[0].failures.get(timeout=SECONDS))
-        assert text == "NCCL, while a test is added up: timed out after 0.5 s"
+        assert text.startswith("NCCL, while a test is added up: ")
+        # Gloo, which stands in, may say it first
+        assert "timed out after 0.5 s" in text or "Timed out waiting 500ms" in text
         assert backend(members[0]).made[0].aborted == 1
     with group(2, groups=StandInGroups(shared=True)) as members:
         for member in members:
