@@ -46,6 +46,8 @@ class Lockstep:
         whole: of the present batch, on all workers.
     """
 
+    goes_back = True  # whether batches before may be taken again
+
     def __init__(
         self, source: Source | None, batch_size: int, seed: int, whole: int | None = None
     ) -> None:
@@ -139,7 +141,8 @@ class Lockstep:
         self._step, self._epoch = state["step"], state["epoch"]
         is_alike = state.get("summed_by") == size or self._all is not None or self._source is None
         is_whole = is_alike or not (state.get("back") and state.get("stepped"))
-        if state["inside"]:
+        # others who are between two batches go on with theirs, dealt out to as many workers as now
+        if state["inside"] or (state.get("amid_sum") and state["summed_by"] == size):
             back = state.get("back", 0) if is_whole else 0
             self.skip = state["taken"] + (state.get("stepped", 0) if is_whole else 0)
             if self._source is None:

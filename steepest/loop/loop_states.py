@@ -191,9 +191,18 @@ class LoopStates:
         """Whether the loop has begun a step that is not committed."""
         lockstep = self._loop.lockstep
         if lockstep is not None:
-            return lockstep.inside and self._job.asked in (Ask.COMMIT, Ask.BATCH, Ask.PARTS)
+            amid = lockstep.inside and self._job.asked in (Ask.COMMIT, Ask.BATCH, Ask.PARTS)
+            return amid or self._is_amid_sum
         in_batch = self._job.asked is Ask.PARTS and self._loop.gatherer.region is Region.BEFORE
         return self._job.asked is Ask.COMMIT or in_batch or self._adds_up
+
+    @property
+    def _is_amid_sum(self) -> bool:
+        """Whether a loop that counts its steps is between two batches whose gradients it adds up, and has stepped."""
+        lockstep = self._loop.lockstep
+        if lockstep is None or lockstep.inside or not (lockstep.taken and lockstep.goes_back):
+            return False
+        return self._job.asked is Ask.BATCH and self._loop.held.holds
 
     @property
     def _adds_up(self) -> bool:
@@ -307,7 +316,7 @@ class LoopStates:
             **self._loop.schedules.state(),
             "gathers": self._loop.gatherer.among_batches,
             "local": self._loop.local,
-            "lockstep": None if self._loop.lockstep is None else self._loop.lockstep.state(),
+            "lockstep": self._place(),
             "window": None if at == "after" else self._window_of_others(),
             "frozen": None if self._loop.prepared is None else self._loop.prepared.model.frozen,
             "closures": self._of_closures() if objects else [],
@@ -315,6 +324,12 @@ class LoopStates:
             "left_out": 0 if at == "after" else self._left_out(at),
             **self._scheduled(),
         }
+
+    def _place(self) -> dict[str, Any] | None:
+        """Return where a loop is that counts its steps."""
+        if self._loop.lockstep is None:
+            return None
+        return {**self._loop.lockstep.state(), "amid_sum": self._is_amid_sum}
 
     def _window_of_others(self) -> tuple[int, int] | None:
         """Return with which step a loop that enters here begins, see `Window.begins_before`; None for the next."""
@@ -336,7 +351,9 @@ class LoopStates:
         if not loop.prepared.has_gradients:
             return 0
         if loop.lockstep is not None:
-            return loop.lockstep.back + 1 if at == "end" and loop.held.holds else 0
+            known = loop.held.is_sure or not loop.lockstep.taken
+            # the last batch is taken again
+            return loop.lockstep.back if at == "end" and known else 0
         window = loop.window
         if window.start is None or (loop.stepped and (at or job.asked is not Ask.COMMIT)):
             return 0

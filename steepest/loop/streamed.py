@@ -113,6 +113,8 @@ class StreamedSource:
 class StreamLockstep(Lockstep):
     """The place of a loop over an iterable data set whose length nobody knows: all workers see where it ends."""
 
+    goes_back = False
+
     def __init__(self, stream: Stream, seed: int, whole: int | None = None) -> None:
         super().__init__(None, stream.batch_size, seed, whole)
         self._stream = stream

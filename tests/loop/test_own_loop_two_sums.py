@@ -102,6 +102,18 @@ def test_a_sum_is_whole_over_which_another_optimizer_has_stepped(
     assert difference(found.weights, alone(script, 2)) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("script", "strategy", "step"),
+    [("four batches", "allreduce, two copies", 2), ("gathering", "sharded groups", 9)],
+)
+def test_a_sum_is_whole_if_others_are_between_two_of_its_batches(
+    script: str, strategy: str, step: int
+) -> None:
+    """They have taken the last step of one and not begun the next one."""
+    found = without(SCRIPTS[script], 2, 0, step, STRATEGIES[strategy])
+    assert difference(found.weights, alone(SCRIPTS[script], 2)) < 1e-12
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=list(SCRIPTS))
 @pytest.mark.parametrize("workers", [1, 2, 3])
