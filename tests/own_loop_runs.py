@@ -84,6 +84,17 @@ def without(
         return _found(found)
 
 
+class Resizes(steepest.Callback):
+    """Has a job get another number of workers after a step."""
+
+    def __init__(self, step: int, workers: int) -> None:
+        self._step, self._workers = step, workers
+
+    def on_step(self, sgd: Any, result: steepest.StepResult) -> None:
+        if result.step == self._step:
+            sgd.resize(self._workers)
+
+
 class InterruptedRunError(Exception):
     """The program is interrupted."""
 

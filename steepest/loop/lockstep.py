@@ -46,7 +46,7 @@ class Lockstep:
         whole: of the present batch, on all workers.
     """
 
-    goes_back = True  # whether batches before may be taken again
+    goes_back = True  # whether batches before the present one can be taken again; a stream has not kept them
 
     def __init__(
         self, source: Source | None, batch_size: int, seed: int, whole: int | None = None
@@ -141,7 +141,8 @@ class Lockstep:
         self._step, self._epoch = state["step"], state["epoch"]
         is_alike = state.get("summed_by") == size or self._all is not None or self._source is None
         is_whole = is_alike or not (state.get("back") and state.get("stepped"))
-        # others who are between two batches go on with theirs, dealt out to as many workers as now
+        # between two batches of a sum: with another number of workers those who are there go on from there, and so does
+        # who joins them; the batches before are dealt out in a way that is over
         if state["inside"] or (state.get("amid_sum") and state["summed_by"] == size):
             back = state.get("back", 0) if is_whole else 0
             self.skip = state["taken"] + (state.get("stepped", 0) if is_whole else 0)

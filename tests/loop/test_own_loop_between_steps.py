@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import steepest
-from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
+from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, Resizes, run, without
 from tests.own_loops import (
     ALONE,
     FOUND,
@@ -222,17 +222,6 @@ def test_a_part_of_a_sum_that_nobody_computes_again_is_told(
     script = Script(function, data=samples(24), any_steps=any_steps)
     with pytest.warns(UserWarning, match=f"worker 1 enters .* of the {count} before is missing"):
         without(script, 2, 1, step)
-
-
-class Resizes(steepest.Callback):
-    """Has a job get another number of workers after a step."""
-
-    def __init__(self, step: int, workers: int) -> None:
-        self._step, self._workers = step, workers
-
-    def on_step(self, sgd: Any, result: steepest.StepResult) -> None:
-        if result.step == self._step:
-            sgd.resize(self._workers)
 
 
 @pytest.mark.few(3)

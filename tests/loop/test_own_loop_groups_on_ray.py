@@ -6,14 +6,13 @@ import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
 
 import steepest
 from steepest import AllreduceStrategy, Checkpoints
-from tests.own_loop_runs import InterruptedRunError, Interrupts
+from tests.own_loop_runs import InterruptedRunError, Interrupts, Resizes
 from tests.own_loops import Parts, Script
 from tests.reference import difference, same_bits, samples, sgd
 from tests.strikes import kill_this_process
@@ -64,17 +63,6 @@ def test_a_killed_worker_changes_nothing(workers: int, sharded: bool, tmp_path: 
     assert same_bits(found.state_dict, straight.state_dict)
     assert difference(found.state_dict, SCRIPT.alone(workers)) < 1e-12
     assert found.reports == straight.reports
-
-
-class Resizes(steepest.Callback):
-    """Has a job get another number of workers after a step."""
-
-    def __init__(self, step: int, workers: int) -> None:
-        self._step, self._workers = step, workers
-
-    def on_step(self, sgd: Any, result: steepest.StepResult) -> None:
-        if result.step == self._step:
-            sgd.resize(self._workers)
 
 
 @pytest.mark.ray
