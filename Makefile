@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-core test-core-alone test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
-  test-page test-site bench-check test-full test-gpu \
+  test-page test-site bench-check test-full test-gpu environments \
   mutants coverage check bench soak package sbom site clean
 
 $(STAMP): pyproject.toml constraints.txt
@@ -56,6 +56,9 @@ $(VENV)-%/.installed: $(STAMP)
 	  -e ".[dev,$(EXTRAS-$*)]"
 	test -e $(@D)/bin/ray || ln -s "$(abspath $(BIN)/ray)" $(@D)/bin/ray
 	touch $@
+
+# those of what CI runs, installed for later
+environments: $(foreach name,shared jax tensorflow spark docs,$(VENV)-$(name)/.installed)
 
 test-loggers: $(VENV)-loggers/.installed
 	$(VENV)-loggers/bin/python -m pytest -m "cluster or not cluster" tests/observe/test_real_loggers.py tests/observe/test_loggers.py
@@ -109,7 +112,7 @@ test-gpu: $(STAMP)
 	$(PYTEST) -m "long or not long" tests/gpu
 
 test-core-alone: $(STAMP)
-	$(BIN)/python tests/core/alone.py --numprocesses=2
+	$(BIN)/python tests/core/alone.py --numprocesses=2 $(if $(FULL),,-m "not long")
 
 test-cluster: $(STAMP)
 	$(PYTEST) -m "long and not ray and not cluster" --numprocesses=2 --ignore=tests/core --ignore=tests/gpu
@@ -122,7 +125,7 @@ test-full: $(STAMP)
 	$(PYTEST) --hypothesis-profile=full -m "(full or not full) and not ray and not cluster" --numprocesses=2
 	$(PYTEST) --hypothesis-profile=full -m "(full or not full) and (ray or cluster)"
 	$(PYTEST) benchmarks/tests
-	$(MAKE) FULL=1 test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage
+	$(MAKE) FULL=1 test-core-alone test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py --count 100 --seed 14 --results mutants.json

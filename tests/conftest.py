@@ -6,7 +6,8 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ leave_it_to_an_init()  # while this process has one thread
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_SECONDS = 180
+STAGES = ("long", "ray", "cluster")  # marks that say which part of which target runs a test
 BATCH_SECONDS = 0.03  # of virtual time for a batch's gradients, where a test runs simulated
 MOST_GARBAGE = 200 << 20  # bytes by which a process of tests grows before garbage is collected
 torch.set_num_threads(1)
@@ -64,24 +66,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves so many cases of tests with the mark `few` to make test, evenly spread, the others to make test-full."""
-    cases: dict[tuple[object, str], list[pytest.Item]] = {}
+    """Leaves so many cases of tests with the mark `few`, evenly spread, and the others to make test-full.
+
+    Those that make test has and those that make test-cluster has are counted apart.
+    """
+    cases: dict[tuple[object, str, frozenset[str]], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("full"):
-            cases.setdefault((item.parent, getattr(item, "originalname", "")), []).append(item)
-    for each in cases.values():
+            stage = frozenset(name for name in STAGES if item.get_closest_marker(name))
+            key = (item.parent, getattr(item, "originalname", ""), stage)
+            cases.setdefault(key, []).append(item)
+    for (_, name, _), each in cases.items():
         mark = each[0].get_closest_marker("few")
         assert mark is not None
         (count,) = mark.args
-        first = _spread(range(len(each)), count)
+        kept = _spread(len(each), count, name)
         for number, item in enumerate(each):
-            if number not in first:
+            if number not in kept:
                 item.add_marker(pytest.mark.full)
 
 
-def _spread(numbers: Sequence[int], count: int) -> set[int]:
-    """Return so many of the numbers, evenly spread."""
-    return {numbers[n * len(numbers) // count] for n in range(count)}
+def _spread(cases: int, count: int, name: str) -> set[int]:
+    """Return so many numbers of cases, from the first to the last, or one that differs from test to test.
+
+    Of a product of two settings they are on a diagonal.
+    """
+    if count == 1:
+        return {zlib.crc32(name.encode()) % cases}
+    return {n * (cases - 1) // (count - 1) for n in range(count)}
 
 
 def pytest_collection_finish() -> None:

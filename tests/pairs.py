@@ -31,14 +31,16 @@ def pairwise(
         row: tuple(column[i] for column, i in zip(columns, row, strict=True)) for row in numbers
     }
     rows = {row: values for row, values in rows.items() if where(*values)}
-    pairs = {row: frozenset(combinations(enumerate(row), 2)) for row in rows}
-    missing = set().union(*pairs.values())
-    chosen = set[tuple[int, ...]]()
+    pairs = [frozenset(combinations(enumerate(row), 2)) for row in rows]
+    bits = {pair: 1 << n for n, pair in enumerate(frozenset().union(*pairs))}
+    masks = [sum(bits[pair] for pair in each) for each in pairs]  # sets of pairs as integers
+    missing, chosen = sum(bits.values()), set[int]()
     while missing:
-        best = max(rows, key=lambda row: len(pairs[row] & missing))
-        missing -= pairs[best]
+        found = [(mask & missing).bit_count() for mask in masks]
+        best = found.index(max(found))
+        missing &= ~masks[best]
         chosen.add(best)
-    return [(values, row in chosen) for row, values in rows.items()]
+    return [(values, n in chosen) for n, values in enumerate(rows.values())]
 
 
 def grid(

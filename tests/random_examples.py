@@ -2,7 +2,7 @@
 
 No seed is fixed, so each run tries others. What failed is printed: by hypothesis as the arguments
 and the line `@reproduce_failure(...)`, by `seeds` as `STEEPEST_SEED=...`. `make test-full`
-tries ten times the count that a test names, other runs a third of it.
+tries ten times the count that a test names, other runs a sixth of it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def seeds(count: int, name: str = "seed") -> Callable[[Callable[..., None]], Cal
 
 
 def _tried(count: int) -> int:
-    return count * scale() if scale() > 1 else -(-count // 3)
+    return count * scale() if scale() > 1 else -(-count // 6)
 
 
 def _numbers(count: int) -> list[int]:

@@ -406,6 +406,7 @@ class TestSimulated:
 class TestOverRay:
     pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 
+    @pytest.mark.full
     def test_the_same_program_ends_with_the_same_bits(self, tmp_path: Path) -> None:
         check_same_program(tmp_path, "allreduce", KeyboardInterrupt)
 

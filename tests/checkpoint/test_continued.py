@@ -104,6 +104,7 @@ SCHEDULED = Task(optimizer=sgd(momentum=0.5), data=samples(64), learning_rate=ra
 LOCAL = LocalStrategy(sync_every=4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("strategy", "workers"),
     [("ps", 1), ("simple", 2), ("async", 1), (LocalStrategy(sync_every=2), 2)],

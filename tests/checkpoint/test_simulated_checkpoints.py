@@ -57,6 +57,7 @@ def program(
         return trainer.weights(), [row["step"] for row in trainer.history.steps]
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_worker_and_then_the_driver_die_while_checkpoints_are_written(

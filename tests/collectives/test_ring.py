@@ -66,7 +66,7 @@ def make_group(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield make
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(
     ("size", "dtype"),
@@ -212,6 +212,7 @@ def test_a_strided_tensor_with_a_gradient_is_taken_and_left_alone() -> None:
     assert not found[0].requires_grad
 
 
+@pytest.mark.few(2)
 def test_a_member_that_stops_in_the_middle_is_named_and_inputs_are_intact(make_group: Any) -> None:
     tensors = [torch.full((2_000_000,), float(rank)) for rank in range(3)]
 

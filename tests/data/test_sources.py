@@ -100,7 +100,7 @@ def test_orders_differ_between_epochs_and_seeds_alone() -> None:
 # -- streams ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("block", [1, 5, 24, 1000])
 @pytest.mark.parametrize(

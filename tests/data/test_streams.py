@@ -96,6 +96,7 @@ def test_batches_that_a_data_set_yields_are_divided() -> None:
     assert one_pass(Batches(), 1, 2, None) == [[3, 4, 5], [9, 10, 11]]
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @quiet_fork
 @pytest.mark.parametrize(
@@ -173,6 +174,7 @@ def counting(worker: int, device: int) -> TorchModel:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", AllreduceStrategy(replication=2)], ids=["ps", "all"])
 def test_a_pass_goes_on_with_the_next_sample_when_workers_come_go_and_die(
     strategy: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -227,6 +229,7 @@ class Kill(Callback):
             self.simulation.world.kill(victim, "it was killed. connection error code 2.")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(
     "strategy", ["simple", AllreduceStrategy(replication=3)], ids=["simple", "all"]
@@ -261,6 +264,7 @@ def test_a_batch_that_raised_is_left_out() -> None:
     assert cluster.weights()["visits"].tolist()[:6] == [1, 1, 0, 1, 1, 0]
 
 
+@pytest.mark.few(1)
 @quiet_fork
 @pytest.mark.parametrize(("processes", "drop_last"), [(0, False), (0, True), (2, False)])
 def test_passes_follow_each_other_in_the_order_of_the_stream(

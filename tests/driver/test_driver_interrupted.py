@@ -74,7 +74,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("action", "name", "what", "workers", "settles", "place"), CASES, ids=_id)
 def test_after_a_call_was_struck_every_call_works(
     action: str, name: str, what: str, workers: int, settles: bool, place: float, tmp_path: Path
@@ -96,7 +96,7 @@ def every(*quick: tuple[str, str, int], long: int) -> list[Any]:
     ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("action", "name", "workers"),
     every(("restore", "ps", 2), ("fit", "allreduce", 2), ("set_weights", "local", 1), long=6),
@@ -121,6 +121,7 @@ def test_an_interruption_may_come_at_every_wait(
     assert not failed, f"{len(failed)} of {waits} waits:\n" + "\n".join(failed)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "action"),
     [("ps", "resize up"), ("allreduce", "set_strategy"), ("local", "set_strategy")],
@@ -193,7 +194,7 @@ def start_and_strike(
         return hit.waits
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("eighth", range(8))
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("name", KINDS)
@@ -244,7 +245,7 @@ def test_a_death_while_a_job_starts_is_answered_as_any_other(
 # -- the last checkpoint ---------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", [0.1, 0.3, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("action", [name for name in CHANGES if name.endswith("in fit")])
 @pytest.mark.parametrize("name", ["ps", "allreduce", "local"])

@@ -39,11 +39,13 @@ def check(schedule: Schedule) -> None:
         raise
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_calls_that_nothing_strikes_are_those_of_one_process(seed: int) -> None:
     check(Schedule.drawn(seed).undisturbed())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_every_call_works_after_an_interrupted_one(seed: int) -> None:
     check(Schedule.drawn(seed))
@@ -117,6 +119,7 @@ def test_nothing_is_left_of_a_trainer_of_which_the_constructor_was_interrupted(f
             return
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("first", mostly_full([*range(0, 120, 20)], 20, 80))
 def test_every_call_works_after_these_interrupted_ones(first: int) -> None:

@@ -116,7 +116,7 @@ CALLS: dict[str, Callable[[StruckJob], None]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("moment", ["before", "when it begins", "during"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", HOLDERS)
@@ -139,7 +139,7 @@ def test_what_was_returned_stays(name: str, call: str, moment: str, tmp_path: Pa
         job.end()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ps", "allreduce", "sharded groups"])
 def test_a_program_that_ends_with_save_saves_its_last_step(name: str, tmp_path: Path) -> None:
     """The process dies at each of the events from the end of `fit` on."""
@@ -177,7 +177,7 @@ def change_strategy(
         return job.trainer.weights(), rows
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dies", ["before", "after"])
 @pytest.mark.parametrize("name", ["ps", "allreduce", "sharded groups"])
 def test_undone_steps_are_made_again_as_they_were(name: str, dies: str, tmp_path: Path) -> None:
@@ -191,6 +191,7 @@ def test_undone_steps_are_made_again_as_they_were(name: str, dies: str, tmp_path
     assert difference(weights, expected) < TOLERANCE
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ps", "allreduce", "sharded groups"])
 def test_undone_steps_have_the_learning_rates_that_they_had(name: str, tmp_path: Path) -> None:
     found = []
@@ -213,7 +214,7 @@ def test_undone_steps_have_the_learning_rates_that_they_had(name: str, tmp_path:
 # -- the log ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("moments", [(30,), (10, 45), (0, 1), (59, 60)], ids=str)
 @pytest.mark.parametrize("name", LOGGED)
 def test_the_log_covers_the_whole_run_after_a_set_back(
@@ -301,7 +302,7 @@ def refused_strategy(trainer: DistributedSGD, folder: Path) -> None:
         trainer.set_strategy("typo")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "refused", [refused_weights, refused_state, refused_checkpoint, refused_strategy]
 )
@@ -319,7 +320,7 @@ def test_a_call_that_is_refused_keeps_the_snapshot(
         job.end()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["set_weights", "load_state_dict", "restore"])
 @pytest.mark.parametrize("name", ["ps", "allreduce", "sharded groups", "local"])
 def test_a_death_at_once_after_a_state_was_set_keeps_that_state(

@@ -64,7 +64,7 @@ SLOW = DeadlineConfig(start=5.0, step=400.0, call=400.0, driver=40_000.0)
 assert 5 * SLOW.start < STEP_SECONDS < SLOW.step
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "what", ["worker 1", "worker 0", "server 0", "resize up", "resize down", "worker 1, resize up"]
 )
@@ -175,7 +175,7 @@ def test_a_change_of_strategy_waits_out_a_slow_step(name: str, tmp_path: Path) -
         job.end()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("action", ["resize up", "set_strategy"])
 @pytest.mark.parametrize("name", ["allreduce", "sharded groups", "local"])
 def test_a_change_for_which_nobody_comes_in_time_changes_nothing(
@@ -247,7 +247,7 @@ class Asked(Callback):
             self.ask(0.1, 1.0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "moment", ["on_evaluation", "on_epoch_end", "evaluates", "writes", "on_step"]
 )
@@ -282,7 +282,7 @@ def test_resize_of_another_thread_returns_at_once_whatever_fit_does(
         job.end()
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", KINDS)
 def test_shutdown_of_another_thread_ends_a_fit_with_an_error_that_says_so(
@@ -348,7 +348,7 @@ def test_a_fit_within_a_callback_leaves_the_outer_one_its_own(name: str, tmp_pat
         job.end()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ends", ["stop", "raise"])
 @pytest.mark.parametrize("name", KINDS)
 def test_workers_do_not_run_far_ahead_of_a_slow_callback(
@@ -444,7 +444,7 @@ def leaving(job: StruckJob, deaths: int, killed: list[str]) -> Callable[[], bool
     return lambda: all(process.where is not node for process in simulation.living())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "call", "deaths"),
     [
@@ -543,7 +543,7 @@ def program(folder: Path, dies: int | None, *, early: bool) -> list[int]:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("dies", [12, 17, 23])
 def test_a_program_that_had_ended_a_fit_early_ends_at_the_same_step_when_started_again(

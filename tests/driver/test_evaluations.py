@@ -108,6 +108,7 @@ def trainer_of(strategy: Any, workers: int = 2) -> DistributedSGD:
     return DistributedSGD(TASK.creator(), workers, strategy=strategy, run_config=run_config())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_every_so_many_steps_and_what_it_says(strategy: Any) -> None:
     noting = Noting()
@@ -137,6 +138,7 @@ def test_at_the_end_of_each_epoch() -> None:
     assert [result.epoch for result in noting.results] == [0, 1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES[1:3], ids=str)
 def test_a_death_that_sets_training_back_doubles_no_evaluation(strategy: Any) -> None:
     simulation, noting = Simulation(3), Noting()

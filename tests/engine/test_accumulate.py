@@ -47,7 +47,7 @@ STRATEGIES = {
 SIZES = [(1, 1, 2), (1, 2, 2), (1, 1, 5), (2, 1, 3), (2, 2, 2), (3, 1, 2)]
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @grid(strategy=STRATEGIES, size=SIZES, name=TASKS)
 def test_equals_serial_training(strategy: str, size: tuple[int, int, int], name: str) -> None:
     workers, devices, accumulate = size
@@ -59,6 +59,7 @@ def test_equals_serial_training(strategy: str, size: tuple[int, int, int], name:
     assert difference(cluster.weights(), TASKS[name].train(parts, STEPS)) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_random_numbers_are_those_of_as_many_workers(workers: int) -> None:
     task = Task(dropout, sgd(momentum=0.9), samples(31))
@@ -69,6 +70,7 @@ def test_random_numbers_are_those_of_as_many_workers(workers: int) -> None:
     assert difference(both.weights(), wide.weights()) < 1e-12
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("workers", "devices", "accumulate"), [(1, 1, 4), (1, 2, 3), (2, 1, 2), (2, 2, 2)]
 )
@@ -99,7 +101,7 @@ def test_parameters_without_gradient_are_skipped_as_torch_does(
     assert difference(weights, task.train(workers * devices * accumulate, STEPS)) < 1e-12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)
 def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(name: str, seed: int) -> None:
@@ -124,6 +126,7 @@ def test_a_hosts_workers_add_up_what_they_added_up(places: HostMap) -> None:
     assert difference(cluster.weights(), task.train(6, STEPS)) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", EACH)
 def test_one_worker_in_any_mode_is_serial_training(name: str) -> None:
     task = TASKS["adamw-groups-schedule"]
@@ -255,6 +258,7 @@ def test_a_stream_gives_its_batches_one_after_the_other() -> None:
     assert difference(cluster.weights(), snapshot(module)) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_loaders_own_processes_read_ahead_in_the_same_order(processes: int) -> None:
     dataset = TensorDataset(*samples(13))

@@ -86,7 +86,7 @@ def plain(cluster: InProcessCluster, module: nn.Module) -> tuple[Weights, list[f
     return snapshot(module), losses
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "module", [network, Saving, lambda: torch.compile(network(), backend="eager")]
 )
@@ -136,6 +136,7 @@ class Products(torch.optim.Optimizer):
                     parameter.sub_(update.view_as(parameter), alpha=group["lr"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_servers_in_a_workers_process_update_in_full_precision(workers: int) -> None:
     """They may do so while that worker waits in the middle of its forward pass."""

@@ -50,7 +50,7 @@ def install(before: InProcessCluster, after: InProcessCluster, *, everything: bo
 SIZES = [((3, 2), (2, 2)), ((2, 3), (2, 2)), ((3, 3), (1, 3)), ((2, 2), (3, 1)), ((1, 2), (1, 2))]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @grid(
     lambda name, size, _: (
         name != "copies" or not any(1 in pair for pair in size)

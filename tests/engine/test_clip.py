@@ -103,6 +103,7 @@ def test_parameter_server_equals_serial_training(
     assert min(norms) < CLIP < max(norms)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "strategy", [AllreduceStrategy(chunk_bytes=64, clip_norm=CLIP), SimpleStrategy(clip_norm=CLIP)]
 )
@@ -136,6 +137,7 @@ COUNTED = {
 }
 
 
+@pytest.mark.few(3)
 @grid(name=COUNTED, chunk_bytes=[64, None], size=[(1, 1), (1, 2), (2, 2), (3, 1)])
 def test_what_counts_counts_once(name: str, size: tuple[int, int], chunk_bytes: int | None) -> None:
     assert min(compare(COUNTED[name], ps(2, chunk_bytes), *size)) > 0
@@ -166,6 +168,7 @@ def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(
     assert len(factors) > 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wire_dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", ["sync", "allreduce", "async"])
 def test_what_travels_narrow_is_clipped_as_it_arrives(name: str, wire_dtype: str) -> None:
@@ -191,6 +194,7 @@ def test_what_travels_narrow_is_clipped_as_it_arrives(name: str, wire_dtype: str
         assert norms_of(results) == pytest.approx(norms, rel=0.1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.long
 @pytest.mark.parametrize("name", EACH)
 @seeds(2)
@@ -212,6 +216,7 @@ def test_asynchronously_each_push_is_clipped_by_itself(name: str, seed: int) -> 
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["sync", "allreduce"])
 @seeds(2, "shuffle")
 def test_message_order_changes_no_bit(name: str, shuffle: int) -> None:
@@ -317,6 +322,7 @@ def test_on_ray(strategy: Strategy) -> None:
         assert same_bits(trainer.weights(), replay(trainer.log(), task.creator()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [ParameterServerStrategy(), LocalStrategy(sync_every=2)])
 def test_models_may_ask_for_clipping_where_the_strategy_does_not(strategy: Any) -> None:
     task = Task(optimizer=sgd(lr=0.1), data=samples(24), batch_size=3)

@@ -44,7 +44,7 @@ def ps(servers: int, chunk_bytes: int | None = 64) -> ParameterServerStrategy:
     return ParameterServerStrategy(num_servers=servers, chunk_bytes=chunk_bytes)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @grid(name=TASKS, workers=[1, 2, 3], servers=[1, 2, 3], devices=[1, 2])
 def test_parameter_server_equals_serial_training(
     name: str, workers: int, servers: int, devices: int
@@ -109,6 +109,7 @@ def test_a_loss_may_weigh_its_batch(workers: int, devices: int) -> None:
     assert difference(cluster.weights(), task.train(workers * devices, STEPS)) < 1e-12
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("workers", "devices"), [(4, 1), (1, 4), (2, 2)])
 def test_a_batch_of_weight_zero_does_not_count_even_when_its_mean_is_nan(
     workers: int, devices: int
@@ -203,6 +204,7 @@ def test_several_dtypes_in_one_model(workers: int, servers: int, devices: int) -
     assert same_bits(cluster.weights(), task.train(workers * devices, 4))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("workers", "servers", "devices"), [(1, 1, 1), (2, 2, 1), (2, 3, 2)])
 def test_an_optimizer_of_whole_matrices_gets_whole_matrices(
     workers: int, servers: int, devices: int
@@ -255,6 +257,7 @@ class Counter(nn.Module):
         return -self.count.sum()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("workers", "servers", "devices"),
     [(1, 1, 1), (2, 1, 1), (3, 2, 1), (3, 3, 2), (7, 2, 1), (7, 2, 7), (14, 1, 1)],

@@ -113,6 +113,7 @@ JOBS: dict[str, Callable[..., InProcessCluster]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", JOBS)
 def test_an_exchange_is_called_as_promised(name: str) -> None:
     plain = JOBS[name]()

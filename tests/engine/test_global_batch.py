@@ -76,7 +76,7 @@ def logged(name: str, task: Task, workers: int, **options: Any) -> InProcessClus
     )
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @grid(strategy=["ps", "allreduce", "simple"], workers=[1, 2, 3, 4], devices=[1, 2], name=TASKS)
 def test_equals_serial_training(strategy: str, workers: int, devices: int, name: str) -> None:
     task = replace(TASKS[name], data=samples(29))
@@ -87,6 +87,7 @@ def test_equals_serial_training(strategy: str, workers: int, devices: int, name:
     assert difference(cluster.weights(), serially(task, GLOBAL, STEPS)) < 1e-12
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_share_weighs_what_its_samples_weigh(workers: int) -> None:
     data = weighted_samples([1.0, 0.0, 0.0, 2.0, 7.0, 0.25, 0.0, 2.5, 0.5, 1.0, 0.125, 6.0])
@@ -95,7 +96,7 @@ def test_a_share_weighs_what_its_samples_weigh(workers: int) -> None:
     assert difference(cluster.weights(), serially(task, 5, STEPS)) < 1e-12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ps", "allreduce", "local", "backup"])
 @pytest.mark.parametrize(("workers", "devices", "accumulate"), [(1, 1, 1), (2, 2, 1), (3, 1, 2)])
 def test_the_size_that_the_models_make_changes_no_bit(
@@ -115,7 +116,7 @@ def test_the_size_that_the_models_make_changes_no_bit(
         assert same_bits(held.weights(), plain.weights())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ps", "allreduce", "local", "backup"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(name: str, workers: int) -> None:
@@ -182,6 +183,7 @@ def creator(data: Any, batch_size: int | None) -> Any:
     return create
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_loaders_and_numbered_streams_are_divided_too(workers: int) -> None:
     x, y = data = samples(29)

@@ -85,6 +85,7 @@ def place_of_the_bad_one() -> tuple[int, int, str]:
     raise AssertionError
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "async"])
 def test_a_sample_that_does_not_come_is_named_with_the_code_that_waits(
     strategy: str, simulation: Simulation
@@ -105,6 +106,7 @@ def test_a_sample_that_does_not_come_is_named_with_the_code_that_waits(
     assert "steepest/core/engine/" not in frames
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_a_sample_that_stops_one_process_after_the_other_is_named(
     strategy: str, simulation: Simulation

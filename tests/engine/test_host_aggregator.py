@@ -55,7 +55,7 @@ def hosted(places: str, task: Task = FLOAT64, **options: object) -> InProcessClu
     return make("sync", task, len(workers), servers=len(servers), hosts=hosts, **options)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @EVERYWHERE
 @pytest.mark.parametrize("devices", [1, 2])
 def test_training_equals_serial_training_and_its_replay(places: str, devices: int) -> None:
@@ -81,7 +81,7 @@ def test_messages_that_overtake_each_other_and_come_twice_change_nothing(
     check(cluster, FLOAT64)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @EVERYWHERE
 @pytest.mark.parametrize("wire", ["fp16", ("bf16", None), (None, "fp16")])
 def test_half_precision_is_for_what_crosses_between_hosts(places: str, wire: object) -> None:
@@ -213,6 +213,7 @@ def test_nan_is_refused_with_the_name_of_who_made_it(places: str, culprit: int) 
     trained(cluster, 3)  # the step is taken again, from the same weights
 
 
+@pytest.mark.few(3)
 @EVERYWHERE
 @seeds(1)
 def test_a_step_that_was_given_up_is_taken_again(places: str, seed: int) -> None:

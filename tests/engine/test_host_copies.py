@@ -69,7 +69,7 @@ def on_a_device(
     return cluster, copies
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("each", [0, 2, 100])
 @pytest.mark.parametrize("name", ["sync", "async", "groups"])
 def test_training_has_the_same_bits_however_late_copies_are(name: str, each: int) -> None:
@@ -93,6 +93,7 @@ LOCALS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LOCALS)
 def test_a_device_has_the_workers_own_weights_wherever_these_change(name: str) -> None:
     """A model computes with a copy on its device: here one in the memory of the host, besides."""

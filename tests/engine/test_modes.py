@@ -427,7 +427,7 @@ def test_nan_that_is_refused_names_worker_and_tensor_and_changes_nothing(
     assert sorted(shares(log)) == list(range(len(shares(log))))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SURE)
 @seeds(1)
 def test_nan_that_is_skipped_is_a_version_in_which_nothing_changes(name: str, seed: int) -> None:

@@ -38,7 +38,7 @@ def train(
     return cluster
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @BOTH
 @WORKERS
 @pytest.mark.parametrize("count", [7, 13, 14, 19])
@@ -156,7 +156,7 @@ def compiled() -> nn.Module:
     return torch.compile(perceptron(), backend="eager")  # type: ignore[return-value]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @BOTH
 @WORKERS
 @pytest.mark.parametrize(

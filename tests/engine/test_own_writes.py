@@ -123,6 +123,7 @@ def test_every_way_gives_what_one_process_gives(
     close(cluster.state_dict(), wanted)
 
 
+@pytest.mark.few(4)
 @pytest.mark.long
 @grid(
     name=["momentum, in place", "momentum, storage", "spectral norm", "batch norm"],
@@ -412,6 +413,7 @@ def replace_one(module: nn.Module) -> None:
     module[2].weight = nn.Parameter(torch.zeros(2, 4, dtype=torch.float64))  # type: ignore[index]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("write", [fill, initialise, convert, replace_one])
 def test_what_a_function_between_steps_writes_to_weights_is_refused_and_undone(
     write: Callable[[nn.Module], None],

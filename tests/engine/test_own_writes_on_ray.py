@@ -127,6 +127,7 @@ class Wide(Writer):
         self.first, self.last = nn.Linear(3, WIDE).double(), nn.Linear(WIDE, 4).double()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "how", ["data", *(pytest.param(how, marks=pytest.mark.long) for how in ("clamp", "storage"))]
 )

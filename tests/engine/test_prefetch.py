@@ -239,6 +239,7 @@ def traced_inside() -> nn.Module:
     return net
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "make_module",
     [lambda: torch.compile(Net(), backend="eager"), compiled_inside, traced_inside],
@@ -379,6 +380,7 @@ def test_steps_begin_early_and_change_nothing(
     assert difference(cluster.weights(), TASK.train(3 * devices, 20)) < 1e-12
 
 
+@pytest.mark.few(2)
 @HOSTS
 def test_the_same_bits_as_when_steps_begin_late(
     began: Began, hosts: HostMap | None, monkeypatch: pytest.MonkeyPatch
@@ -397,6 +399,7 @@ def test_the_same_bits_as_when_steps_begin_late(
     assert same_bits(early.weights(), late.weights())
 
 
+@pytest.mark.few(1)
 @HOSTS
 @seeds(1)
 def test_a_failure_while_somebody_waits_for_weights(

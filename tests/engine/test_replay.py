@@ -48,7 +48,7 @@ def doomed(
 
 
 @pytest.mark.long
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", ["sync", "async", "ssp-2"])
 @runs(4)

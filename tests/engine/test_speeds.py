@@ -84,6 +84,7 @@ def test_nobody_is_further_ahead_than_the_bound_and_nobody_waits_for_ever(
     assert max(watch.clocks.values()) - min(watch.clocks.values()) <= lead + 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lead", [0, 1, 4])
 def test_the_bound_is_reached_by_who_is_faster(lead: int) -> None:
     strategy = ParameterServerStrategy(mode="ssp", staleness=lead, num_servers=2, chunk_bytes=128)
@@ -160,6 +161,7 @@ def test_synchronous_training_falls_to_the_pace_of_the_slowest() -> None:
     assert len(set(by.values())) == 1
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_backup_worker_keeps_the_pace_of_the_healthy() -> None:
     healthy, *_ = pace("sync", [FAST, FAST])
@@ -182,6 +184,7 @@ def test_under_a_bound_the_slowest_sets_the_pace_and_others_stay_near(name: str)
     assert 3 * by[2] <= updates <= 3 * by[2] + 2 * (lead + 1)
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_stale_gradients_of_a_slow_worker_are_dropped_and_cost_the_healthy_nothing() -> None:
     healthy, *_ = pace("async-drop", [FAST, FAST], staleness=3)

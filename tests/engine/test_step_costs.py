@@ -49,6 +49,7 @@ def test_a_process_sends_and_receives_once_for_each_message_that_it_waits_for(
     assert counted["_receive"] <= counted["_send_bytes"] + others
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_step_calls_no_more_functions_than_it_did(name: str) -> None:
     cluster = InProcessCluster(

@@ -57,6 +57,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_nobody_trains_on_and_the_next_fit_continues(strategy: Any) -> None:
     stopping = Stopping()
@@ -73,6 +74,7 @@ def test_nobody_trains_on_and_the_next_fit_continues(strategy: Any) -> None:
         assert trainer.fit(steps=5, progress=False).step == last.step + 6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", SYNCHRONOUS, ids=str)
 def test_the_steps_are_those_of_an_undisturbed_run(strategy: Any) -> None:
     found = []
@@ -92,6 +94,7 @@ def test_the_steps_are_those_of_an_undisturbed_run(strategy: Any) -> None:
     assert same_bits(*found)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_history_loggers_and_progress_have_each_step_once(
     strategy: Any, capsys: pytest.CaptureFixture[str]
@@ -146,7 +149,7 @@ def test_a_stop_before_the_first_step() -> None:
         assert trainer.fit(steps=2, progress=False).step == 2
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("victim", ["worker 1", "server 0", "worker 0"])
 def test_who_dies_as_it_stops_loses_no_step_that_was_seen(strategy: Any, victim: str) -> None:

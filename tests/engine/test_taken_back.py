@@ -89,14 +89,14 @@ def compared(name: str, seed: int, workers: int = 3, **options: Any) -> None:
     check(doubtful, PLAIN)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", MODES)
 def test_what_was_taken_back_leaves_no_trace(name: str, seed: int) -> None:
     compared(name, seed)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("places", PLACES)
 def test_sums_of_a_host_are_voided_with_what_was_taken_back(places: str, seed: int) -> None:
@@ -134,6 +134,7 @@ def test_messages_may_overtake_each_other(name: str, seed: int) -> None:
     check(cluster, PLAIN)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("codec", ["int8", "topk", "powersgd"])
 def test_what_compression_leaves_out_of_it_is_forgotten(codec: str) -> None:
     compared("sync", 1, settings={"compression": codec})

@@ -26,6 +26,7 @@ def test_those_beside_workers_where_each_has_one(places: HostMap, dense: tuple[i
     assert places.beside_workers == dense
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["sync", "copies", "async", "ssp-2"])
 @pytest.mark.parametrize("alone", [1, 2])
 def test_who_holds_what_changes_no_result(name: str, alone: int) -> None:

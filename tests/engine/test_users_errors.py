@@ -526,6 +526,7 @@ def test_a_loss_that_is_not_finite_is_reported_as_it_is() -> None:
     assert result.loss == float("inf")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "local"])
 def test_a_schedule_may_set_numpy_scalars_and_tensors(strategy: str) -> None:
     def trained(factor: Any) -> Any:

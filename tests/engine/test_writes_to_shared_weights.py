@@ -43,6 +43,7 @@ def seen_elsewhere(owner: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 @pytest.mark.parametrize("kind", ["even", "whole", "kinds", "asked"])

@@ -45,6 +45,7 @@ def tried(strategy: str, seconds: float, workers: int = 2, **chosen: Any) -> Tri
         )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce", "local", "async"])
 def test_a_strategy_is_tried_for_so_long_as_was_said(strategy: str) -> None:
     trial = tried(strategy, 3.0)
@@ -54,6 +55,7 @@ def test_a_strategy_is_tried_for_so_long_as_was_said(strategy: str) -> None:
     assert 3.0 <= took < (5.0 if strategy == "local" else 3.5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_until_then_it_is_the_run_that_it_would_be(workers: int) -> None:
     trial = tried("ps", 1.0, workers)

@@ -83,6 +83,7 @@ def calls_of_a_step(creator: Any, strategy: Any) -> tuple[float, Counter[str]]:
     return least.total() / STEPS / WORKERS, least
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_step_of_ones_own_loop_calls_few_functions_more_than_one_of_fit(name: str) -> None:
     of_fit, _ = calls_of_a_step(model, STRATEGIES[name])

@@ -65,6 +65,7 @@ SCHEDULED = Script(
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("strategy", ["ps", "allreduce", "simple"])
 def test_a_loop_with_a_scheduler_equals_one_process(strategy: str, workers: int) -> None:
@@ -100,7 +101,7 @@ ALIKE = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ALIKE)
 def test_what_loops_do_equals_one_process(name: str) -> None:
     script = ALIKE[name]
@@ -157,6 +158,7 @@ def test_losses_are_in_the_history() -> None:
     assert found.steps[-1]["loss"] == found.reports[-1]["loss"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("any_steps", [False, True])
 def test_what_is_reported_behind_the_last_step_has_a_row(any_steps: bool, tmp_path: Path) -> None:
     """Such as the accuracy of the last epoch: in the history, its file, the page and what loggers are given."""
@@ -188,7 +190,7 @@ def test_what_is_reported_behind_the_last_step_has_a_row(any_steps: bool, tmp_pa
     assert [row for row in once(Memory())[0] if row["kind"] == "report"] == [last]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [2, 4, 8])
 @pytest.mark.parametrize("workers", [2, 1])
 def test_the_same_program_continues_from_its_checkpoint(
@@ -231,7 +233,7 @@ def rate_of(step: int) -> float:
     return float(0.1 * 0.9 ** (step + step // 4))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 @pytest.mark.parametrize("script", [adversarial, without_loader, clamped])
 @pytest.mark.parametrize("workers", [1, 2])
@@ -244,6 +246,7 @@ def test_several_steps_for_a_batch_equal_one_process(
     assert difference(found.weights, alone(script, workers)) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("script", [adversarial, clamped])
 def test_several_steps_for_a_batch_of_a_size_of_all_workers(script: Any) -> None:
     """The batch of all workers is as large as was said, on however many."""

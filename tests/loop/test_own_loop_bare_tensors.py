@@ -81,7 +81,7 @@ def without_a_module() -> None:
 LOOPS = [with_a_temperature, by_turns, without_a_module]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_tensors_of_no_module_are_trained(loop: Callable[[], None], workers: int) -> None:

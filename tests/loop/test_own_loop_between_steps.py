@@ -34,6 +34,7 @@ def _simulated() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("victim", ["server 0", 1])
 def test_parameters_are_projected_by_the_successor_of_who_updates_them(victim: int | str) -> None:
     strategy = STRATEGIES["ps, two copies" if isinstance(victim, str) else "allreduce, two copies"]
@@ -41,7 +42,7 @@ def test_parameters_are_projected_by_the_successor_of_who_updates_them(victim: i
     assert difference(found.weights, alone(clamped, 2)) < 1e-12
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", range(2, 8))
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -54,7 +55,7 @@ def test_a_worker_dies_between_batches_whose_gradients_are_added_up(
     assert difference(found.weights, script.alone(2)) < 1e-12
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", range(2, 8))
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_program_is_started_again_between_batches_whose_gradients_are_added_up(
@@ -80,7 +81,7 @@ def alternating(parts: Parts, epochs: int) -> None:
             parts.optimizer.step()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("any_steps", [False, True])
 @pytest.mark.parametrize("step", range(2, 8))
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -92,7 +93,7 @@ def test_a_successor_counts_the_batches_of_an_epoch_from_where_it_enters(
     assert difference(found.weights, script.alone(2)) < 1e-12
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("any_steps", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -132,6 +133,7 @@ def in_turns(parts: Parts, epochs: int) -> None:
                         scheduler.step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [3, 4])
 def test_a_schedule_that_goes_on_between_two_steps_does_so_once(step: int, tmp_path: Path) -> None:
     """The program ends behind it, or before; started again it goes through the rest of the batch."""
@@ -188,7 +190,7 @@ def rounds() -> None:
 SUMS = [accumulating, over_the_end, gathering]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", range(1, 4))
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -224,7 +226,7 @@ def test_a_part_of_a_sum_that_nobody_computes_again_is_told(
         without(script, 2, 1, step)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("to", [1, 3])
 @pytest.mark.parametrize("function", [plain, *SUMS])
 def test_a_loop_of_another_number_of_workers_begins_its_sum_anew(function: Any, to: int) -> None:
@@ -277,6 +279,7 @@ def annealed(parts: Parts, epochs: int) -> None:
             parts.optimizer.step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("any_steps", [False, True])
 def test_what_is_set_by_hand_before_a_step_is_set_once(any_steps: bool) -> None:
     """By a worker that takes the place of the one whose values count, too."""

@@ -89,7 +89,7 @@ def test_with_other_strategies(strategy: str) -> None:
     assert difference(run(script, 2, strategy).weights, script.alone(2)) < TOLERANCE
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_successor_has_the_same_history(strategy: str, step: int) -> None:

@@ -234,6 +234,7 @@ def drawing_noise() -> None:
 DRAWN: dict[int, list[torch.Tensor]] = {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("script", [drawing, drawing_noise])
 def test_what_a_loop_draws_is_drawn_again_after_a_death(script: Any) -> None:
     """The successor draws what the dead worker would have drawn, and each worker something else."""
@@ -249,13 +250,13 @@ def test_what_a_loop_draws_is_drawn_again_after_a_death(script: Any) -> None:
             assert difference(found.weights, whole) < 1e-12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_without_deaths(strategy: str) -> None:
     check(STRATEGIES[strategy], 1, deaths=0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_process_dies(strategy: str, seed: int) -> None:
@@ -279,6 +280,7 @@ def test_a_worker_gets_another_number_while_its_step_is_not_committed() -> None:
     check(STRATEGIES["ps, two copies"], 69, deaths=2)
 
 
+@pytest.mark.full
 def test_a_scheduler_by_epoch_is_known_where_one_batch_of_an_epoch_was_left() -> None:
     check(STRATEGIES["allreduce, two copies"], 1014)
     check(STRATEGIES["allreduce, two copies"], 2033, deaths=2)  # before its first step
@@ -311,6 +313,7 @@ def test_a_loop_whose_step_a_change_has_voided_waits_until_it_is_taken_again() -
     check_gathering_twice("ps, two copies", 101)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("strategy", "seed"), [("allreduce", 202), ("allreduce, two copies", 215)])
 def test_a_worker_joins_amid_a_batch_that_the_others_have_begun_with_fewer(
     strategy: str, seed: int
@@ -318,16 +321,19 @@ def test_a_worker_joins_amid_a_batch_that_the_others_have_begun_with_fewer(
     check_gathering_twice(strategy, seed)
 
 
+@pytest.mark.full
 def test_one_worker_fewer_and_one_more_before_the_loop_that_gathers_has_a_turn() -> None:
     check_gathering_twice("ps", 208)
 
 
+@pytest.mark.full
 def test_what_was_gathered_in_steps_that_are_lost_is_not_taken_for_what_is_gathered_there_now() -> (
     None
 ):
     check_gathering_twice("ps", 216)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_loop_counts_and_reports_before_a_step_counts_once_where_that_is_taken_again(
     seed: int,
@@ -340,6 +346,7 @@ def test_what_a_loop_counts_and_reports_before_a_step_counts_once_where_that_is_
     assert len(found.reports) == steps
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("patience", [0.0, math.inf])
 def test_all_workers_die_and_what_their_loops_have_kept_is_of_the_job_s_step(
     patience: float,
@@ -380,6 +387,7 @@ def test_it_is_told_that_fewer_workers_go_on_with_what_others_have_taken_over() 
     assert "going on with 2 workers, 4 samples a step, from step 1 on" in found.events["recovered"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_processes_die_at_many_moments(strategy: str) -> None:
@@ -387,7 +395,7 @@ def test_processes_die_at_many_moments(strategy: str) -> None:
         check(STRATEGIES[strategy], seed, deaths=1 + seed % 2)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("script", [adversarial, without_loader])
 def test_a_process_dies_between_two_steps_for_one_batch(script: Any, strategy: str) -> None:
@@ -395,6 +403,7 @@ def test_a_process_dies_between_two_steps_for_one_batch(script: Any, strategy: s
         check_lockstep(script, STRATEGIES[strategy], seed)
 
 
+@pytest.mark.few(3)
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("script", [adversarial, without_loader])

@@ -71,7 +71,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_layers_are_frozen_and_unfrozen(script: str, workers: int) -> None:
@@ -85,7 +85,7 @@ def test_with_other_strategies(strategy: str) -> None:
     assert difference(run(script, 2, strategy).weights, script.alone(2)) < 1e-12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("step", [6, 13])
 def test_a_successor_trains_the_same(strategy: str, step: int) -> None:
@@ -125,7 +125,7 @@ def struck(
     assert difference(weights, script.alone(3)) < 1e-12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("died", ["worker 1", "worker 2"])
 def test_a_worker_dies_while_what_is_unfrozen_becomes_trained(died: str, strategy: str) -> None:
@@ -143,7 +143,7 @@ def test_a_worker_dies_while_what_is_unfrozen_becomes_trained(died: str, strateg
     struck(strategy, died, patch)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("died", ["worker 0", "worker 1"])
 def test_a_worker_dies_while_models_begin_to_train_it(died: str, strategy: str) -> None:
@@ -161,6 +161,7 @@ def test_a_worker_dies_while_models_begin_to_train_it(died: str, strategy: str) 
     struck(strategy, died, patch, patience=1.0)
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize("step", [7, 20])
 def test_a_checkpoint_tells_what_is_frozen(step: int, tmp_path: Any) -> None:

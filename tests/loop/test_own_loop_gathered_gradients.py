@@ -59,7 +59,7 @@ CONTRASTIVE = Script(contrastive, optimizer=sgd(lr=0.02, momentum=0.5))
 SEVERAL = Script(several, optimizer=sgd(lr=0.02, momentum=0.5), any_steps=True, data=samples(12))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("script", [CONTRASTIVE, SEVERAL], ids=["one step", "several"])
 def test_gradients_are_those_of_one_process(script: Script, workers: int) -> None:
@@ -67,6 +67,7 @@ def test_gradients_are_those_of_one_process(script: Script, workers: int) -> Non
     assert difference(run(script, workers).weights, script.alone(workers)) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 def test_a_worker_dies(strategy: str) -> None:
     script = Script(contrastive, optimizer=sgd(lr=0.02, momentum=0.5), epochs=5)

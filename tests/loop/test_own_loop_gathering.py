@@ -148,6 +148,7 @@ def alone(script: Any, workers: int) -> Weights:
 SCRIPTS = [evaluating, among_batches, in_rounds]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_what_is_gathered_is_that_of_one_process(script: Any, workers: int) -> None:
@@ -203,7 +204,7 @@ def struck(script: Any, strategy: str, seed: int) -> None:
         ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_process_dies_while_others_gather(
@@ -216,6 +217,7 @@ def test_a_process_dies_while_others_gather(
     assert "refused" not in caplog.text
 
 
+@pytest.mark.few(2)
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("script", SCRIPTS)

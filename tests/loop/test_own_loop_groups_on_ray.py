@@ -49,6 +49,7 @@ SCRIPT = Script(partial(dying, None), optimizer=sgd(momentum=0.9), data=samples(
 GLOO = AllreduceStrategy(data_plane="gloo", chunk_bytes=64)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ray
 @pytest.mark.long
 @pytest.mark.usefixtures("ray_cluster")
@@ -65,6 +66,7 @@ def test_a_killed_worker_changes_nothing(workers: int, sharded: bool, tmp_path: 
     assert found.reports == straight.reports
 
 
+@pytest.mark.few(1)
 @pytest.mark.ray
 @pytest.mark.long
 @pytest.mark.usefixtures("ray_cluster")

@@ -103,20 +103,21 @@ def check_alike(
                 torch.testing.assert_close(own["state"][index][key], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_it_is_that_of_one_process(optimizer: str, workers: int) -> None:
     check_alike(saved(optimizer, workers), alone(optimizer, workers))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "simple"])
 def test_it_is_that_of_one_process_under_all_strategies(strategy: str) -> None:
     found = saved("adam", 2, STRATEGIES.get(strategy, strategy))
     check_alike(found, alone("adam", 2))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("victim", "strategy"),
     [
@@ -137,6 +138,7 @@ def test_it_is_that_of_one_process_where_a_process_dies(victim: str, strategy: s
     check_alike(found, dict(SAVED), missing=int(victim == "worker 0"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_a_run_goes_on_from_it(optimizer: str) -> None:
     """A checkpoint of the user's own, made amid training, is loaded by torch and by another run."""

@@ -242,7 +242,7 @@ TAKEN_BACK = {each.__name__ for each in CHANGES}
 
 
 @pytest.mark.filterwarnings("ignore:torch.nn.utils.clip_grad_norm_")  # told once, rightly
-@pytest.mark.few(6)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("loop", LEAVES)

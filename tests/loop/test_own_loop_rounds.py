@@ -114,7 +114,7 @@ def fitted(script: Script, workers: int, strategy: LocalStrategy) -> Found:
         return Found(dict(trainer.state_dict()), [], list(trainer.history.steps), [])
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [3, 2, 1])
 @pytest.mark.parametrize(
     "settings",
@@ -195,7 +195,7 @@ def updates_up_to(log: CommitLog, worker: int, strategy: LocalStrategy, count: i
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ROUNDS)
 @pytest.mark.parametrize("kill", ["", "worker 0", "worker 2"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -217,7 +217,7 @@ def test_workers_of_unequal_speed_and_deaths(name: str, kill: str, seed: int) ->
     assert difference(found.weights, by_hand(task, log, ROUNDS[name])) < 1e-12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("quorum", [True, False])
@@ -259,7 +259,7 @@ def meeting(parts: Parts, epochs: int) -> None:
     MET[steepest.rank(), epochs] = [kept.samples]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kill", ["", "worker 0", "worker 2"])
 @pytest.mark.parametrize("name", [name for name in ROUNDS if name != "two of three"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -302,7 +302,7 @@ def assert_same(found: dict[Any, list[Any]], expected: dict[Any, list[Any]]) -> 
         assert all(map(torch.equal, found[key][3:], values[3:])), key
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("quorum", [True, False])
@@ -324,7 +324,7 @@ def test_a_loop_goes_on_behind_a_round_with_infinity(
     assert [SEEN[worker, 2][:3] for worker in (0, 1)] == [[36, 72, [36]]] * 2
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stops", [1, 3, 4])
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("delay", [0, 1])

@@ -114,7 +114,7 @@ def slow(parts: Parts, epochs: int) -> None:
             parts.optimizer.step()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("name", ["weighted", "growing"])
 def test_a_successor_draws_the_same(name: str, strategy: str) -> None:
@@ -123,6 +123,7 @@ def test_a_successor_draws_the_same(name: str, strategy: str) -> None:
     assert difference(found.weights, mine.alone(3)) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["weighted", "growing"])
 def test_a_resumed_program_goes_on_in_the_middle(name: str, tmp_path: Path) -> None:
     mine, checkpoints = script(name, slow), steepest.Checkpoints(tmp_path / "run", every=1)
@@ -164,6 +165,7 @@ def test_a_long_epoch_is_drawn_when_it_is_needed() -> None:
     assert difference(run(mine, 2).weights, mine.alone(2)) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("own", [False, True])
 def test_draws_do_not_depend_on_what_is_asked_for_before(own: bool) -> None:
     """Parts of an epoch that is drawn piece by piece are the same in any order, after other epochs, and again."""

@@ -57,7 +57,7 @@ def script(**settings: Any) -> Script:
 PLAIN = script()
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("any_steps", [False, True])
 @pytest.mark.parametrize("workers", [2, 3, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -124,6 +124,7 @@ def sharing() -> None:
     FOUND["sharing"] = snapshot(model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "groups"])
 def test_optimizers_that_share_parameters_leave_a_step_out_with_their_states(strategy: str) -> None:
     found = run(sharing, 2, STRATEGIES[strategy])

@@ -91,14 +91,14 @@ def two_of_one() -> None:
 LOOPS = [three_optimizers, two_of_one]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_each_optimizer_has_a_state_of_its_own(loop: Callable[[], None], workers: int) -> None:
     assert difference(run(loop, workers).weights, alone(loop, workers)) < 1e-12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_successor_has_their_states(loop: Callable[[], None], strategy: str) -> None:
@@ -106,6 +106,7 @@ def test_a_successor_has_their_states(loop: Callable[[], None], strategy: str) -
     assert difference(found.weights, alone(loop, 3)) < 1e-12
 
 
+@pytest.mark.full
 def test_a_resumed_program_goes_on(tmp_path: Path) -> None:
     checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
     with pytest.raises(InterruptedRunError):

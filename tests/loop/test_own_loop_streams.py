@@ -131,7 +131,7 @@ def streamed(data_set: Any, **more: Any) -> Streamed:
     return script
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("data_set", [Records, Numbered, Batched])
 def test_each_sample_is_one_workers(data_set: Any, workers: int) -> None:
@@ -139,7 +139,7 @@ def test_each_sample_is_one_workers(data_set: Any, workers: int) -> None:
     assert difference(run(script, workers).weights, script.alone(workers)) < 1e-12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce, two copies"])
 @pytest.mark.parametrize("data_set", [Records, Numbered])
 def test_a_successor_enters_in_the_middle(data_set: Any, strategy: str) -> None:
@@ -148,7 +148,7 @@ def test_a_successor_enters_in_the_middle(data_set: Any, strategy: str) -> None:
     assert difference(found.weights, script.alone(3)) < 1e-12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [3, 4])
 @pytest.mark.parametrize("data_set", [Records, Numbered])
 def test_a_resumed_program_goes_on_in_the_middle(data_set: Any, step: int, tmp_path: Path) -> None:

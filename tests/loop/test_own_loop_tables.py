@@ -142,7 +142,7 @@ def compare(script: Script, found: Any, workers: int) -> None:
         assert all(map(lambda a, b: torch.allclose(a, b, atol=1e-12), each, expected))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce", "groups", "sharded groups"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -202,13 +202,14 @@ def check_death(name: str, seed: int, strategy: Any = REPLICATED) -> None:
         assert torch.allclose(each, FOUND[0][-1], atol=1e-12), struck
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["usual", "looking"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_process_that_dies_changes_nothing(name: str, seed: int) -> None:
     check_death(name, seed)
 
 
+@pytest.mark.few(2)
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", [REPLICATED, *GROUPS], ids=["ps", "groups", "sharded"])
 @pytest.mark.parametrize("name", ["usual", "looking"])
@@ -240,7 +241,7 @@ def test_a_run_that_is_started_again_goes_on_and_its_rows_can_be_read(tmp_path: 
     assert (first.values == last.values).all()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -91,6 +91,7 @@ def test_autocast_equals_one_process_as_far_as_half_precision_goes() -> None:
     assert difference(run(script, 2).weights, script.alone(2)) < 0.01
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_modules(backend: str) -> None:

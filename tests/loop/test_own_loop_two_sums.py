@@ -89,7 +89,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", range(1, 12))
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -102,6 +102,7 @@ def test_a_sum_is_whole_over_which_another_optimizer_has_stepped(
     assert difference(found.weights, alone(script, 2)) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("script", "strategy", "step"),
     [("four batches", "allreduce, two copies", 2), ("gathering", "sharded groups", 9)],
@@ -114,7 +115,7 @@ def test_a_sum_is_whole_if_others_are_between_two_of_its_batches(
     assert difference(found.weights, alone(SCRIPTS[script], 2)) < 1e-12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=list(SCRIPTS))
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_two_optimizers_of_which_one_adds_up_are_those_of_one_process(

@@ -132,7 +132,7 @@ def test_gradients_that_are_not_finite_are_refused_or_skipped_as_by_servers(nonf
     assert not torch.equal(rows_of(source, net[0].tables[0]), after[0])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

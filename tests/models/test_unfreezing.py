@@ -77,6 +77,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(3)
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("workers", [1, 3])
@@ -125,6 +126,7 @@ def test_what_the_optimizer_leaves_out_is_refused() -> None:
         assert torch.equal(trainer.weights()["0.weight"], before["0.weight"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["worker 1", "server 0"])
 def test_a_successor_trains_it_too(name: str) -> None:
     """After a death, also one that sets the job back, nothing is frozen again."""

@@ -164,7 +164,7 @@ def compare(trainer: DistributedSGD, heard: Heard, steps: int) -> None:
     assert events == list(trainer.stats().events)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("role", ["worker", "server"])
 def test_each_step_is_there_once_after_a_death(strategy: Any, role: str) -> None:

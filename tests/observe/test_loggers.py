@@ -150,6 +150,7 @@ def program(path: Path, steps: int, *callbacks: Callback) -> dict[str, str]:
         return dict(trainer.history.runs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [MLflow, WandB, Trackio])
 def test_a_program_started_again_continues_its_run(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -219,6 +220,7 @@ def copied(url: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("large", [4 << 20, 2000])
 def test_tensorboard_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
     pytest.importorskip("tensorboardX")

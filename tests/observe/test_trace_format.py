@@ -35,6 +35,7 @@ def number_of(event: dict[str, Any], field: str) -> float:
     return float(value)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce", "async", "local", "simple"])
 def test_a_trace_keeps_the_rules_of_its_format(tmp_path: Path, strategy: str) -> None:
     path = tmp_path / "trace.json"

@@ -110,7 +110,7 @@ def continued(make: Callable[[Any], Any], steps: int, batch: int) -> Continued:
     return Continued(task, snapshot(module))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_they_go_on_as_in_one_process(name: str) -> None:
     for strategy, workers in STRATEGIES:

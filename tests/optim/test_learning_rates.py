@@ -103,6 +103,7 @@ def test_a_rate_that_is_set_is_that_of_a_serial_run(strategy: Any) -> None:
         assert same_bits(replay(trainer.log(), TASK.creator()), trainer.weights())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_schedule_goes_on_behind_a_rate_that_is_set(strategy: Any) -> None:
     updates = 3 if isinstance(strategy, LocalStrategy) else 1
@@ -159,6 +160,7 @@ def run_in_thirds(strategy: Any, victim: str) -> tuple[Noting, int, dict[str, to
         return noting, len(trainer.stats().events), trainer.weights()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES[1:3], ids=str)
 def test_steps_that_are_taken_again_have_the_rates_that_they_had(strategy: Any) -> None:
     undisturbed, none, expected = run_in_thirds(strategy, "")

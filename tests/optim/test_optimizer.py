@@ -75,6 +75,7 @@ def test_elementwise_optimizers_may_be_split(name: str) -> None:
     assert spec_of(ELEMENTWISE[name]).elementwise
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WHOLE)
 def test_others_want_whole_tensors(name: str) -> None:
     assert not spec_of(WHOLE[name]).elementwise
@@ -224,6 +225,7 @@ def test_split_over_chunks_equals_torch_on_whole_tensors(name: str, dtype: torch
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_tensor_optimizers_equal_torch_too(name: str) -> None:
     shapes = {"a": (5, 7), "b": (3, 4), "c": (2, 2)}
@@ -426,6 +428,7 @@ assert plain.__dynamo_disable.__module__.startswith("torch."), plain.__dynamo_di
 """
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_users_optimizer_is_made_without_torchs_compiler_until_that_is_imported() -> None:
     done = subprocess.run(

@@ -85,6 +85,7 @@ def test_servers_of_an_update_made_in_part_send_no_weights_and_take_no_steps(nam
         cluster.snapshot("state")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ps", "copies", "allreduce"])
 def test_a_job_goes_back_to_its_snapshot_and_on_from_there(name: str) -> None:
     expected = TASK.trace(WORKERS, STEPS)
@@ -108,6 +109,7 @@ def test_a_job_goes_back_to_its_snapshot_and_on_from_there(name: str) -> None:
         assert (stats.replaced, [event.kind for event in stats.events]) == (0, ["changed"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["weights", "step", "evaluate", "set_weights"])
 def test_between_calls_it_is_told_by_the_next_one_and_once(way: str) -> None:
     expected = TASK.trace(WORKERS, STEPS)
@@ -132,6 +134,7 @@ def test_between_calls_it_is_told_by_the_next_one_and_once(way: str) -> None:
         assert difference(trainer.weights(), expected[STEPS]) < 1e-12
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["simple", "ps", "copies", "allreduce"])
 def test_without_a_snapshot_every_later_call_says_so(name: str) -> None:
     with simulated(STRATEGIES[name], snapshot_every=0) as trainer:
@@ -144,6 +147,7 @@ def test_without_a_snapshot_every_later_call_says_so(name: str) -> None:
                 call()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ps", "copies", "allreduce"])
 def test_a_process_may_die_at_the_same_time(name: str) -> None:
     expected = TASK.trace(WORKERS, STEPS)

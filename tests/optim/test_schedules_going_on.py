@@ -375,6 +375,7 @@ def test_who_takes_over_from_a_dead_coordinator_has_a_short_way(
     assert rates(after) == rates(straight)[found.version :]
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_long_way_is_gone_in_parts(calls: Callable[[], int]) -> None:
     spec = spec_of("sgd", counting)
@@ -387,6 +388,7 @@ def test_a_long_way_is_gone_in_parts(calls: Callable[[], int]) -> None:
     assert whole(spec, schedule, 25_000) == whole(spec, Schedule(spec), 25_000)
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_while_a_schedule_has_a_long_way_nobody_is_blamed() -> None:
     """Time passes when nothing moves: here more than a step may take."""

@@ -79,6 +79,7 @@ def saved(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_checkpoint_goes_on_with_other_numbers_strategies_and_sizes(saved: Path) -> None:
     with DistributedSGD(
@@ -130,6 +131,7 @@ def test_a_coordinator_that_dies_has_a_successor_with_a_short_way(saved: Path) -
         assert found == [rates(step) for step in range(250, 255)]
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_schedule_that_cannot_be_carried_is_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

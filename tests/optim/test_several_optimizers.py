@@ -63,6 +63,7 @@ def serial(factory: Any, steps: int) -> Weights:
     return snapshot(net)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [None, 64], ids=str)
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_all_optimizers_step(factory: Any, strategy: int | None) -> None:
@@ -72,6 +73,7 @@ def test_all_optimizers_step(factory: Any, strategy: int | None) -> None:
     assert difference(cluster.weights(), serial(factory, 12)) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_their_state_goes_on_elsewhere(factory: Any, tmp_path: Path) -> None:
     creator = task(factory).creator()
@@ -153,6 +155,7 @@ def halves() -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(3, 2) for _ in range(2)).double()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [ParameterServerStrategy(), AllreduceStrategy()])
 def test_one_half_may_be_updated_more_often_than_the_other(strategy: Any) -> None:
     data = samples(24)

@@ -112,7 +112,7 @@ def serial(task: Task, steps: int, batch: int = 6) -> dict[str, torch.Tensor]:
     return Task(task.module, make, task.data, batch_size=batch).train(1, steps)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_they_train_as_in_one_process(name: str) -> None:
     factory, split, together = KINDS[name]
@@ -246,6 +246,7 @@ def test_a_step_in_which_no_push_weighs_anything_is_counted() -> None:
     assert unpack(state) == {"group:k": 3}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["prodigy", "d-adaptation", "counting"])
 def test_a_schedule_leaves_alone_what_the_optimizer_counts(name: str) -> None:
     def decay(optimizer: torch.optim.Optimizer) -> Any:

@@ -455,6 +455,7 @@ def test_with_copies_any_server_may_die_and_every_handle_finds_its_successor() -
         ray.get(stale.version.remote(), timeout=SECONDS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @TRANSPORTS
 def test_a_server_that_is_stopped_ends_in_a_deadline_and_goes_on_later(transport: str) -> None:

@@ -192,6 +192,7 @@ def test_a_slow_reader_receives_the_version_that_it_asked_for(ways: str) -> None
         assert reader.ask() == 0
 
 
+@pytest.mark.full
 def test_what_a_reader_holds_does_not_change_and_few_rooms_are_needed(crew: Crew) -> None:
     pusher = crew.user(push_as_told)
     pusher.hear()
@@ -209,6 +210,7 @@ def test_what_a_reader_holds_does_not_change_and_few_rooms_are_needed(crew: Crew
 # -- and nobody's death leaves memory behind ---------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_rooms_of_readers_that_are_killed_are_used_again(crew: Crew) -> None:
     pusher = crew.user(push_as_told)
@@ -233,6 +235,7 @@ def test_rooms_of_readers_that_are_killed_are_used_again(crew: Crew) -> None:
             )
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("missing", [[0], [1], [0, 1]])
 def test_what_a_pusher_left_in_part_is_dropped_everywhere(crew: Crew, missing: list[int]) -> None:
@@ -266,6 +269,7 @@ def test_a_pusher_that_is_killed_has_pushed_wholly_or_not_and_nobody_keeps_its_m
     assert version >= pushes + 3 + 1, "what the dead were told of is there"
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("index", [0, 1])
 def test_of_a_server_that_is_killed_nobody_keeps_memory(crew: Crew, index: int) -> None:

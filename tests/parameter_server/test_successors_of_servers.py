@@ -35,7 +35,7 @@ def test_a_push_is_answered_when_another_server_knows_it() -> None:
     assert crowd.value() == 2
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_whichever_server_dies_at_any_moment_each_push_is_applied_once(seed: int) -> None:
     rng = random.Random(seed)

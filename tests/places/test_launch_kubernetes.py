@@ -98,7 +98,7 @@ def pods_of(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 @pytest.mark.long
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     ["", "--spot", "--spot --spot-label=mine=yes", "--checkpoints=claim", "--min-workers=0", EVERY],

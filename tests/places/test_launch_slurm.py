@@ -323,6 +323,7 @@ def test_a_job_whose_worker_was_killed_and_whose_time_was_over_is_resumed_by_its
     assert "to step 10\nthe weights of an uninterrupted run\n" in seen, seen
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize(("status", "said"), [(0, "trained"), (7, "")])
 def test_the_jobs_status_is_the_programs(

@@ -157,6 +157,7 @@ def test_rows_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{url} has no Parquet files" in refused(url)  # type: ignore[arg-type]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("strategy", [ParameterServerStrategy(), ASYNC])
 def test_each_row_is_committed_once_per_epoch(

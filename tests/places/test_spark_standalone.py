@@ -1,4 +1,4 @@
-"""A standalone Spark cluster at spark://: master, workers and executors are processes; run by make test-spark."""
+"""A standalone Spark cluster at spark://: master, workers and executors are processes; run by make test-full."""
 
 from __future__ import annotations
 
@@ -92,6 +92,7 @@ def cluster() -> Iterator[Standalone]:
         yield Standalone(Path(folder), ending)
 
 
+@pytest.mark.full  # test_spark_executors.py has executors, also of a standalone cluster, within one JVM
 def test_three_workers_by_the_command_equal_one_process(
     cluster: Standalone, directory: str
 ) -> None:

@@ -68,6 +68,7 @@ def test_servers_with_hosts_of_their_own_share_the_bytes(workers: int, servers: 
     assert least * 0.98 <= found.seconds <= SECONDS + least * 1.1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("every", [2, 8, 32])
 def test_local_sends_a_part_of_the_bytes(every: int) -> None:
     whole = predicted(LocalStrategy(sync_every=1), 4)
@@ -242,6 +243,7 @@ def test_a_plan_has_a_row_for_each_strategy_and_number() -> None:
     assert float(rows[0]["step_seconds"]) == pytest.approx(SECONDS, rel=1e-3)
 
 
+@pytest.mark.full
 def test_chunks_that_are_too_few_for_the_servers_are_told() -> None:
     """What is advised gives each server a chunk, and shortens the step."""
     profile = made_up(SECONDS)

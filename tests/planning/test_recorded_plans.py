@@ -39,6 +39,7 @@ def strategy_of(name: str, profile: Profile) -> Strategy:
     return for_slow_links(profile).get(name) or as_strategy(name)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "case", RECORDED, ids=lambda case: f"{case[0]} {case[1]} {case[3].latency:g}"
 )

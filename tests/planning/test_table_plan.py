@@ -44,6 +44,7 @@ def counts_of(ids: Any) -> Any:
     return np.unique(ids, return_counts=True)[1].astype(np.int64)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("draw", "times", "off"),
     [

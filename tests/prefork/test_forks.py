@@ -47,6 +47,7 @@ def end(descriptor: int) -> bool:
     return ended
 
 
+@pytest.mark.few(1)
 @pytest.mark.ray
 @pytest.mark.parametrize("killed", [False, True])
 def test_workers_are_forks_of_which_nothing_is_left(killed: bool) -> None:
@@ -77,6 +78,7 @@ def look_at(program: subprocess.Popen[bytes], killed: bool) -> None:
     assert all(end(each) for each in processes)
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_without_a_template_workers_start_as_ray_starts_them() -> None:
     found = subprocess.run(

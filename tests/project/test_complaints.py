@@ -44,6 +44,7 @@ def run(
         return dict(found.state_dict), list(found.history.steps), found.reports
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_scheduler_ticks_once_per_process(workers: int) -> None:
     """Of accelerate 843, 1398, 2142, 3797: here it ticks once per step of the job, on any number of processes."""
@@ -187,6 +188,7 @@ def over_batches(parts: Parts, epochs: int) -> None:
                 parts.optimizer.zero_grad()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_token_weights_over_accumulation_and_ranks_are_wrong(workers: int) -> None:
     """Of transformers 34191 and 34242: here a token weighs the same in whichever batch, on whichever worker it is."""

@@ -107,6 +107,7 @@ def test_a_ray_dataset_is_trained_on(
     assert re.search(rf"^169 test rows: accuracy 9\d\.\d%, area .* {area:.3f}$", printed, re.M)
 
 
+@pytest.mark.full
 @needs_adult
 @pytest.mark.long
 @pytest.mark.ray

@@ -31,10 +31,12 @@ def example(request: pytest.FixtureRequest) -> Iterator[Any]:
         del sys.modules[request.param]
 
 
+@pytest.mark.few(1)
 def test_alone_it_learns(example: Any) -> None:
     assert example.main([]) > 0.9
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")

@@ -36,6 +36,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # -- logistic regression ---------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.long
 @needs_a9a
 @pytest.mark.usefixtures("simulated")
@@ -53,6 +54,7 @@ def test_a9a_comes_to_its_optimum(examples: dict[str, Any]) -> None:
     assert 0 < above < 1e-6
 
 
+@pytest.mark.full
 @needs_a9a
 def test_the_optimum_of_a9a_is_the_one_that_came_with_it(examples: dict[str, Any]) -> None:
     data = examples["a9a_logistic_regression"].load()

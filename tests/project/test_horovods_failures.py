@@ -50,6 +50,7 @@ def kill_all(victims: list[int]) -> None:
 # --- fewer than the least number, and back (3494: those that stayed and those that came wait for each other) ---
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [COPIES, AllreduceStrategy(sharded=False)], ids=["ps", "all"])
 def test_3494_fewer_workers_than_the_least_number_and_back(strategy: Any) -> None:
     """Of three to four workers three die: it waits for others, and goes on with at least three."""
@@ -119,6 +120,7 @@ MORTAL = [
 ]
 
 
+@pytest.mark.few(1)
 @diagonal(strategy=[COPIES, MEMBERS], death=MORTAL)
 def test_2995_a_death_while_state_is_given_to_a_worker_that_joins(
     strategy: Any, death: tuple[str, int], tmp_path: Path
@@ -170,6 +172,7 @@ def test_3197_all_workers_that_were_there_die_while_others_join() -> None:
 # --- survivors fail with the dead (3264), or all are gone ---
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [COPIES, MEMBERS, "async"], ids=["ps", "allreduce", "async"])
 def test_3264_survivors_stay_alive_when_half_of_the_workers_are_killed(strategy: Any) -> None:
     run_config = RunConfig(keep_log=True, failure=FailureConfig(spares=0))
@@ -186,6 +189,7 @@ def test_3264_survivors_stay_alive_when_half_of_the_workers_are_killed(strategy:
 ALL = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(200), batch_size=1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [COPIES, "allreduce"], ids=["ps", "allreduce"])
 def test_3264_when_no_process_is_left_the_same_command_resumes(
     strategy: Any, tmp_path: Path
@@ -223,6 +227,7 @@ def test_3264_when_no_process_is_left_the_same_command_resumes(
 # --- samples lost or repeated when workers go (3143, 3399) ---
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("graceful", [True, False], ids=["3399 gracefully", "3143 by death"])
 def test_samples_are_neither_lost_nor_repeated_when_workers_go(graceful: bool) -> None:
     task = Task(optimizer=sgd(lr=0.01), data=samples(600), batch_size=1)
@@ -248,6 +253,7 @@ def test_samples_are_neither_lost_nor_repeated_when_workers_go(graceful: bool) -
 # --- a death in the last step is no success of the others (3852) ---
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("before", mostly_full([0, 1, 2], 0, 2))
 def test_3852_a_death_in_the_last_steps_is_no_early_end(before: int) -> None:
     with DistributedSGD(

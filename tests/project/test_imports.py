@@ -70,6 +70,7 @@ def test_models_of_jax_without_jax_say_what_to_install() -> None:
     assert run(program) == f"{said}pip install 'steepest[jax]'\n"
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_tensorflow_is_imported_where_a_keras_model_is_made_alone() -> None:
     program = (

@@ -23,8 +23,9 @@ def test_the_workflow_of_tests_runs_what_ci_runs() -> None:
     job = workflow("tests.yml")["jobs"]["tests"]
     run = {name for line in job["strategy"]["matrix"]["targets"] for name in line.split()}
     assert all(re.search(rf"^{name}:", MAKEFILE, flags=re.MULTILINE) for name in run)
-    (line,) = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)
-    assert run >= set(line.split())
+    lines = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)
+    made = {name for line in lines for name in line.split()}
+    assert run >= made > {"check", "test", "test-cluster", "site"}
 
 
 def test_only_the_job_that_publishes_may_and_it_builds_nothing() -> None:

@@ -150,6 +150,7 @@ def test_a_push_is_decided_at_most_once_and_as_the_rule_says(
     assert len(staged) < 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("lead", [0, 1, 3])
 @many

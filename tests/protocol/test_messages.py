@@ -205,7 +205,7 @@ KINDS = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("name", "kind"), [(name, kind) for name, kinds in KINDS.items() for kind in kinds]
 )
@@ -216,7 +216,7 @@ def test_each_kind_of_message_may_come_twice(name: str, kind: Kind, seed: int) -
     assert twice.seen > 0
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)
 def test_all_messages_may_come_twice(name: str, seed: int) -> None:
@@ -224,7 +224,6 @@ def test_all_messages_may_come_twice(name: str, seed: int) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [Kind.READ, Kind.SNAPSHOT, Kind.WEIGHTS, Kind.SNAPSHOT_END])
 @pytest.mark.parametrize("name", ["sync", "async"])
 @seeds(1, "first")
@@ -310,7 +309,7 @@ REPEATABLE = [
 ]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("name", "kind"), [*REPEATABLE, ("backup", Kind.DISCARD), ("async-drop", Kind.DISCARD)]
 )

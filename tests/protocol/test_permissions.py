@@ -78,6 +78,7 @@ def test_a_parameter_servers_users_can_neither_end_steps_nor_begin_generations()
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("table", [TRAINING, OPEN, MEMBERS, LINES])
 def test_what_is_not_in_the_table_is_refused(table: Any) -> None:
     admission = MessageCheck(table)

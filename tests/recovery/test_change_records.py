@@ -105,6 +105,7 @@ def test_a_successor_that_joins_leaves_a_record(caplog: pytest.LogCaptureFixture
     assert joined["repeated"] == "0 steps, 0 samples"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("patience", [0.0, 60.0])
 def test_three_that_die_together_are_counted_and_named(
     patience: float, caplog: pytest.LogCaptureFixture

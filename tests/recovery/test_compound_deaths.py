@@ -34,6 +34,7 @@ MEMBERS = AllreduceStrategy(replication=2, chunk_bytes=64)
 GROUPS = AllreduceStrategy(data_plane="gloo", sharded=True, replication=2, chunk_bytes=64)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("strategy", "victims"),
     [
@@ -64,6 +65,7 @@ def test_the_others_go_on_at_once_when_several_die_together(
         assert trainer.num_servers == 2 or strategy is not COPIES, "copies are back when it ends"
 
 
+@pytest.mark.few(2)
 @pytest.mark.also_real
 @pytest.mark.parametrize(
     ("strategy", "victims"),
@@ -119,6 +121,7 @@ def test_pairs_of_deaths_soon_after_each_other(seed: int) -> None:
         check(trainer, watch, 500)
 
 
+@pytest.mark.few(1)
 @diagonal(
     moment=["_take_up", "_connect_driver", "end_leaving"], victim=[worker_peer(0), server_peer(0)]
 )
@@ -144,6 +147,7 @@ def test_a_death_while_the_job_is_put_together(
         check(trainer, watch, 400)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("strategy", "victim"),
     [

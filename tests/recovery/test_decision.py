@@ -113,7 +113,7 @@ def check_living(world: World, target: Target, found: Transition | None) -> None
         assert decide(after, replace(target, switched=False)) is None, "once is enough"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("workers", "servers"), list(product(range(1, 4), range(4))))
 def test_every_world_with_deaths_of_up_to_three(workers: int, servers: int) -> None:
     for dead in subsets(processes(workers, servers)):
@@ -141,7 +141,7 @@ def test_every_world_with_deaths_of_up_to_three(workers: int, servers: int) -> N
                     check(world, Target(least, workers, servers, waits, movable))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("workers", "servers"), list(product(range(1, 4), range(4))))
 def test_every_world_without_deaths_of_up_to_three(workers: int, servers: int) -> None:
     for leaving in subsets(processes(workers, servers)):

@@ -108,7 +108,7 @@ def test_a_model_raises_in_its_step_and_not_again(name: str, at: Moment) -> None
 PUSHES = {"forward": "none", "backward": "none", "push": "some", "report": "all", "pull": "all"}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("at", [*COMPUTING, "pull"])
 @pytest.mark.parametrize("worker", [0, 2])
 @pytest.mark.parametrize("name", BOTH)
@@ -129,6 +129,7 @@ def test_a_worker_dies_at_its_moment_and_its_successor_does_not(
     right(cluster, name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", BOTH)
 def test_who_is_to_die_in_every_life_does(name: str) -> None:
     cluster = make(name, TASK, replaces=True, faults=[Fault.kill("worker", 1, step=1, life=None)])
@@ -148,6 +149,7 @@ def test_a_fault_of_a_later_life_waits_for_it(name: str) -> None:
     right(cluster, name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", EACH)
 def test_a_successor_takes_part_though_a_step_was_given_up_before_it_came(name: str) -> None:
     cluster = make(
@@ -207,6 +209,7 @@ def test_who_hangs_is_silent_until_healed_and_goes_on_where_it_was(name: str, at
     right(cluster, name)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [*BOTH, "allreduce"])
 def test_who_hangs_for_some_rounds_is_waited_for(name: str) -> None:
     faults = [
@@ -265,6 +268,7 @@ def test_who_is_slow_hardly_disturbs_an_asynchronous_run() -> None:
     right(cluster, "async")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "at"), [("sync", "push"), ("async", "apply"), ("sync", "pull")])
 def test_a_server_that_dies_is_named(name: str, at: Moment) -> None:
     cluster = make(name, TASK, faults=[Fault.kill("server", 1, step=3, at=at)])
@@ -289,6 +293,7 @@ def test_a_server_that_hangs_or_is_slow_is_waited_for(name: str) -> None:
 # -- messages -------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "kind"), [("sync", Kind.PUSH), ("async", Kind.REPORT), ("async", None)]
 )
@@ -439,6 +444,7 @@ def test_what_makes_no_sense_is_refused(make_fault: Any, about: str) -> None:
         make_fault()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "fault",
     [

@@ -26,6 +26,7 @@ def straight(steps: int) -> Weights:
     return cluster.weights()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_a_model_raises_in_its_step_and_training_goes_on(strategy: str, tmp_path: Path) -> None:
     faults = [Fault.raises("worker", 1, step=3, at="backward"), Fault.raises("worker", 0, step=8)]

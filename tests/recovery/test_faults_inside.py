@@ -55,7 +55,7 @@ SAID: dict[tuple[str, Moment], str] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("role", "at"), SAID)
 @pytest.mark.parametrize("name", [*MODES, "copies", "allreduce"])
 def test_a_process_kills_itself_once_at_its_moment(
@@ -134,6 +134,7 @@ def updates(server: Server, job: Job) -> list[int]:
     return [of(held) for held in trainable(server)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("server", [0, 1])
 @pytest.mark.parametrize("name", ["sync", "copies"])
 def test_a_server_dies_with_half_an_update_made(name: str, server: int) -> None:

@@ -34,6 +34,7 @@ def server_pid(trainer: DistributedSGD, index: int) -> int:
     return places_of(trainer)[server_peer(index)].pid
 
 
+@pytest.mark.few(1)
 @pytest.mark.also_real
 @pytest.mark.parametrize("server", [0, 1])  # the coordinator lives beside the first
 def test_a_server_that_dies_is_replaced_and_nothing_is_lost(

@@ -30,7 +30,6 @@ STEPS = 60
 TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(64))
 
 
-@pytest.mark.also_real
 def test_a_synchronous_run_ends_as_if_nobody_had_died(caplog: pytest.LogCaptureFixture) -> None:
     straight = InProcessCluster(TASK.creator(), num_workers=2)
     straight.step(STEPS + 10)
@@ -122,6 +121,7 @@ def test_a_wrong_number_of_failures_is_refused(wrong: Any) -> None:
         RunConfig(failure=FailureConfig(max_failures=wrong))
 
 
+@pytest.mark.few(1)
 @pytest.mark.also_real
 @pytest.mark.parametrize("strategy", ["ps", "async"])
 def test_who_is_silent_is_replaced_by_a_spare_process(
@@ -152,7 +152,6 @@ def test_who_is_silent_is_replaced_by_a_spare_process(
         assert sorted(taken) == list(range(len(taken)))
 
 
-@pytest.mark.also_real
 def test_who_stands_still_for_a_moment_is_not_replaced() -> None:
     straight = InProcessCluster(TASK.creator(), num_workers=2)
     straight.step(600)
@@ -200,6 +199,7 @@ def test_a_successor_waits_for_who_stands_still_for_a_moment() -> None:
         assert trainer.stats().replaced == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "run_config",
     [

@@ -30,7 +30,7 @@ def held(cluster: InProcessCluster, server: int) -> dict[int, torch.Tensor]:
     return {index: chunk.weights for index, chunk in cluster.servers[server].chunks.items()}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("servers", [2, 3])
 @seeds(1)
@@ -48,6 +48,7 @@ def test_copies_are_the_same_to_the_bit(name: str, servers: int, seed: int) -> N
     check(cluster, TASK)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["sync", "allreduce", "sharded-groups"])
 def test_copies_change_no_bit_of_a_synchronous_run(name: str) -> None:
     runs = [make(name, TASK, servers=3, settings={"replication": n}) for n in (1, 2, 3)]

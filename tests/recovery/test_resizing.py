@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("anywhere")
 TASK = Task(optimizer=sgd(lr=0.05, momentum=0.9), data=samples(50))
 
 
+@pytest.mark.few(2)
 @pytest.mark.also_real
 @pytest.mark.parametrize(
     "strategy",
@@ -84,6 +85,7 @@ class At(Callback):
             self.function(trainer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "async"])
 def test_while_training_is_under_way(strategy: str) -> None:
     """It goes on until the new worker is up; every sample of each epoch is in exactly one step."""

@@ -90,6 +90,7 @@ def check(trainer: DistributedSGD, watch: Watch) -> None:
     )
 
 
+@pytest.mark.few(1)
 @diagonal(
     strategy=["ps", ParameterServerStrategy(num_servers=2, chunk_bytes=64, replication=2)],
     dead=[[1], [0, 2]],
@@ -120,6 +121,7 @@ def test_the_others_go_on_and_the_successor_gets_its_number(strategy: Any, dead:
         assert "no update and no sample is lost" in left.line
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -152,6 +154,7 @@ def test_one_of_two_is_awaited_where_the_driver_serves() -> None:
         assert trainer.stats().replaced == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "copies", [{"num_servers": 1}, {"replication": 2, "outer_momentum": 0.5, "outer_lr": 0.7}]
 )
@@ -175,7 +178,6 @@ def test_workers_that_train_by_themselves_go_on(copies: dict[str, Any]) -> None:
         assert trainer.evaluate(task.data).loss < before_loss / 2
 
 
-@pytest.mark.also_real
 def test_who_dies_while_others_are_awaited_is_done_without_too() -> None:
     with DistributedSGD(TASK.creator(), num_workers=4, run_config=LOGGED) as trainer:
         before = pids(trainer)

@@ -83,6 +83,7 @@ def normalized() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.REPORT])
 @pytest.mark.parametrize("n", [1, 4, 7])
 def test_survivors_push_the_gradient_again_that_they_have(n: int, kind: Kind) -> None:

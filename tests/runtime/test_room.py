@@ -53,6 +53,7 @@ def held(simulation: Simulation) -> float:
     return simulation.runtime.total()["CPU"] - simulation.runtime.free()["CPU"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spares", [0, 2])
 def test_workers_that_leave_give_back_their_room(spares: int) -> None:
     simulation = Simulation(2, cpus=(4, 4, 4))

@@ -48,6 +48,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(6)
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("hosts", [1, 2, 3])
@@ -93,7 +94,7 @@ def test_fewer_servers_are_on_hosts_without_workers() -> None:
         assert difference(sgd.weights(), TASK.train(2, 8)) < 1e-12
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("silently", [False, True])
 @pytest.mark.parametrize("lost", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["copies", "one each"])

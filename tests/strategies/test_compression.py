@@ -120,6 +120,7 @@ def test_beside_a_relay_each_worker_packs_its_own(choice: str) -> None:
     check(cluster, WIDE)
 
 
+@pytest.mark.few(2)
 @pytest.mark.long
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("way", ["allreduce", "ps"])
@@ -147,6 +148,7 @@ def test_a_failed_step_leaves_no_trace(way: str, choice: str) -> None:
     assert all(torch.equal(value, same[name]) for name, value in interrupted.weights().items())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_skipped_step_has_left_out_is_that_of_the_step_before(way: str) -> None:
     """Gradients do not depend on the weights, so their sum is what was applied and what is left out."""

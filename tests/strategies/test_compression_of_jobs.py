@@ -36,6 +36,7 @@ def left_out(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("choice", [TopK(0.1), PowerSGD(2)], ids=["top-k", "PowerSGD"])
 def test_a_run_is_saved_and_goes_on_to_the_bit(tmp_path: Path, choice: Any) -> None:
     strategy = AllreduceStrategy(compression=choice, transport="tcp")

@@ -126,7 +126,7 @@ def simulated_run(
         return trainer.weights()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @grid(
     optimizer=OPTIMIZERS,
     size=[(1, 1), (2, 1), (3, 2)],
@@ -191,7 +191,7 @@ def normalised() -> nn.Module:
     ).double()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("hosts", [None, HostMap((0, 0, 1), (0, 0, 1), gathers=True)])
 @pytest.mark.parametrize("delay", [0, 2])
 def test_two_runs_and_a_replay_have_the_same_bits(delay: int, hosts: HostMap | None) -> None:
@@ -205,6 +205,7 @@ def test_two_runs_and_a_replay_have_the_same_bits(delay: int, hosts: HostMap | N
     assert same_bits(replay(first.log(), task.creator()), first.weights())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("delay", "blend", "shuffle"), [(0, 0.0, None), (1, 0.5, None), (1, 0.0, 5)]
 )
@@ -241,6 +242,7 @@ class Sick(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("raises_in", [9, 10])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_step_that_failed_leaves_no_trace(delay: int, raises_in: int) -> None:
@@ -295,6 +297,7 @@ def test_fragments_are_whole_layers_of_about_the_same_size() -> None:
         assert layout.changed_by(count + 1) == layout.changed_by(1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("servers", [None, 1])
 def test_a_worker_computes_on_while_its_changes_and_what_became_of_them_travel(
     servers: int | None,
@@ -321,6 +324,7 @@ def test_a_worker_computes_on_while_its_changes_and_what_became_of_them_travel(
     assert found[0] <= 4 < found[1] <= 6
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("servers", [None, 1])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_what_was_begun_from_a_step_that_is_skipped_is_begun_anew(
@@ -335,6 +339,7 @@ def test_what_was_begun_from_a_step_that_is_skipped_is_begun_anew(
     assert difference(found, by_hand(task, 2, 6, strategy, skipped=[3])) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("servers", "how"), [(None, (1, 3, 0.5)), (2, (2, 1, 0.0)), (1, (4, 2, 0.25))]
 )
@@ -401,6 +406,7 @@ def test_a_delay_is_refused_with_embedding_tables_on_servers() -> None:
     assert same_bits(replay(cluster.log(), held.creator()), cluster.weights())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("servers", "delay"), [(None, 0), (1, 1), (None, 1)])
 def test_a_checkpoint_in_the_middle_of_a_cycle_goes_on_exactly(
     servers: int | None, delay: int, tmp_path: Path
@@ -434,6 +440,7 @@ def test_weights_that_are_set_are_those_that_workers_go_on_with() -> None:
     assert found["6.bias"].any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("delay", [0, 1])
 def test_after_a_death_the_successor_goes_on_with_the_mean_of_the_others(delay: int) -> None:
     """Every sample counts once, and training goes on; own weights of the dead one are not known."""
@@ -500,7 +507,7 @@ WIDE = Task(wide, sgd(momentum=0.9), samples(60, dtype=torch.float32))
 CHOICES = {"int8": Int8(16), "int4": Int4(16), "int2": Int2(16), "topk": TopK(0.1)}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @grid(choice=CHOICES, servers=[None, 2], workers=[2, 3], how=[(1, 0), (2, 1)])
 def test_a_compressed_run_is_replayed_to_the_bit(
     choice: str, servers: int | None, workers: int, how: tuple[int, int]
@@ -535,6 +542,7 @@ def test_what_is_left_out_arrives_with_the_next_change_of_the_fragment() -> None
     assert difference({"": total / 200}, {"": change}) < 0.05
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("choice", ["int8", "int4", "int2"])
 def test_as_many_bytes_travel_as_the_bits_say(choice: str) -> None:
     """Without servers no weights travel: a worker gets every other one's changes."""

@@ -37,6 +37,7 @@ def served(workers: int) -> dict[str, torch.Tensor]:
         return job.state_dict()
 
 
+@pytest.mark.few(2)
 @pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("workers", [2, 3])
@@ -51,6 +52,7 @@ def test_a_killed_worker_changes_no_bit_and_servers_have_the_same_weights(
     assert difference(straight, served(workers)) < 1e-14
 
 
+@pytest.mark.few(3)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("operation", "sharded"),
@@ -65,6 +67,7 @@ def test_a_death_between_two_operations_of_a_step_changes_no_bit(
     assert same_bits(struck, weights(3, sharded=sharded))
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_backward_pass_on_another_thread_changes_no_bit(sharded: bool, tmp_path: Path) -> None:

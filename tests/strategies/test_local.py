@@ -98,7 +98,7 @@ def run(
     return cluster
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @grid(optimizer=OPTIMIZERS, size=[(1, 1), (2, 1), (3, 2)], servers=[None, 2])
 def test_equals_the_same_by_hand(
     optimizer: str, size: tuple[int, int], servers: int | None
@@ -115,6 +115,7 @@ def test_equals_the_same_by_hand(
         assert difference(found, by_hand(task, workers, 12, config, devices)) < 1e-12
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_each_batchs_gradient_is_clipped_by_itself(workers: int) -> None:
     task = Task(optimizer=sgd(momentum=0.9), data=samples(50), batch_size=2)
@@ -149,6 +150,7 @@ def test_a_schedule_counts_inner_updates() -> None:
     assert difference(cluster.weights(), constant.weights()) > 1e-6
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", [None, HostMap((0, 0, 1), (0, 0, 1), gathers=True)])
 @seeds(1)
@@ -184,6 +186,7 @@ class Sick(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("raises_in", [7, 8, 9])
 def test_a_round_that_failed_leaves_no_trace(raises_in: int) -> None:
     """Neither in the weights nor in any worker's inner optimizer."""
@@ -315,6 +318,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
         LocalStrategy(**settings)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_after_a_workers_death_bits_are_the_same_unless_its_optimizer_has_a_state(
     momentum: float,

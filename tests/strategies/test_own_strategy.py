@@ -175,6 +175,7 @@ def serial(name: str, workers: int, steps: int) -> Weights:
     return snapshot(module)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("name", ["vote", "median"])
 def test_own_updates_equal_serial_ones(name: str, workers: int) -> None:
@@ -205,6 +206,7 @@ def simulated(workers: int, strategy: str | Strategy) -> Iterator[DistributedSGD
         yield trainer
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", OWN)
 def test_a_death_leaves_every_sample_counted_once(name: str) -> None:
     simulation = Simulation(2)
@@ -225,6 +227,7 @@ def test_a_death_leaves_every_sample_counted_once(name: str) -> None:
             assert same_bits(replay(trainer.log(), TASK.creator()), trainer.weights())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", OWN)
 def test_a_checkpoint_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
     """The running means of voters are part of it."""

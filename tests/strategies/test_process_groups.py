@@ -56,7 +56,7 @@ class Forked(nn.Module):
         return self.always(x) + positive
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", GROUPED)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(
@@ -82,6 +82,7 @@ def test_training_equals_servers_that_add_up_and_repeats_its_bits(
     assert same_bits(grouped[0].weights(), grouped[1].weights())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", GROUPED)
 def test_headers_may_travel_before_a_first_chunk_that_is_large(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -110,6 +111,7 @@ def test_gradients_are_added_up_in_their_own_dtype(dtype: torch.dtype, name: str
     assert difference(grouped.weights(), served.weights()) < tolerance
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", GROUPED)
 def test_gradients_are_added_up_in_half_precision(
@@ -166,6 +168,7 @@ def test_neither_gradients_nor_weights_go_between_servers_and_other_processes(na
     assert results[-1].bytes_pulled == (2 * size if is_sharded else 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("strategy", "operation", "steps", "words"),
     [
@@ -196,7 +199,7 @@ def test_a_group_that_breaks_is_an_error_and_the_next_generation_has_another(
     check(cluster, TASK)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "chunk"), [*product(["groups"], range(0, 12, 3)), *product(["sharded-groups"], [3, 7])]
 )
@@ -330,6 +333,7 @@ def strike(simulation: Simulation, name: str) -> None:
             simulation.world.kill(found, DIED)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "seed", [3, *(pytest.param(n, marks=pytest.mark.long) for n in range(4, 12))]
 )
@@ -372,6 +376,7 @@ def test_a_process_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         TorchGroups().check(cluster.client_router)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("loop", "strategy"),
     [

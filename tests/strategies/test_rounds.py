@@ -28,7 +28,7 @@ def task_of(optimizer: str, count: int = 50) -> Task:
     return Task(optimizer=OPTIMIZERS[optimizer], data=samples(count), batch_size=2)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @grid(
     optimizer=OPTIMIZERS,
     size=[(1, 1, 1), (2, 1, 1), (3, 1, 2), (3, 2, 1), (3, 1, 3)],
@@ -67,7 +67,7 @@ def test_equals_the_same_by_hand(
     assert shares == list(range(12 * workers))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @grid(
     size=[(1, 1), (2, 1), (3, 1), (3, 2)],
     quorum=[None, 1],
@@ -154,7 +154,7 @@ def test_one_slow_worker_holds_up_nobody(seconds: list[float], quorum: int, leas
     assert shares[1] < 0.6 < least <= shares[0]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("grace", [None, 0.4])
 def test_a_late_worker_that_dies_is_replaced_while_the_others_go_on(

@@ -30,7 +30,7 @@ def of_job(cluster: InProcessCluster) -> Any:
     return cluster.job.description.layout
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @grid(
     choice=CHOICES,
     size=[(1, 1), (2, 1), (3, 1), (3, 2)],
@@ -127,6 +127,7 @@ def test_a_late_worker_is_sent_all_changes_and_its_successor_all_weights(
     assert same_bits(replay(log, task.creator()), found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_checkpoint_goes_on_exactly(delay: int, tmp_path: Path) -> None:
     """Where every worker's change is in each round, so that both runs are made of the same rounds."""
@@ -187,6 +188,7 @@ def test_workers_come_and_go_and_weights_are_set() -> None:
     check_samples(log)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_hundredth_of_allreduces_bytes_travels(workers: int) -> None:
     """With the settings and exchanges of `benchmarks.slow_links`, of a batch of one sample."""

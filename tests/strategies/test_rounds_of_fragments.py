@@ -25,7 +25,7 @@ from tests.rounds import OPTIMIZERS, by_hand, check_samples, deep_task, run_roun
 from tests.simulation.run import Simulation
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @grid(
     optimizer=OPTIMIZERS,
     size=[(1, 1, 1), (2, 1, 2), (3, 2, 1), (3, 1, 2)],
@@ -116,7 +116,7 @@ def test_a_slow_worker_that_dies_is_replaced_while_the_others_go_on(
     assert difference(found, by_hand(task, log, strategy)) < 1e-12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(1, 9))
 @pytest.mark.parametrize("quorum", [None, 2])
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (1, 2), (2, 2)])
@@ -148,6 +148,7 @@ def test_a_servers_death_changes_nothing_where_its_chunks_have_copies(
     assert same_bits(found, undisturbed)
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("settings", "least"), [({"quorum": 3}, 0.9), ({"quorum": 1}, 0.95), ({"pace": "speed"}, 0.95)]
@@ -162,6 +163,7 @@ def test_a_slow_worker_holds_up_nobody(settings: dict[str, Any], least: float) -
     assert done >= least * sum((end - begin) / each for each in seconds)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_checkpoint_in_the_middle_of_a_cycle_goes_on_exactly(delay: int, tmp_path: Path) -> None:
     task = deep_task("adam")
@@ -194,6 +196,7 @@ def test_a_checkpoint_in_the_middle_of_a_cycle_goes_on_exactly(delay: int, tmp_p
     assert log.commits[0].before == 12
 
 
+@pytest.mark.full
 def test_workers_come_and_go_and_strategies_follow_each_other() -> None:
     task = deep_task("momentum", 96)
     strategy = LocalStrategy(sync_every=8, fragments=4, quorum=2, num_servers=1)
@@ -223,6 +226,7 @@ def test_workers_come_and_go_and_strategies_follow_each_other() -> None:
     check_samples(log)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_round_with_infinity_leaves_no_trace_in_later_ones(delay: int) -> None:
     task = deep_task("adam", 60)
@@ -249,7 +253,7 @@ def test_a_push_carries_one_fragment() -> None:
         assert [4 * getattr(result, name) for result in results] == once * 4
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("pace", ["equal", "speed"])
 @pytest.mark.parametrize("spoilt", [False, True])

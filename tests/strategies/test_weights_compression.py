@@ -84,6 +84,7 @@ def by_hand(
     return layout.named(weights)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_equals_the_same_by_hand(choice: str, workers: int) -> None:
@@ -101,7 +102,7 @@ def test_equals_the_same_by_hand(choice: str, workers: int) -> None:
     assert difference(found, plain) > 2e-5
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @grid(
     choice=CHOICES,
     both=[False, True],
@@ -173,6 +174,7 @@ def simulated(strategy: LocalStrategy, act: Any, workers: int = 2) -> Weights:
         return trainer.weights()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_checkpoint_has_what_was_sent(delay: int, tmp_path: Path) -> None:
     strategy = LocalStrategy(

@@ -70,6 +70,7 @@ def equal(one: Any, other: Any) -> bool:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("before", "after", "shards"),
     [
@@ -146,6 +147,7 @@ def test_slots_of_another_optimizer_begin_anew_and_this_is_said_once(
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("other", [{"dim": 4}, {"dtype": "float32"}])
 def test_another_dimension_is_refused_by_name(other: dict[str, Any], tmp_path: Path) -> None:
     with trainer(model_of(tables_of("ab"))) as sgd:
@@ -159,6 +161,7 @@ def test_another_dimension_is_refused_by_name(other: dict[str, Any], tmp_path: P
         sgd.step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "strategy",
     [

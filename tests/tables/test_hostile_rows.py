@@ -172,6 +172,7 @@ def test_a_wrong_pull_is_refused_when_it_comes(
     unharmed("sync", pulled(PULLS[what], version=version), caplog, servers=1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wrong", [without_a_byte, of_group(2), of_group(2**31)])
 def test_a_pull_of_what_is_not_there_is_refused(
     wrong: Callable[[Message], Message | None], caplog: pytest.LogCaptureFixture
@@ -185,6 +186,7 @@ def test_a_pull_of_another_servers_rows_is_refused(caplog: pytest.LogCaptureFixt
         unharmed("sync", wrong, caplog)
 
 
+@pytest.mark.few(3)
 @pytest.mark.long
 @pytest.mark.parametrize("what", PUSHES)
 def test_a_wrong_push_is_refused(what: str, caplog: pytest.LogCaptureFixture) -> None:

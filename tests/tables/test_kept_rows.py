@@ -34,7 +34,7 @@ FORGETS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", FORGETS)
 @pytest.mark.parametrize("dtype", mostly_long(["float32", "int8"], "int8"))
 def test_with_all_rows_kept_values_are_those_of_a_table_that_evicts_none(
@@ -78,6 +78,7 @@ def _without_removed(state: TableState) -> TableState:
     return TableState(**{**vars(state), **nothing})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("most", [1, 4, 30])
 def test_those_evicted_last_are_kept(most: int) -> None:
     """As two ordered dicts say: the rows of a table of at most 10, and those that left it."""
@@ -166,6 +167,7 @@ def test_a_table_that_evicts_none_keeps_none() -> None:
 IDS = torch.arange(90) * 7 % 30
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("disk", mostly_long([False, True], True))
 def test_kept_rows_live_through_deaths_moves_checkpoints_and_replays(
     tmp_path: Path, disk: bool

@@ -42,7 +42,7 @@ def job(table_staleness: int | None, workers: int = 2, net: Any = Net, **options
     return InProcessCluster(creator(net), num_workers=workers, **options)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"devices_per_worker": 2}])
 def test_without_staleness_rows_that_come_beforehand_change_no_bit(
@@ -69,6 +69,7 @@ def test_without_staleness_allreduce_changes_no_bit() -> None:
     assert same_bits(plain.weights(), ahead.weights())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_rows_are_as_old_as_was_allowed_and_no_older(staleness: int) -> None:
     cluster, modules = falling(staleness)
@@ -82,6 +83,7 @@ def test_rows_are_as_old_as_was_allowed_and_no_older(staleness: int) -> None:
     assert row_of(cluster) == -10
 
 
+@pytest.mark.few(2)
 @pytest.mark.long
 @pytest.mark.parametrize("staleness", [2, 3])
 @pytest.mark.parametrize("worker", [0, 1])
@@ -94,6 +96,7 @@ def test_a_step_that_failed_loses_no_delayed_gradient(staleness: int, worker: in
     assert row_of(cluster) == -6
 
 
+@pytest.mark.few(2)
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["forward", "push", "report"])
 @pytest.mark.parametrize("worker", [0, 1])
@@ -207,6 +210,7 @@ def test_what_goes_wrong_beforehand_is_told_where_the_batch_is_computed(
     assert caplog.text.count("only for training") == 2  # once for each worker
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("staleness", [None, 0, 1, 2])
 def test_a_stream_that_ends_says_so_and_does_not_begin_anew(staleness: int | None) -> None:
     class Short:

@@ -94,6 +94,7 @@ def trained(strategy: str | None, steps: int = 5, **settings: Any) -> dict[str, 
         return everything(sgd)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [None, "allreduce"])
 @pytest.mark.parametrize(
     "optimizer",
@@ -140,6 +141,7 @@ def test_tables_that_workers_hold_cost_a_step_no_further_message() -> None:
     assert calls["core/engine/outgoing_weights.py:send"] == 3 * 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_a_replay_has_the_rows_of_the_run(name: str) -> None:
     create = tastes(optimizer=Adam(lr=0.1))
@@ -173,6 +175,7 @@ def test_workers_with_an_optimizer_of_their_own_train_rows_by_the_tables() -> No
     assert not changed[USERS // 2 + 1 :].any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("after", [True, False])
 def test_a_checkpoint_goes_on_with_tables_wherever_they_are(

@@ -85,6 +85,7 @@ def test_a_row_of_int8_is_within_half_a_step_of_its_scale() -> None:
     assert not unpacked(packed(np.zeros((1, 3), np.float32), "int8"), 3, "int8").any()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "float32"])
 def test_nan_and_infinity_are_not_hidden(dtype: str) -> None:
     rows = np.array([[1.0, np.nan, 2.0], [np.inf, 1.0, -1.0], [1.0, 2.0, 3.0]], np.float32)
@@ -161,7 +162,7 @@ OPTIMIZERS: list[RowOptimizer] = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kinds", FORMATS, ids=str)
 def test_pushes_are_those_of_float32_with_each_result_rounded(
     kinds: tuple[str, str | None],
@@ -189,6 +190,7 @@ def test_pushes_are_those_of_float32_with_each_result_rounded(
         assert np.array_equal(state.slots, rows[:, dim:])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
 def test_small_updates_are_not_lost(dtype: str) -> None:
     """3,000 changes of 2^-13 each, of which the nearest number to 1 takes none."""
@@ -201,6 +203,7 @@ def test_small_updates_are_not_lost(dtype: str) -> None:
     assert dtype == "int8" or (nearest == 1.0).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kinds", FORMATS, ids=str)
 def test_bits_do_not_depend_on_shards_or_on_a_state_between(kinds: tuple[str, str | None]) -> None:
     """As copies, replays and resumed runs need it; pushes are of many rows, so that they take several passes."""

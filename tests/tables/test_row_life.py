@@ -351,6 +351,7 @@ def test_a_frozen_table_stays_as_it_is() -> None:
 # -- admission by a Bloom filter and by chance ----------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("counter_type", ["uint8", "uint16", "uint32"])
 def test_a_bloom_filter_with_room_admits_as_a_counter_does(counter_type: str) -> None:

@@ -51,6 +51,7 @@ def test_other_times_are_refused(ttl: Any) -> None:
         table(ttl=ttl)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", [None, LRU(), LFU()])
 def test_rows_end_as_a_dict_of_last_pushes_says(policy: Any) -> None:
     """Two tables of a group, one of whose rows stay; some moves to other shards."""
@@ -160,6 +161,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, *STRATEGIES[:2]), ids=str)
 def test_rows_that_no_push_has_for_a_time_go_and_a_replay_makes_the_same(
     strategy: Any, tmp_path: Path
@@ -193,6 +195,7 @@ def test_commits_say_no_time_where_no_table_needs_it() -> None:
         assert [commit.clock for commit in sgd.log().commits] == [0, 0]
 
 
+@pytest.mark.full
 def test_lives_go_on_through_deaths_moves_and_checkpoints(tmp_path: Path) -> None:
     create = words(ttl="1m")
     with trainer(create, COPIES) as sgd:
@@ -276,6 +279,7 @@ def test_a_row_stays_as_long_as_the_last_of_its_features_says() -> None:
     assert removed > 20
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, STRATEGIES[1]), ids=str)
 def test_lives_by_feature_travel_and_are_replayed(strategy: Any, tmp_path: Path) -> None:
     data = torch.arange(24) % 8, torch.arange(24) % 8 + 100, torch.zeros(24)

@@ -39,7 +39,7 @@ def score(pushes: list[tuple[int, int]], half_life: int = HALF) -> int:
     return int(scores[0])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_full_table_loses_the_row_of_the_least_weight(seed: int) -> None:
     """As a dict of exact fractions says; some moves to another shard on the way."""

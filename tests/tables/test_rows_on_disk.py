@@ -70,6 +70,7 @@ def log_of(folder: Path, most: int, segment: int = 8) -> tuple[RowLog, Int32s]:
 # -- the store ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_log_has_what_a_dict_has(tmp_path: Path, seed: int) -> None:
     """Written anew, forgotten, read, in any order; segments are cleaned, and no more of them than rows need."""
@@ -170,7 +171,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(row_log.os, "posix_fallocate", fallocate)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float64"])
 def test_rows_of_every_format_go_to_disk_and_come_back(tmp_path: Path, dtype: str) -> None:
     form = RowFormat(5, 5, dtype)
@@ -211,7 +212,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_shard_with_rows_on_disk_is_bit_for_bit_one_in_memory(
@@ -350,6 +351,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, STRATEGIES[0]), ids=str)
 def test_a_job_with_rows_on_disk_is_that_in_memory_and_its_replay(
@@ -459,6 +461,7 @@ def test_a_slow_disk_is_told_once_a_table(
     assert 1.0 < float(said[0].split("waited ")[1].split(" s")[0]) < 30.0
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("server", [0, 1])
 def test_a_deadline_names_the_disk_that_a_server_waits_for(

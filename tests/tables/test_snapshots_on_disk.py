@@ -60,6 +60,7 @@ def on_disk(folder: Path, **how: Any) -> ModelCreator:
     return words(IDS, directory=str(folder), memory_rows=10, **how)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", mostly_long(CASES, CASES[0]), ids=str)
 def test_a_death_sets_the_job_back_to_rows_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[str, Any, str]
@@ -110,6 +111,7 @@ def test_rows_are_on_another_node_when_one_is_lost(tmp_path: Path) -> None:
     assert torch.equal(found.values, expected.values)
 
 
+@pytest.mark.full
 def test_two_deaths_at_once_leave_no_snapshot_and_say_so(tmp_path: Path) -> None:
     simulation, strategy = Simulation(3), ParameterServerStrategy(num_servers=2)
     create = on_disk(tmp_path)
@@ -122,6 +124,7 @@ def test_two_deaths_at_once_leave_no_snapshot_and_say_so(tmp_path: Path) -> None
             sgd.fit(steps=7, progress=False)
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_after_two_deaths_the_program_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     simulation, strategy = Simulation(3), ParameterServerStrategy(num_servers=2)
@@ -146,6 +149,7 @@ def test_after_two_deaths_the_program_goes_on_from_its_newest_checkpoint(tmp_pat
     assert torch.equal(found.values, expected.values)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("who", ["a server", "who has the copies"])
 def test_a_full_disk_keeps_the_last_snapshot_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, who: str
@@ -191,6 +195,7 @@ def test_a_full_disk_keeps_the_last_snapshot_and_training_goes_on(
         assert len(caplog.messages) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
     mostly_long(

@@ -58,6 +58,7 @@ def all_steps(cluster: InProcessCluster, steps: int = STEPS) -> None:
         taken += sum(isinstance(found, Result) for found in cluster.step(steps - taken))
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @long_grid(
     ("sync", 1, 3), ("sync", 3, 2),
@@ -73,7 +74,7 @@ def test_a_hybrid_job_is_replayed(name: str, staleness: int, workers: int) -> No
 
 
 @pytest.mark.long
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @long_grid(
     ("ssp-2", 3, 1),
     name=["async", "ssp-2", "async-drop"], workers=[1, 2, 3], shuffle=[1, 2, 3, 4, 5],
@@ -112,6 +113,7 @@ def test_a_hybrid_job_is_replayed_after_a_death(
     explained(cluster, TASK)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", mostly_long(["async", "ssp-2"]))
 def test_an_asynchronous_job_is_replayed_after_a_death(name: str) -> None:
     faults = [Fault.kill("worker", 1, step=3, at="push")]

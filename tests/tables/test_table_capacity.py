@@ -83,6 +83,7 @@ def test_the_same_ids_have_rows_at_any_number_of_servers(life: str) -> None:
     assert sum(fewer) < sum(most)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", mostly_long([*TOGETHER, "async", "ssp-0"], "copies"))
 def test_a_full_table_is_an_error_of_the_step_and_nothing_is_lost(name: str) -> None:
     task = table_task(data=clicks(61), capacity=8)
@@ -140,6 +141,7 @@ def saved_by(strategy: Any, path: Path, **tables: Any) -> dict[str, torch.Tensor
     return rows_in(files.read(path))
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("life", LIVES)

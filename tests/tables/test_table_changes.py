@@ -96,6 +96,7 @@ def test_rows_move_as_workers_servers_and_strategies_come_and_go(tmp_path: Path)
     assert difference(weights | table_values(TASK, rows), expected) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -163,6 +164,7 @@ def in_peace(tmp_path_factory: pytest.TempPathFactory) -> State:
         return undisturbed(12, tmp_path_factory.mktemp("peace") / "saved")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, STRATEGIES[1]), ids=str)
 def test_after_a_servers_death_rows_are_those_of_a_run_in_peace(
     strategy: Any, tmp_path: Path, in_peace: State
@@ -172,6 +174,7 @@ def test_after_a_servers_death_rows_are_those_of_a_run_in_peace(
     assert alike(after_a_death(strategy, role, 60, tmp_path / "struck"), in_peace)
 
 
+@pytest.mark.few(4)
 @pytest.mark.long
 @grid(
     strategy=STRATEGIES,
@@ -184,6 +187,7 @@ def test_whoever_dies_when_rows_are_those_of_a_run_in_peace(
     assert alike(after_a_death(strategy, role, moment, tmp_path / "struck"), in_peace)
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", [PS(num_servers=2), AllreduceStrategy()], ids=str)
 def test_rows_stay_when_dense_weights_are_set(strategy: Any, tmp_path: Path) -> None:
@@ -263,7 +267,7 @@ CHANGES: dict[str, tuple[Any, Change]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_no_gradient_of_rows_is_lost_while_a_job_changes(name: str) -> None:
     strategy, change = CHANGES[name]

@@ -146,6 +146,7 @@ def test_a_job_with_other_capacities_goes_on(tmp_path: Path) -> None:
         assert same(sgd.export_table("words"), before)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_rows_that_servers_refuse_are_told_and_nothing_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool
@@ -220,6 +221,7 @@ def test_an_increment_has_the_rows_that_were_changed(tmp_path: Path) -> None:
         assert 0 < sum(map(len, rows)) <= 12  # of two tables, six samples
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "damage",
     [
@@ -263,6 +265,7 @@ class Then(Callback):
         self.then.pop(result.step, lambda: None)()
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_server_dies_while_it_sends_the_rows_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -32,6 +32,7 @@ def local_loss(cluster: InProcessCluster) -> float:
         return float(TASK.loss(module(*inputs), target))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", mostly_long(MODES, "sync", "allreduce", "async"))
 def test_an_evaluation_between_steps_is_that_of_a_local_model(name: str) -> None:
     cluster = make(name, TASK, 2)

@@ -104,6 +104,7 @@ def test_what_is_read_amid_asynchronous_training_is_of_one_instant() -> None:
         assert total == pytest.approx(version)  # each push takes one from each table
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("capacity", [None, 20])
 def test_changes_make_of_an_export_a_later_one(capacity: int | None) -> None:

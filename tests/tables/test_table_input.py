@@ -229,6 +229,7 @@ class Frozen(Net):
 HYBRID = ParameterServerStrategy(table_staleness=2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "async", "ssp", "allreduce", "local", HYBRID])
 def test_rows_of_a_frozen_embedding_are_neither_made_nor_changed(strategy: Any) -> None:
     def freeze(frozen: bool) -> None:

@@ -48,6 +48,7 @@ JOBS: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("job", mostly_long(JOBS, *JOBS[1::3]), ids=str)
 def test_a_job_trains_as_torch_does_in_one_process(job: tuple[Any, ...]) -> None:
     mode, optimizer, workers, devices, servers, others = job
@@ -63,6 +64,7 @@ def test_a_job_trains_as_torch_does_in_one_process(job: tuple[Any, ...]) -> None
     assert difference(expected, untrained) > 0.05
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", mostly_long([*PUSHED_TOGETHER, *PACKED], "sync", "bfloat16"))
 def test_rows_are_the_same_bits_at_any_number_of_servers(mode: str) -> None:
     task, mode = (PACKED[mode], "sync") if mode in PACKED else (TASK, mode)
@@ -75,6 +77,7 @@ def test_rows_are_the_same_bits_at_any_number_of_servers(mode: str) -> None:
         assert same_rows(rows_of(cluster), rows_of(expected))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "mode", mostly_long([*TOGETHER, "async", "ssp-0"], "sync", "async", "groups")
 )

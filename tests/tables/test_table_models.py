@@ -84,6 +84,7 @@ def state_of(cluster: InProcessCluster) -> dict[str, Tensor]:
     return cluster.weights() | {name: value for name, value in rows.items() if value.numel()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["sync", "allreduce"])
 def test_many_tables_are_the_same_on_many_workers(name: str) -> None:
     alone = state_of(run("sync", 1, 12))

@@ -57,6 +57,7 @@ def takes_all(cluster: InProcessCluster, steps: int = STEPS) -> None:
         taken += sum(isinstance(found, Result) for found in cluster.step(steps - taken))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", mostly_long(EACH, "async-drop", "async-rate", "ssp-0"))
 @seeds(1)
 def test_each_push_counts_once(name: str, seed: int) -> None:
@@ -84,6 +85,7 @@ def repeated(cluster: InProcessCluster) -> None:
     cluster.network.filter = twice
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", mostly_long(["async", "async-drop", "ssp-2"], "async"))
 @seeds(1)
 def test_repetitions_count_once(name: str, seed: int) -> None:
@@ -93,6 +95,7 @@ def test_repetitions_count_once(name: str, seed: int) -> None:
     counted(cluster)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", mostly_long(EACH, "async", "ssp-2"))
 @seeds(1)
 def test_pushes_of_the_dead_count_once_or_not_at_all(name: str, seed: int) -> None:
@@ -105,6 +108,7 @@ def test_pushes_of_the_dead_count_once_or_not_at_all(name: str, seed: int) -> No
     counted(cluster, exactly=name != "async-rate")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", mostly_long(["async", "async-drop", "ssp-0", "ssp-2"], "ssp-0"))
 def test_pushes_of_steps_that_raised_count_once_or_not_at_all(name: str) -> None:
     for fault in (Fault.raises("worker", 1, step=2), Fault.kill("worker", 1, step=2, at="push")):
@@ -113,6 +117,7 @@ def test_pushes_of_steps_that_raised_count_once_or_not_at_all(name: str) -> None
         counted(cluster)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_memory_of_pushes_of_many_sizes_is_given_back(name: str) -> None:
     """Each batch has other rows: memory that was kept for each size that ever came would grow for ever."""

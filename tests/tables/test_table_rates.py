@@ -68,6 +68,7 @@ def by_torch(task: Task, name: str, rates: Callable[[int], float]) -> Weights:
     return {key: value.detach() for key, value in theirs.state_dict().items()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.long
 @pytest.mark.parametrize("mode", mostly_long(["sync", "allreduce"], "sync"))
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam"])

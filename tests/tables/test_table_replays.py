@@ -50,11 +50,13 @@ def alike(cluster: InProcessCluster, expected: InProcessCluster) -> None:
     assert same_rows(rows_of(cluster), rows_of(expected))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", mostly_long([*PUSHED_TOGETHER, "backup"], "allreduce"))
 def test_a_replay_makes_the_same_rows(name: str) -> None:
     explained(undisturbed(name, devices=2, accumulate=2, shuffle=1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", mostly_long(PACKED, "int8"))
 def test_rows_in_fewer_bytes_are_replayed_and_survive_a_death(dtype: str) -> None:
     task = PACKED[dtype]
@@ -72,6 +74,7 @@ def test_a_replay_makes_the_same_rows_beside_aggregators() -> None:
     explained(undisturbed(hosts=hosts))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("death", mostly_long(DEATHS, DEATHS[1]), ids=str)
 def test_after_a_death_the_rows_are_those_of_a_run_in_peace(death: tuple[Kind, int]) -> None:
     kind, n = death
@@ -103,6 +106,7 @@ def test_no_answer_to_the_dead_is_taken_for_one_to_a_successor() -> None:
     assert not lives[0] & lives[1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.long
 @pytest.mark.parametrize("name", mostly_long(TOGETHER, "copies"))
 def test_after_an_error_the_rows_are_those_of_a_run_in_peace(name: str) -> None:

@@ -47,6 +47,7 @@ def rows_on(cluster: InProcessCluster, holders: dict[int, int]) -> dict[str, tor
     return {name: value for name, value in found.items() if name.startswith("tables/")}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "task"),
     [
@@ -111,6 +112,7 @@ def surviving(cluster: InProcessCluster, state: SharedState) -> dict[str, torch.
     return first
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "task"),
     [("sync", PACKED["bfloat16"]), ("allreduce", ADAM)],

@@ -65,7 +65,7 @@ class Batches:
         return [torch.from_numpy(each.copy()) for each in found if len(each)]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shuffle", [None, 1, 2])
 @pytest.mark.parametrize("settings", ROUNDS)
 def test_equals_the_same_by_hand(settings: dict[str, Any], shuffle: int | None) -> None:
@@ -136,7 +136,7 @@ class Sightings(nn.Module):
         return -self.rows(ids).sum() - self.first.weight.sum() - self.second.weight.sum()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", FRAGMENTS)
 def test_with_each_fragment_rows_get_their_gradients_since_the_one_before(
     settings: dict[str, Any],
@@ -184,7 +184,7 @@ def deeper() -> Task:
     return Task(lambda: Deeper(task.module()), task.optimizer, task.data, batch_size=2)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shuffle", [None, 1])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("settings", [*ROUNDS, *FRAGMENTS])
@@ -204,7 +204,7 @@ def test_a_job_is_replayed(settings: dict[str, Any], workers: int, shuffle: int 
     explained(cluster, task)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("moment", ["forward", "push", "report"])
 @pytest.mark.parametrize("settings", [*ROUNDS, FRAGMENTS[0], *FRAGMENTS[2:]])
 def test_a_job_is_replayed_after_a_death(settings: dict[str, Any], moment: Moment) -> None:

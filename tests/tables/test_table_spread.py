@@ -139,6 +139,7 @@ def test_a_bounded_table_lives_through_deaths_and_moves(tmp_path: Path) -> None:
     assert same_rows(rows_in(files.read(tmp_path / "moved")), expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("capacities", [(None, 50), (50, None), (50, 40)])
 def test_a_checkpoint_is_restored_where_rows_lie_otherwise(
     tmp_path: Path, capacities: tuple[int | None, int | None]

@@ -135,6 +135,7 @@ def lively(**settings: Any) -> TableShard:
     return shard
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("optimizer", [SGD(), Adagrad()])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int8"])
 def test_a_state_is_plain_arrays_and_back(optimizer: Any, dtype: str) -> None:

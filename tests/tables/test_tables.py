@@ -247,6 +247,7 @@ def test_momentum_of_a_row_decays_when_the_row_is_pushed() -> None:
         assert np.allclose(values[at, row], expected[:, 0], **CLOSE["float64"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_row_wise_adagrad(dtype: str) -> None:
     taken = steps(6, dtype)
@@ -259,6 +260,7 @@ def test_row_wise_adagrad(dtype: str) -> None:
         assert np.allclose(values[at], rows, **CLOSE[dtype])
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_ftrl_proximal(dtype: str) -> None:

@@ -74,6 +74,7 @@ def test_two_workers_train_as_one_process_does() -> None:
         assert (counts["rows"], counts["admitted"], counts["evicted_full"]) == (17, 17, 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
 def test_rows_go_to_servers_while_a_group_adds_up_all_else(sharded: bool) -> None:
@@ -97,6 +98,7 @@ def test_rows_go_to_servers_while_a_group_adds_up_all_else(sharded: bool) -> Non
         assert difference({name: found[0][name] for name in expected}, expected) < 1e-12
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_checkpoint_continues_in_a_new_trainer(tmp_path: Path) -> None:
     with DistributedSGD(creator, 2, strategy=TWO_SERVERS) as trainer:

@@ -87,7 +87,7 @@ def test_a_default_is_one_of_the_initial_values() -> None:
         table(default=0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "int8"])
 @pytest.mark.parametrize("default", [None, Constant(0.125)])
 def test_an_export_answers_as_an_evaluation_does(default: Any, dtype: str, tmp_path: Path) -> None:

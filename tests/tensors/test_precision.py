@@ -125,7 +125,7 @@ def test_synchronous_training_equals_serial_training_that_rounds_in_the_same_pla
     )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @WIRES
 @pytest.mark.parametrize("name", [name for name in MODES if name not in GROUPED])
 @seeds(1)

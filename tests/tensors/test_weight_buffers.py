@@ -90,6 +90,7 @@ def test_a_gradient_is_left_as_it_is_whatever_the_optimizer_does_to_it() -> None
     assert torch.allclose(held.weights.view(torch.float64), torch.tensor(-0.2, dtype=torch.float64))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["async", "ssp", "sync"])
 @seeds(1)
 def test_servers_use_few_rooms_and_only_while_somebody_reads(mode: str, seed: int) -> None:

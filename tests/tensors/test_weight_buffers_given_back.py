@@ -166,6 +166,7 @@ def test_only_whole_segments_of_this_process_can_be_given_back() -> None:
     assert (memory == 0).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("wire_dtype", [None, "bf16"])
 def test_a_job_goes_on_as_before(wire_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,7 +304,7 @@ def runs_long(examples: int, survives: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("as_stranger", [False, True])
 @pytest.mark.parametrize("name", JOBS)
 def test_processes_of_a_job_go_on(
@@ -313,6 +313,7 @@ def test_processes_of_a_job_go_on(
     runs_long(2, lambda seed: survive(name, seed, caplog, as_stranger=as_stranger))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("as_stranger", [False, True])
 def test_processes_of_a_parameter_server_go_on(
     as_stranger: bool, caplog: pytest.LogCaptureFixture

@@ -55,6 +55,7 @@ def test_a_node_meets_its_own_on_a_unix_socket_and_both_ends_know_each_other(end
     assert (near.name.split()[0], far.name) == ("coordinator", "worker 2")
 
 
+@pytest.mark.few(2)
 def test_messages_arrive_in_order_both_ways_and_payloads_in_the_sinks_memory(ends, server, client):
     sizes = [8 << 20, *[None, 1, 3000, 100_000] * 100]
     for number, size in enumerate(sizes):
@@ -76,7 +77,7 @@ def test_messages_arrive_in_order_both_ways_and_payloads_in_the_sinks_memory(end
     )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pumping", [True, False])
 @pytest.mark.parametrize("owned", [True, False])
 def test_send_never_blocks_and_what_is_pending_may_be_owned_and_follows(
@@ -111,6 +112,7 @@ def test_the_other_end_of_a_closed_channel_hears_of_it_once(ends, server, client
     assert client.lost == []
 
 
+@pytest.mark.few(1)
 def test_a_forked_child_has_no_part_in_the_channels_of_its_parent(ends, server, client):
     near, far = ends
     client.transport.lends = near._lender = None  # payloads through the socket

@@ -202,6 +202,7 @@ def hear_nobody(server: Node, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server.transport._openings, name, lambda opening: None)
 
 
+@pytest.mark.few(2)
 def test_a_peer_that_loses_its_place_to_an_unauthenticated_connection_tries_again(
     server: Node, node: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cl
 STRATEGIES = {"ps": ParameterServerStrategy(num_servers=1), "allreduce": AllreduceStrategy()}
 
 
+@pytest.mark.few(1)
 @diagonal(strategy=STRATEGIES, family=["tcp", "unix"])
 def test_training_goes_on_beside_unauthenticated_connections(strategy: str, family: str) -> None:
     with DistributedSGD(
