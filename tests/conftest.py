@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
+import re
 import signal
 import zlib
 from collections.abc import Iterator
@@ -44,6 +46,8 @@ leave_it_to_an_init()  # while this process has one thread
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_SECONDS = 180
+# what is in each file that has tests marked `ray` or `cluster`
+ON_RAY = re.compile(r"\bmark\.(ray|cluster)\b|\banywhere\b|\bNEEDS_NAMESPACES\b")
 STAGES = ("long", "ray", "cluster")  # marks that say which part of which target runs a test
 BATCH_SECONDS = 0.03  # of virtual time for a batch's gradients, where a test runs simulated
 MOST_GARBAGE = 200 << 20  # bytes by which a process of tests grows before garbage is collected
@@ -54,6 +58,22 @@ settings.register_profile(
 )
 settings.register_profile("full", settings.get_profile("few"), max_examples=1000)
 settings.load_profile("few")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files that have no tests on Ray, where others are not asked for: these are most of them."""
+    if not collection_path.match("test_*.py") or not _on_ray_alone(config.option.markexpr):
+        return None
+    return None if ON_RAY.search(collection_path.read_text()) else True
+
+
+@functools.cache
+def _on_ray_alone(chosen: str) -> bool:
+    """Return whether an expression given with -m, of the marks of stages and `full`, needs `ray` or `cluster`."""
+    if not set(re.findall(r"\w+", chosen)) <= {*STAGES, "full", "and", "or", "not"} or not chosen:
+        return False
+    others = [{"long": long, "full": full} for long in (False, True) for full in (False, True)]
+    return not any(eval(chosen, {}, {"ray": False, "cluster": False, **each}) for each in others)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,6 +91,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Those that make test has and those that make test-cluster has are counted apart.
     """
     cases: dict[tuple[object, str, frozenset[str]], list[pytest.Item]] = {}
+    used = {
+        item.path for item in items if {"ray", "cluster"} & {m.name for m in item.iter_markers()}
+    }
+    missed = [str(path) for path in used if ON_RAY.search(path.read_text()) is None]
+    assert not missed, (
+        f"{missed} would be left out where tests on Ray alone are asked for: see ON_RAY"
+    )
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("full"):
             stage = frozenset(name for name in STAGES if item.get_closest_marker(name))

@@ -285,6 +285,7 @@ class TestOnRay:
         assert "log of a bout" in said
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 def test_nobody_is_given_up_while_the_driver_pauses() -> None:
     alarms = false_alarm_bodies.Alarms(

@@ -78,7 +78,7 @@ def test_no_process_is_left_of_a_program_that_is_ended(
 
 @pytest.mark.parametrize(
     "strategy",
-    ["ps", "allreduce", *(pytest.param(name, marks=pytest.mark.long) for name in ("async", "ssp"))],
+    ["ps", *(pytest.param(name, marks=pytest.mark.long) for name in ("async", "ssp", "allreduce"))],
 )
 def test_the_example_survives_the_death_of_a_worker(strategy: str) -> None:
     with started("examples/core_digits.py", strategy) as program:

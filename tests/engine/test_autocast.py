@@ -195,6 +195,7 @@ def test_small_gradients_in_float16_survive_with_a_loss_scale() -> None:
     assert not torch.equal(cluster.weights()["0.weight"], before["0.weight"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_update_that_overflows_is_left_out(workers: int) -> None:
     strategy = ParameterServerStrategy(num_servers=1, nonfinite="skip", clip_norm=1.0)

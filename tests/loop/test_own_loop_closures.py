@@ -98,6 +98,7 @@ def test_a_successor_has_the_same_history(strategy: str, step: int) -> None:
     assert difference(found.weights, script.alone(3)) < TOLERANCE
 
 
+@pytest.mark.full
 def test_a_resumed_program_goes_on_with_its_history(tmp_path: Path) -> None:
     script, checkpoints = SCRIPTS["fixed"], steepest.Checkpoints(tmp_path / "run", every=1)
     with pytest.raises(InterruptedRunError):

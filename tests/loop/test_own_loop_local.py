@@ -250,6 +250,7 @@ def test_a_worker_that_dies_at_many_moments_changes_nothing(strategy: LocalStrat
         check_death(strategy, seed)
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["every third", "fragments", "delay", "delay and fragments"])
 def test_a_run_that_is_started_again_goes_on(name: str, tmp_path: Path) -> None:

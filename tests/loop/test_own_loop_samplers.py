@@ -123,6 +123,7 @@ def test_a_successor_draws_the_same(name: str, strategy: str) -> None:
     assert difference(found.weights, mine.alone(3)) < 1e-12
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["weighted", "growing"])
 def test_a_resumed_program_goes_on_in_the_middle(name: str, tmp_path: Path) -> None:

@@ -219,6 +219,7 @@ def test_a_process_that_dies_at_many_moments_changes_nothing(name: str, strategy
         gc.collect()  # the address space of tables
 
 
+@pytest.mark.full
 def test_a_run_that_is_started_again_goes_on_and_its_rows_can_be_read(tmp_path: Path) -> None:
     rows: list[Any] = []
 

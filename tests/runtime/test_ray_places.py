@@ -212,8 +212,10 @@ def doctor(place: Place, seconds: float) -> str:
 
 def test_the_doctor(place: Place) -> None:
     output = doctor(place, 100)  # so that a busy machine gets to the end, too
-    lines = [re.sub(r"^ *[0-9.]+ s  ", "", line) for line in output.splitlines()]
-    assert all(line != timed for line, timed in zip(lines, output.splitlines(), strict=True))
+    # Ray's library says by itself that a machine reaches no internet
+    told = [line for line in output.splitlines() if "network_util.cc" not in line]
+    lines = [re.sub(r"^ *[0-9.]+ s  ", "", line) for line in told]
+    assert all(line != timed for line, timed in zip(lines, told, strict=True))
     assert lines[0] == "importing torch and Ray"
     assert lines[3] == "starting Ray"  # it says so before it does; nothing of Ray's own is shown
     lines = [line for line in lines if not line.startswith("this machine is busy")]

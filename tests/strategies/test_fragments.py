@@ -191,6 +191,7 @@ def normalised() -> nn.Module:
     ).double()
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize("hosts", [None, HostMap((0, 0, 1), (0, 0, 1), gathers=True)])
 @pytest.mark.parametrize("delay", [0, 2])

@@ -82,6 +82,7 @@ def test_with_all_changes_in_each_round_fragments_are_as_without_a_quorum() -> N
     assert difference(found, run_rounds(task, 2, 10, strategy).weights()) < 1e-12
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize("pace", ["equal", "speed"])
 @pytest.mark.parametrize("delay", [0, 2])

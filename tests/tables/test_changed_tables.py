@@ -201,6 +201,7 @@ def test_a_model_may_lose_all_tables_and_get_its_first(tmp_path: Path) -> None:
         assert rows_of(sgd, "a")["a"][0]
 
 
+@pytest.mark.full
 def test_a_log_after_such_a_restore_is_replayed(tmp_path: Path) -> None:
     with trainer(model_of(tables_of("abA"))) as sgd:
         sgd.fit(steps=2, progress=False)

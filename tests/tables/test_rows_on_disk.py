@@ -444,6 +444,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(RowLog, "_read", read)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("few")
 def test_a_slow_disk_is_told_once_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

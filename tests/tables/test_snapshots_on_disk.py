@@ -94,6 +94,7 @@ def test_a_death_sets_the_job_back_to_rows_on_disk(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_rows_are_on_another_node_when_one_is_lost(tmp_path: Path) -> None:
     strategy, create = ParameterServerStrategy(num_servers=2), on_disk(tmp_path)
     with trainer(words(IDS), strategy) as sgd:

@@ -88,6 +88,7 @@ def test_an_asynchronous_job_is_replayed(name: str, workers: int, shuffle: int) 
         assert any(staleness for commit in log.commits for staleness in commit.staleness)
 
 
+@pytest.mark.full
 def test_rows_of_later_versions_than_the_weights_are_replayed() -> None:
     """A slow worker's rows come after other workers' commits."""
     cluster = stale("async", None, 3, shuffle=2, servers=3)

@@ -204,6 +204,7 @@ def test_a_job_is_replayed(settings: dict[str, Any], workers: int, shuffle: int 
     explained(cluster, task)
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize("moment", ["forward", "push", "report"])
 @pytest.mark.parametrize("settings", [*ROUNDS, FRAGMENTS[0], *FRAGMENTS[2:]])
