@@ -7,8 +7,8 @@
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die and
 # the driver gets signals; make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, test-core-alone, bench-check,
-# test-cluster, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage, site. make test-core: training
-# with plain processes, which make test leaves out; make test-gpu: training on a GPU, where one is; make test-core-alone: the same without the rest of the package. make package: the files of
+# test-cluster, test-gpu, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage, site. make test-core: training
+# with plain processes, which make test leaves out; make test-gpu: training on a GPU, or on what stands for one; make test-core-alone: the same without the rest of the package. make package: the files of
 # a release, in dist/, checked and used.
 PYTHON ?= python3
 VENV := .venv
@@ -107,9 +107,10 @@ test: $(STAMP)
 test-core: $(STAMP)
 	$(PYTEST) -m "long or not long" --numprocesses=2 tests/core
 
-# skips with the reason where torch can use no GPU
+# on a GPU, or where there is none on a device of torch's that stands for one, which a C++ compiler makes once
+test-gpu: export TORCH_EXTENSIONS_DIR = $(abspath $(VENV))/torch_extensions
 test-gpu: $(STAMP)
-	$(PYTEST) -m "long or not long" tests/gpu
+	$(PYTEST) -m "$(CHOICE)" --numprocesses=2 tests/gpu
 
 test-core-alone: $(STAMP)
 	$(BIN)/python tests/core/alone.py --numprocesses=2 $(if $(FULL),,-m "not long")

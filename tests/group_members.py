@@ -47,7 +47,9 @@ class Member:
         self.done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.others = others
         ways = Ways(self.router, self.tell, self.failures.put)
-        self.group: ProcessGroup = groups.join(GroupPlace(1, rank, size, seconds), ways)
+        self.group: ProcessGroup = groups.join(
+            GroupPlace(1, rank, size, seconds, torch.device("cpu")), ways
+        )
 
     def tell(self, key: str, value: bytes) -> None:
         for other in self.others:
@@ -98,11 +100,14 @@ def weights(
     groups: Groups | None = None,
     *,
     sharded: bool = False,
+    nonfinite: str = "refuse",
 ) -> dict[str, torch.Tensor]:
     """Return what plain processes train in two epochs."""
     with Trainer(
         creator, num_workers=workers, seed=3, runtime=ProcessRuntime(), extensions=(ProcessGroups(groups),),
-        strategy=AllreduceStrategy(data_plane="gloo", sharded=sharded, chunk_bytes=64),
+        strategy=AllreduceStrategy(
+            data_plane="gloo", sharded=sharded, nonfinite=nonfinite, chunk_bytes=64
+        ),
         settings=Settings(step_timeout=SECONDS, snapshot_every=2),
     ) as job:  # fmt: skip
         job.fit(epochs=2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from steepest.core.strategies.allreduce import AllreduceStrategy
 from steepest.core.strategies.parameter_server import ParameterServerStrategy
 from steepest.core.strategies.strategy import Strategy
@@ -31,7 +33,8 @@ class Settings:
             hold parts of it: under allreduce, and of models with buffers.
         threads: with which torch computes in each worker.
         device: "cpu", or "cuda" for models on GPUs, of which worker i has number i, counted round
-            and round: two workers share the only one. Not yet run on one.
+            and round: two workers share the only one. Another kind of GPU by torch's name for it,
+            where torch has that. Not yet run on one.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -50,7 +53,9 @@ class Settings:
         require_positive("start_timeout", self.start_timeout)
         require_count("snapshot_every", self.snapshot_every)
         require_count("threads", self.threads)
-        require_choice("device", self.device, ("cpu", "cuda"))
+        own = torch.accelerator.current_accelerator()
+        kinds = ("cpu", "cuda") if own is None else tuple(dict.fromkeys(("cpu", "cuda", own.type)))
+        require_choice("device", self.device, kinds)
 
 
 def strategy_for(strategy: str | Strategy, num_workers: int) -> Strategy:

@@ -13,7 +13,7 @@ from steepest.core.engine.extension import Extension
 from steepest.core.engine.hosting import build_replicas, host_server, host_worker
 from steepest.core.engine.job import Description, Job, ModelCreator
 from steepest.core.engine.model_building import build_models
-from steepest.core.engine.present_gpu import choose_gpu
+from steepest.core.engine.present_gpu import choose_gpu, gpu_of
 from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.worker import Worker
 from steepest.core.messages.message import Peer, server_peer, worker_peer
@@ -26,7 +26,6 @@ from steepest.core.tensors.layout import ChunkSpec
 from steepest.core.transport.channel import Address
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
-from steepest.errors import ConfigurationError
 
 T = TypeVar("T")
 HOST = "127.0.0.1"
@@ -49,7 +48,7 @@ class WorkerProcess:
         token: the job's secret, which both ends of a connection prove to know.
         threads: with which torch computes.
         extensions: what attaches to the worker.
-        device: "cpu" or "cuda", where the model computes.
+        device: where the model computes, as of `Settings`.
     """
 
     def __init__(
@@ -72,13 +71,7 @@ class WorkerProcess:
 
     def _device_of(self, index: int) -> torch.device:
         """Return the device of a worker's model; ConfigurationError: this process sees no GPU."""
-        if self._device == "cpu":
-            return torch.device("cpu")
-        if not torch.cuda.is_available():
-            raise ConfigurationError(
-                'device="cuda": torch sees no GPU here; give "cpu", or install a torch with CUDA and its driver'
-            )
-        return torch.device("cuda", index % torch.cuda.device_count())
+        return torch.device("cpu") if self._device == "cpu" else gpu_of(index, self._device)
 
     def _on_router(self, function: Callable[[], T]) -> T:
         return system().result(self._router.call(function))
@@ -109,7 +102,7 @@ class WorkerProcess:
         def read() -> tuple[bytes, Tensors, ArrivingState | None]:
             model = self._models[0]
             self._replicas = self._build_replicas(job, 0, None)
-            weights = self._replicas.weights.numpy().tobytes()
+            weights = self._replicas.weights.cpu().numpy().tobytes()
             return weights, Tensors(model.state()), getattr(model, "optimizer_state", None)
 
         return self._on_router(read)

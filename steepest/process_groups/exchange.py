@@ -23,6 +23,7 @@ from steepest.core.tensors.half_precision import narrow_size
 from steepest.core.tensors.memory import as_tensor
 from steepest.core.transport.router import Router
 from steepest.errors import DataPlaneError, ProtocolError, describe_error
+from steepest.process_groups import order
 from steepest.process_groups.group import GroupPlace, Groups, ProcessGroup, Program, Ways
 from steepest.process_groups.new_weights import MadeChunk, NewWeights
 from steepest.process_groups.reduction import HandedChunk, OwnGradient, Reduction, Sums
@@ -48,10 +49,17 @@ class GroupExchange(ExchangeAround):
         job: of the worker.
         router: of the process.
         groups: makes process groups.
+        home: where the worker has its gradient and its weights.
     """
 
     def __init__(
-        self, inner: Exchange, worker: int, job: Job, router: Router, groups: Groups
+        self,
+        inner: Exchange,
+        worker: int,
+        job: Job,
+        router: Router,
+        groups: Groups,
+        home: torch.device,
     ) -> None:
         super().__init__(inner)
         self.kinds = inner.kinds | {Kind.GROUP_KEY}
@@ -61,13 +69,13 @@ class GroupExchange(ExchangeAround):
         self._passes = job.passes_weights
         self._narrow = job.strategy.reduces_in
         self._checked = job.strategy.nonfinite != "pass" or self._narrow is not None
-        self._router, self._groups = router, groups
+        self._router, self._groups, self._home = router, groups, home
         self._send = router.sender(worker_peer(worker))
         self._push_sum = router.sender(aggregator_peer(worker))
         self._incarnation = 0
         self._generation = -1  # of the group
         self._group: ProcessGroup | None = None
-        self._sums = Sums(self._layout, self._narrow)
+        self._sums = self._memory()
         self._own: OwnGradient | None = None  # the present one, or the last
         self._now: Reduction | NewWeights | None = None  # what the group does, or did last
         self._made: dict[tuple[int, int], MadeChunk] = {}  # see `NewWeights`
@@ -77,6 +85,9 @@ class GroupExchange(ExchangeAround):
         self._missing = 0  # chunks of it that are not ready yet
         self._moved = 0  # bytes that a ring passes on of it: to add up, and to give all the sum
         self._keys: dict[int, list[tuple[str, bytes]]] = {}  # of generations that have not begun
+
+    def _memory(self) -> Sums:
+        return Sums(self._layout, self._narrow, self._home)
 
     @property
     def bytes_pushed(self) -> int:
@@ -97,7 +108,7 @@ class GroupExchange(ExchangeAround):
         if self._group is not None:
             self._group.end()
             # a thread of the old group may still write to the old ones
-            self._sums, self._made = Sums(self._layout, self._narrow), {}
+            self._sums, self._made = self._memory(), {}
         self._group, self._own, self._now = None, None, None
 
     def begin(self, generation: int, version: int, incarnation: int, *, is_last: bool) -> None:
@@ -142,9 +153,9 @@ class GroupExchange(ExchangeAround):
         """Join the group of a generation."""
         if self._group is not None:
             self._group.end()
-            self._sums, self._made = Sums(self._layout, self._narrow), {}
+            self._sums, self._made = self._memory(), {}
         self._own, self._generation = None, generation
-        place = GroupPlace(generation, self._worker, self._size, self._seconds)
+        place = GroupPlace(generation, self._worker, self._size, self._seconds, self._home)
         send_key, failed = partial(self._send_key, generation), partial(self._fail, generation)
         self._group = self._groups.join(place, Ways(self._router, send_key, failed))
         for key, value in self._keys.pop(generation, ()):
@@ -179,7 +190,8 @@ class GroupExchange(ExchangeAround):
             else:
                 self.inner.ready(chunk, payload, unit, total, absent)
             return self._missing > 0
-        self._own.chunks[chunk] = HandedChunk(payload, unit, total, absent)
+        made = order.made(payload)
+        self._own.chunks[chunk] = HandedChunk(payload, unit, total, absent, made)
         shares = 1 if len(self._holders[chunk]) == 1 else 2
         about = self._layout.chunks[chunk]
         size = narrow_size(about.dtype, about.nbytes, self._narrow) or about.nbytes
@@ -223,7 +235,8 @@ class GroupExchange(ExchangeAround):
             return
         assert self._group is not None
         if source == server_peer(self._worker):
-            made = MadeChunk(as_tensor(weights.payload), weights.skipped)
+            payload = as_tensor(weights.payload)
+            made = MadeChunk(payload, weights.skipped, order.made(payload))
             self._made[weights.version, weights.chunk] = made
         else:
             self._sums.lent.discard(weights.chunk)

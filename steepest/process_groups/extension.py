@@ -5,6 +5,7 @@ from __future__ import annotations
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.job import Job
+from steepest.core.engine.replicas import Replicas
 from steepest.core.transport.router import Router
 from steepest.process_groups.exchange import GroupExchange
 from steepest.process_groups.group import Groups
@@ -22,10 +23,12 @@ class ProcessGroups(Extension):
     def __init__(self, groups: Groups | None = None) -> None:
         self.groups = groups
 
-    def around(self, job: Job, worker: int, exchange: Exchange, router: Router) -> Exchange:
+    def around(
+        self, job: Job, worker: int, replicas: Replicas, exchange: Exchange, router: Router
+    ) -> Exchange:
         """Return a `GroupExchange` around a worker's exchange; ConfigurationError: this process can have no groups."""
         if not job.places.reduces:
             return exchange
         groups = self.groups or (NcclGroups() if job.strategy.reduces_on_gpus else TorchGroups())
-        groups.check(router)
-        return GroupExchange(exchange, worker, job, router, groups)
+        groups.check(router, replicas.home)
+        return GroupExchange(exchange, worker, job, router, groups, replicas.home)

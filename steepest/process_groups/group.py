@@ -60,6 +60,7 @@ class GroupPlace:
     rank: int  # the worker's index
     size: int  # the number of workers
     seconds: float  # after which an operation that waits for others fails
+    home: torch.device  # where most tensors lie of which operations are
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class ProcessGroup(Protocol):
 class Groups(Protocol):
     """What makes process groups; pickled into every process of a job."""
 
-    def check(self, router: Router) -> None:
-        """Check that a process can have groups; ConfigurationError says why not."""
+    def check(self, router: Router, home: torch.device) -> None:
+        """Check that a process can have groups of tensors at `home`; ConfigurationError says why not."""
 
     def join(self, place: GroupPlace, ways: Ways) -> ProcessGroup:
         """Return a member's end of a group, which forms as the other members join."""

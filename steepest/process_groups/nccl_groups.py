@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed's NCCL: tensors are added up on GPUs. No GPU has run this yet."""
+"""Process groups of torch.distributed's NCCL: tensors are added up on GPUs, where they lie. No GPU has run this yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from steepest.config.run import environment
-from steepest.core.engine.present_gpu import choose_gpu, chosen_gpu
+from steepest.core.engine.present_gpu import choose_gpu
 from steepest.core.system import system
 from steepest.core.transport.router import Router
 from steepest.errors import ConfigurationError, DataPlaneError
@@ -27,7 +27,7 @@ _making = system().lock()  # groups are made one at a time in a process, which h
 
 
 class NcclBackend:
-    """NCCL on one GPU, see `Backend`; what lies in the memory of the host is copied to the GPU and back.
+    """NCCL on one GPU, see `Backend`; what lies in the memory of the host, some numbers, is copied there and back.
 
     It works on a stream of its own, beside the model's. An operation is awaited by looking at its event, so that a
     group which is left is aborted amid one. Until all members are connected it cannot be interrupted.
@@ -45,8 +45,7 @@ class NcclBackend:
     def inside(self) -> Iterator[None]:
         """Use the GPU, and a stream of its own on it."""
         choose_gpu(self._device)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
+        with torch.Stream(self._device):
             yield
 
     def make(self, store: KeyStore, place: GroupPlace) -> Any:
@@ -83,7 +82,7 @@ class NcclBackend:
                 )
 
     def near(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the GPU."""
+        """Return the tensor on the GPU."""
         return tensor.to(self._device)
 
     def finish(self, work: Any, look: Callable[[], None]) -> None:
@@ -99,9 +98,9 @@ class NcclBackend:
 
 
 class NcclGroups:
-    """Makes groups of NCCL, see `Groups`, on the GPU of the thread that joins: that of the worker's model."""
+    """Makes groups of NCCL, see `Groups`, on the GPU where the worker has its gradient."""
 
-    def check(self, router: Router) -> None:
+    def check(self, router: Router, home: torch.device) -> None:
         """Check that this process has what a group needs.
 
         Raises:
@@ -114,7 +113,7 @@ class NcclGroups:
                 "data_plane= out"
             )
         check_process("nccl", router)
-        if chosen_gpu() is None:
+        if home.type != "cuda":
             raise ConfigurationError(
                 'data_plane="nccl" with models on CPUs: NCCL adds up on GPUs alone; give gpu=True, data_plane="gloo", '
                 "or leave data_plane= out"
@@ -122,6 +121,4 @@ class NcclGroups:
 
     def join(self, place: GroupPlace, ways: Ways) -> ProcessGroup:
         """See `Groups`."""
-        device = chosen_gpu()
-        assert device is not None, "it was checked"
-        return TorchGroup(place, ways, NcclBackend(device))
+        return TorchGroup(place, ways, NcclBackend(place.home))

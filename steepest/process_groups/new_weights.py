@@ -9,6 +9,7 @@ import torch
 
 from steepest.core.messages.gradients import Weights
 from steepest.core.tensors.layout import ParameterLayout
+from steepest.process_groups import order
 from steepest.process_groups.group import Await, Broadcast, Program
 from steepest.process_groups.reduction import OwnGradient, Sums
 
@@ -18,6 +19,9 @@ class MadeChunk(NamedTuple):
 
     payload: torch.Tensor  # flat uint8; it is not written to before the next version is made
     skipped: bool  # whether the update was left out, because of NaN or infinity
+    made: torch.Event | None = (
+        None  # on its GPU, behind what writes it; see `steepest.process_groups.order`
+    )
 
 
 class NewWeights:
@@ -67,7 +71,8 @@ class NewWeights:
             if self._worker in holders:
                 key = version, chunk
                 yield Await(lambda key=key: key in self._made)  # type: ignore[misc]
-                payload, skipped = self._made.pop(key)
+                payload, skipped, made = self._made.pop(key)
+                order.behind(made, elements)
                 elements.copy_(payload.view(elements.dtype))
                 flags.fill_(float(skipped))
             yield Broadcast(memory, holders[0], f"the new chunk {chunk}")

@@ -14,6 +14,7 @@ from steepest.core.messages.message import PushId
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.tensors.squares import sum_of_squares
 from steepest.errors import DataPlaneError
+from steepest.process_groups import order
 from steepest.process_groups.group import Await, Gather, Operation, Program, Reduce
 
 #: Bytes of a first chunk up to which it is gathered with the header: one exchange in the step of a small model.
@@ -27,6 +28,9 @@ class HandedChunk(NamedTuple):
     unit: float
     total: float
     absent: frozenset[int]
+    made: torch.Event | None = (
+        None  # on its GPU, behind what writes it; see `steepest.process_groups.order`
+    )
 
 
 @dataclass(eq=False)
@@ -94,13 +98,19 @@ class Sums:
     Args:
         layout: of the model.
         narrow: the dtype in which float32 chunks are added up among members; None for their own.
+        device: where the memory is.
 
     Attributes:
         lent: chunks whose memory is being read on the router's thread; it is not written to meanwhile.
     """
 
-    def __init__(self, layout: ParameterLayout, narrow: torch.dtype | None = None) -> None:
-        self._layout, self._narrow = layout, narrow
+    def __init__(
+        self,
+        layout: ParameterLayout,
+        narrow: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._layout, self._narrow, self._device = layout, narrow, device
         self._memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.lent: set[int] = set()
 
@@ -120,7 +130,8 @@ class Sums:
         about = self._layout.chunks[chunk]
         size = about.nbytes // about.dtype.itemsize
         if (chunk, dtype) not in self._memory:
-            self._memory[chunk, dtype] = torch.empty(size + len(about.slices), dtype=dtype)
+            count = size + len(about.slices)
+            self._memory[chunk, dtype] = torch.empty(count, dtype=dtype, device=self._device)
         memory = self._memory[chunk, dtype]
         return memory, memory[:size], memory[size:]
 
@@ -211,7 +222,7 @@ class Reduction:
         """Gather the headers with the first chunk, which is small, and push its sum; return the headers."""
         memory, elements, flags = self._sums.of(chunk)
         self._contribute(chunk, handed, 1.0, elements, flags)
-        header = self._own_header(handed).view(torch.uint8)
+        header = self._own_header(handed).view(torch.uint8).to(memory.device)
         found = yield Gather(torch.cat([header, memory.view(torch.uint8)]))
         assert found is not None
         size = header.numel()
@@ -287,6 +298,7 @@ class Reduction:
             elements.zero_()
             flags.zero_()
             return
+        order.behind(handed.made, elements)
         values = handed.payload.view(self._layout.chunks[chunk].dtype)
         if factor == 1.0:
             elements.copy_(values)

@@ -326,7 +326,7 @@ class TorchGroup(ProcessGroup):
 class TorchGroups:
     """Makes Gloo groups, see `Groups`: over TCP, bound to the address at which the process listens for the job."""
 
-    def check(self, router: Router) -> None:
+    def check(self, router: Router, home: torch.device) -> None:
         """Check that this process has what a group needs.
 
         Raises:

@@ -36,7 +36,7 @@ class RetainedChunks:
 
     def vector(self, nbytes: int) -> torch.Tensor:
         """Return a flat vector for the next servers: that in which the kept chunks lie, if it has `nbytes`."""
-        if self._vector is None or self._vector.numel() != nbytes:
+        if self._vector is None or self._vector.numel() != nbytes or not self._vector.is_cpu:
             warn_if_short(
                 nbytes,
                 "memory for the weights of the servers in this process",
@@ -59,7 +59,7 @@ class RetainedChunks:
             records.append(
                 (fields, np.empty(0, dtype=np.uint8) if payload is None else payload.numpy())
             )
-        return ChunkState(held.weights.numpy(), records)
+        return ChunkState(held.weights.cpu().numpy(), records)
 
     def hand_over(self, servers: Iterable[Server], given: Mapping[int, ChunkState]) -> None:
         """Give servers of the same layout their chunks.
@@ -75,7 +75,7 @@ class RetainedChunks:
             for index, held in server.chunks.items():
                 if (new := given.get(index)) is not None:
                     records = [(about, _tensor(about, payload)) for about, payload in new.records]
-                    held.weights.numpy()[:] = new.weights
+                    held.weights.copy_(torch.from_numpy(new.weights))
                 else:
                     own = self._chunks[index]
                     records = own.state()

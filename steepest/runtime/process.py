@@ -28,7 +28,8 @@ from steepest.core.engine.hosting import (
 )
 from steepest.core.engine.job import Description, Job, ModelCreator
 from steepest.core.engine.model_building import build_models
-from steepest.core.engine.replicas import Memory, Replicas, memory_for
+from steepest.core.engine.present_gpu import gpu_of
+from steepest.core.engine.replicas import CPU, Memory, Replicas, memory_for
 from steepest.core.engine.server import Server
 from steepest.core.engine.spans import SpanRing, record_roles
 from steepest.core.engine.worker import Worker
@@ -49,7 +50,7 @@ from steepest.core.system import system
 from steepest.core.tensors.allocator import keep_freed_memory, start_thread
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
-from steepest.core.tensors.memory import Bytes
+from steepest.core.tensors.memory import Bytes, as_tensor
 from steepest.core.tensors.shared_memory import AVAILABLE, segment_of
 from steepest.core.transport.channel import Address
 from steepest.core.transport.router import Router
@@ -296,11 +297,11 @@ class ProcessActor:
         Args:
             job: the facts of the job.
             gpu: whether each replica has a GPU.
+
+        Raises:
+            ConfigurationError: torch sees none.
         """
-        kind = "cuda" if gpu else "cpu"
-        devices = [
-            torch.device(kind, i) if gpu else torch.device(kind) for i in range(len(self._models))
-        ]
+        devices = [gpu_of(i) if gpu else CPU for i in range(len(self._models))]
         memory, self._memory = self._memory, None
         self._replicas = build_replicas(
             job, self._index, self._models, devices, self._replicas, memory, EXTENSIONS
@@ -341,7 +342,7 @@ class ProcessActor:
         arriving = arriving_with(model)
         if arriving is not None:
             arriving = replace(arriving, state=Tensors(arriving.state))
-        return replicas.weights.numpy(), Tensors(model.state()), arriving
+        return replicas.weights.cpu().numpy(), Tensors(model.state()), arriving
 
     @on_router
     def open(
@@ -410,7 +411,8 @@ class ProcessActor:
         if initial is not None:
             for chunk in job.description.layout.chunks:
                 if not set(servers).isdisjoint(job.holders[chunk.index]):
-                    weights.numpy()[chunk.start : chunk.stop] = initial[0][chunk.start : chunk.stop]
+                    part = as_tensor(initial[0][chunk.start : chunk.stop])
+                    weights[chunk.start : chunk.stop].copy_(part)
         if 0 in servers:
             host_coordinator(self.router, job, _RESULT_SECONDS)
         for index in servers:

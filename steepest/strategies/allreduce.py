@@ -40,8 +40,9 @@ class AllreduceStrategy(WithFormats, dense.AllreduceStrategy):
             with ``sharded=False``, unless `sharded` is True: then a chunk is added up at the worker
             that updates it, and the new weights go to all others in the group. Rows of embedding
             tables go to their servers as without it. "nccl" for the same on GPUs, of which each
-            worker has one for itself: no GPU has run it yet. None for the library's own
-            connections. Gloo and NCCL open ports of their own, which neither the job's token nor
+            worker has one for itself: weights, gradients and the optimizer's state lie there, and
+            the host sees none of them but for copies and checkpoints. No GPU has run it yet. None
+            for the library's own connections. Gloo and NCCL open ports of their own, which neither the job's token nor
             `tls` protects.
 
     Raises:

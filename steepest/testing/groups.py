@@ -42,7 +42,7 @@ class SimulatedGroups:
         self._broken = broken
         self._meetings: dict[int, _Meeting] = {}
 
-    def check(self, router: Router) -> None:
+    def check(self, router: Router, home: torch.device) -> None:
         """Do nothing: every process can have groups."""
 
     def join(self, place: GroupPlace, ways: Ways) -> ProcessGroup:

@@ -192,7 +192,7 @@ def test_memory_is_pinned_on_the_models_gpu_and_no_longer_than_it_is_used(
     memory = [torch.zeros(size, dtype=torch.uint8) for size in (64, 32, 0)]
     first, other, _ = (vector.data_ptr() for vector in memory)
     driver = Driver(refused=(other,))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", driver.device)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch, "zeros", driver.kernel)

@@ -10,9 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from steepest.core.models.torch import TorchModel
+from tests.gpu import strict_device
 
-#: Where the tests compute: on a GPU, or on the CPU where STEEPEST_GPU_TESTS=cpu tries the tests themselves out.
-DEVICE = os.environ.get("STEEPEST_GPU_TESTS", "cuda")
+_STANDS_FOR_ONE = not torch.cuda.is_available() and strict_device.CAN_BE_MADE
+#: Where the tests compute: on a GPU, where there is none on the device that stands for one; "cpu" tries the tests out.
+DEVICE = os.environ.get("STEEPEST_GPU_TESTS", strict_device.NAME if _STANDS_FOR_ONE else "cuda")
+if DEVICE == strict_device.NAME:
+    strict_device.load()
 WIDTH = 700  # several chunks of half a megabyte
 
 
@@ -39,16 +43,32 @@ def plain() -> nn.Module:
 def model(net: nn.Module, **settings: Any) -> TorchModel:
     """Return a model of `data`."""
     x, y = data()
-    x = x.to(next(net.parameters()).dtype)
+    given = {"data": (x.to(next(net.parameters()).dtype), y), **settings}
     return TorchModel(
-        net, loss=F.cross_entropy, data=(x, y), batch_size=8,
-        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), **settings,
+        net, loss=F.cross_entropy, batch_size=8,
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), **given,
     )  # fmt: skip
 
 
 def classifier(worker: int, device: int) -> TorchModel:
     """Return a model in double precision."""
     return model(plain())
+
+
+def small(worker: int, device: int) -> TorchModel:
+    """Return a model of few weights, in double precision."""
+    return model(_few())
+
+
+def _few() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def poor(worker: int, device: int) -> TorchModel:
+    """Return `small`, of data among which one sample is not finite."""
+    x, y = data()
+    x[7] = float("nan")
+    return model(_few(), data=(x.double(), y))
 
 
 def noisy(worker: int, device: int) -> TorchModel:

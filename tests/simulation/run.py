@@ -74,6 +74,7 @@ class Simulation:
     Args:
         seed: of everything that happens by chance.
         cpus: of each node; the driver is on the first one.
+        gpus: of each node, as many as Ray says.
         seconds: of virtual time that all may take.
         switches: from thread to thread that all may take.
 
@@ -98,10 +99,12 @@ class Simulation:
         cpus: tuple[int, ...] = (4, 4),
         seconds: float = 3600.0,
         switches: int = 60_000,
+        gpus: int = 0,
     ) -> None:
         self.dice = random.Random(seed)
         self.scheduler = Scheduler(self.dice.getrandbits(32), seconds, switches)
         self.world = World(self.scheduler, random.Random(self.dice.getrandbits(32)), cpus)
+        self.world.further = {"GPU": float(gpus)} if gpus else {}
         self.runtime = SimulatedRuntime(self.world)
         self._faults: dict[int, list[Callable[[], None]]] = {}  # by the number of an event
         self.world.on_event = self._strike

@@ -102,7 +102,7 @@ class Places:
     def free_by_node(self) -> dict[str, dict[str, float]]:
         """Return what `free` counts, by the nodes' ids."""
         living = [node for node in self.world.nodes if node.known_alive]
-        return {node.id: {"CPU": float(self._free(node))} for node in living}
+        return {node.id: {"CPU": float(self._free(node)), **self.world.further} for node in living}
 
     def ask(
         self,

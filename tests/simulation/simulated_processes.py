@@ -102,6 +102,7 @@ class World:
         self.call_seconds = dice.choice((1e-3, 2e-2))
         self.notice = dice.choice((1e-3, 0.1, 1.5))
         self.node_notice = dice.choice((1.0, 12.0))
+        self.further: dict[str, float] = {}  # resources of each node, which are always free
         self._pids = itertools.count(_FIRST_PID)
         self.wires = Wires(scheduler, dice, self.here, self.reaches, self.event)
 

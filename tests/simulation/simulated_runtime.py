@@ -201,7 +201,8 @@ class SimulatedRuntime:
 
     def nodes(self) -> dict[str, Mapping[str, float]]:
         """Return the nodes that Ray takes for alive."""
-        return {n.id: {"CPU": float(n.cpus)} for n in self.world.nodes if n.known_alive}
+        further = self.world.further
+        return {n.id: {"CPU": float(n.cpus), **further} for n in self.world.nodes if n.known_alive}
 
     def leaving_nodes(self) -> dict[str, float]:
         """Return the nodes of which `Simulation.give_notice` was told."""
@@ -213,11 +214,14 @@ class SimulatedRuntime:
 
     def total(self) -> dict[str, float]:
         """Return the CPUs of all nodes."""
-        return {"CPU": sum(has["CPU"] for has in self.nodes().values())}
+        return {
+            "CPU": sum(has["CPU"] for has in self.nodes().values()),
+            **self.world.further,
+        }
 
     def free(self) -> dict[str, float]:
         """Return the CPUs that no group holds."""
-        return {"CPU": self.places.free()}
+        return {"CPU": self.places.free(), **self.world.further}
 
     def group_around(self) -> None:
         """Return None: the driver runs in no group."""

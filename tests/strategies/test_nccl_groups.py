@@ -90,13 +90,13 @@ def test_jobs_have_the_bits_of_gloo_and_a_killed_worker_changes_none(
 def test_what_nccl_needs_and_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     router = make("sync", Task()).client_router
     with pytest.raises(ConfigurationError, match="this torch has no NCCL"):
-        NcclGroups().check(router)
+        NcclGroups().check(router, torch.device("cpu"))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     with pytest.raises(ConfigurationError, match='data_plane="nccl" in a simulation'):
-        NcclGroups().check(router)
+        NcclGroups().check(router, torch.device("cpu"))
     monkeypatch.setattr(nccl_groups, "check_process", lambda plane, router: None)
     with pytest.raises(ConfigurationError, match=r"models on CPUs: .* give gpu=True"):
-        NcclGroups().check(router)
+        NcclGroups().check(router, torch.device("cpu"))
 
 
 def test_a_job_on_cpus_is_refused_before_its_models_are_made() -> None:

@@ -373,7 +373,7 @@ def test_a_process_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
     cluster = make("sync", TASK)
     with pytest.raises(ConfigurationError, match="this torch has no Gloo"):
-        TorchGroups().check(cluster.client_router)
+        TorchGroups().check(cluster.client_router, torch.device("cpu"))
 
 
 @pytest.mark.few(1)

@@ -92,7 +92,9 @@ class ChunkStore(ABC):
             self._spare.setdefault(payload.numel(), []).append(payload)
 
     def own(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return a payload in a staging buffer of this server: itself, or a copy of it."""
+        """Return a payload in memory of this server, for one of the host a staging buffer: itself, or a copy of it."""
+        if not payload.is_cpu:
+            return payload.clone()
         if self._buffers.get(id(payload)) is payload:
             return payload
         buffer = self.staging_buffer(payload.numel())

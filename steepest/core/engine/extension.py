@@ -67,12 +67,15 @@ class Extension:
         """
         return exchange
 
-    def around(self, job: Job, worker: int, exchange: Exchange, router: Router) -> Exchange:
+    def around(
+        self, job: Job, worker: int, replicas: Replicas, exchange: Exchange, router: Router
+    ) -> Exchange:
         """Return another exchange around a worker's, one that moves gradients in threads of its own, or that itself.
 
         Args:
             job: of the worker.
             worker: its index.
+            replicas: its copies of the model.
             exchange: with those of `exchange` of all extensions around it.
             router: of the process. What its threads have done they hand over with `Router.call`.
         """

@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -34,11 +34,11 @@ class HostCopies(Protocol):
 
 
 class _BegunCopy(NamedTuple):
-    event: Any  # torch.cuda.Event, recorded behind the copy
+    event: torch.Event  # recorded behind the copy
     then: Callable[[], None]
 
 
-class CudaCopies:
+class DeviceCopies:
     """Copies on a stream of its own, beside that on which the model computes, see `HostCopies`.
 
     A copy begins when what the present stream has to do by then is done. No GPU has run this yet.
@@ -50,19 +50,18 @@ class CudaCopies:
 
     def __init__(self, device: torch.device, memory: Sequence[torch.Tensor]) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.Stream(device)
         self._begun: deque[_BegunCopy] = deque()
         for vector in memory:
-            if vector.numel() and _pinned(vector, device):
+            if device.type == "cuda" and vector.numel() and _pinned(vector, device):
                 weakref.finalize(self, _unpin, vector, device)
 
     def start(self, out: torch.Tensor, own: torch.Tensor, then: Callable[[], None]) -> None:
         """See `HostCopies`."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
             out.copy_(own, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
+            event = self._stream.record_event()
         self._begun.append(_BegunCopy(event, then))
 
     def poll(self) -> None:
@@ -86,10 +85,10 @@ class CudaCopies:
 def copies_for(
     devices: Sequence[torch.device], memory: Sequence[torch.Tensor]
 ) -> HostCopies | None:
-    """Return the copies of a worker's gradients from its replica's GPU; None where it has no single GPU."""
-    if len(devices) != 1 or devices[0].type != "cuda":
+    """Return the copies of a worker's gradients from its replica's GPU; None where it has no single one."""
+    if len(devices) != 1 or devices[0].type == "cpu":
         return None
-    return CudaCopies(devices[0], memory)
+    return DeviceCopies(devices[0], memory)
 
 
 def _pinned(vector: torch.Tensor, device: torch.device) -> bool:

@@ -16,7 +16,7 @@ from steepest.core.engine.extension import Extension
 from steepest.core.engine.job import Job
 from steepest.core.engine.optimizer_slices import disassemble
 from steepest.core.engine.push_pull import Compressor, PushPull
-from steepest.core.engine.replicas import Memory, Replicas, WorkShare
+from steepest.core.engine.replicas import CPU, Memory, Replicas, WorkShare
 from steepest.core.engine.server import Server, ServerMode
 from steepest.core.engine.worker import Worker
 from steepest.core.messages.message import COORDINATOR, Peer, server_peer, worker_peer
@@ -75,6 +75,7 @@ def build_replicas(
     )
     made = (each.replicas(job, share, models, devices, memory) for each in extensions)
     replicas = next((found for found in made if found is not None), None)
+    home = devices[0] if job.strategy.reduces_on_gpus else CPU
     if replicas is not None:
         pass
     elif job.strategy.local:
@@ -85,12 +86,13 @@ def build_replicas(
     elif (
         type(before) is Replicas
         and before.leased == share.leased
+        and before.home == home
         and before.layout.chunks == models[0].layout.chunks
     ):
         before.renumber(share)
         return before
     else:
-        replicas = Replicas(models, devices, share, memory)
+        replicas = Replicas(models, devices, share, memory, home)
     if before is not None:
         replicas.take_over(before)
     return replicas
@@ -234,7 +236,7 @@ def host_worker(
         exchange = extension.exchange(job, index, replicas, exchange, send)
     inner = exchange
     for extension in extensions:
-        exchange = extension.around(job, index, exchange, router)
+        exchange = extension.around(job, index, replicas, exchange, router)
     if job.places.reduces and exchange is inner:
         raise ConfigurationError(
             f"strategy {job.config.name!r} has workers add up gradients among themselves, and nothing here does: give "

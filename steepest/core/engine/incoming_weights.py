@@ -9,7 +9,7 @@ from steepest.core.messages.message import Kind, Message
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.half_precision import narrow_size
 from steepest.core.tensors.layout import ParameterLayout
-from steepest.core.tensors.memory import Bytes, Memory, address_of, as_array, as_tensor
+from steepest.core.tensors.memory import Memory, address_of, as_array, as_tensor
 from steepest.errors import ProtocolError
 
 #: Generation and version, which only grow.
@@ -61,10 +61,12 @@ class ArrivingWeights:
         self._vector = vector
         layout = self._layout
         # Made once: a chunk's bytes, and their address.
-        views = [as_array(layout.chunk_view(vector, chunk.index)) for chunk in layout.chunks]
+        self._on_host = vector.device.type == "cpu"
+        parts = [layout.chunk_view(vector, chunk.index) for chunk in layout.chunks]
+        views = [as_array(part) for part in parts] if self._on_host else parts
         self._views = [(view, address_of(view)) for view in views]
 
-    def chunk(self, index: int) -> Bytes:
+    def chunk(self, index: int) -> Memory:
         """Return a chunk's bytes in the vector."""
         return self._views[index][0]
 
@@ -84,7 +86,9 @@ class ArrivingWeights:
             raise ProtocolError(f"chunk {message.chunk} has {view.nbytes} bytes, {size} arrive")
         if message.payload is not None and address_of(message.payload) == address:
             return message.payload
-        return view if is_new else None
+        if not is_new:
+            return None
+        return view if self._on_host else where_lent(message, size)
 
     def receive(self, message: Message) -> Weights | None:
         """Write an arrived chunk to the vector; return its fields, or None for one not newer."""

@@ -105,6 +105,8 @@ class OutgoingWeights:
         if self._hosts.reduces and not own and not reload and reader.role == "worker":
             return  # workers pass it on among themselves
         payload = self._as_sent(held, reader, at)
+        if not own:
+            payload = payload.cpu()  # what leaves the process lies in the memory of the host
         if held.sent is not None and self._is_far(reader):
             changes = None if reload else self._changes.get(held.chunk.index)
             packed = None if changes is None else changes.after(since)

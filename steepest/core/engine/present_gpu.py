@@ -6,11 +6,35 @@ from collections.abc import Sequence
 
 import torch
 
+from steepest.errors import ConfigurationError
+
+
+def gpu_of(index: int, kind: str | None = None) -> torch.device:
+    """Return a GPU that this process sees, by its number, counted round and round.
+
+    Args:
+        index: the number.
+        kind: torch's name of such devices; None for that of this machine's.
+
+    Raises:
+        ConfigurationError: torch sees none.
+    """
+    if kind is None:
+        found = torch.accelerator.current_accelerator()
+        kind = "cuda" if found is None else found.type
+    there = torch.get_device_module(kind)
+    if not there.is_available():
+        raise ConfigurationError(
+            f"a model was to be on a GPU, and torch sees none of device={kind!r} here: have models on CPUs, or install "
+            "a torch for this machine's GPU, and its driver"
+        )
+    return torch.device(kind, index % there.device_count())
+
 
 def choose_gpu(device: torch.device) -> None:
     """Make a GPU that of the calling thread; nothing for "cpu", and for "cuda" without a number."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+    if device.type != "cpu" and device.index is not None:
+        torch.get_device_module(device).set_device(device)
 
 
 def chosen_gpu() -> torch.device | None:
@@ -22,4 +46,4 @@ def chosen_gpu() -> torch.device | None:
 
 def differ(devices: Sequence[torch.device]) -> bool:
     """Return whether these are several GPUs, between which a thread changes."""
-    return len({device for device in devices if device.type == "cuda"}) > 1
+    return len({device for device in devices if device.type != "cpu"}) > 1

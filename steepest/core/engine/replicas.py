@@ -63,6 +63,8 @@ InnerOptimizerState = tuple[dict[str, torch.Tensor], list[str], ScheduleState | 
 #: Flat vectors for weights and for gradients, which processes of the same host may read in place.
 Memory = tuple[torch.Tensor, torch.Tensor]
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
@@ -76,9 +78,16 @@ class WorkerResult:
 
 
 def memory_for(layout: ParameterLayout) -> Memory:
-    """Return memory for the weights and gradients of replicas that will be made."""
+    """Return memory of the host for the weights and gradients of replicas that will be made."""
     # Its pages are taken already, which may last longer than copying to them.
     return layout.allocate(), allocate(layout.nbytes).zero_()
+
+
+def _memory_on(home: torch.device, layout: ParameterLayout) -> Memory:
+    """Return memory that was not taken beforehand."""
+    if home.type == "cpu":
+        return layout.allocate(), allocate(layout.nbytes)
+    return layout.allocate().to(home), layout.allocate().to(home)
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,8 @@ class Replicas:
     """All replicas of one worker, on its devices.
 
     On the CPU, replicas share one copy of the weights and compute in turn. On GPUs each has a copy
-    on its own device. Gradients are added up in replica order, chunk by chunk, in units of the
+    on its own device, besides that in the memory of the host; where that copy's `home` is a GPU,
+    the replica there computes with it. Gradients are added up in replica order, chunk by chunk, in units of the
     first replica's weight: ``sum(weight_i * gradient_i) == unit * payload``, so that with equal
     batches (and with one replica always) nothing is multiplied. Micro-batches are added up in the
     same way. Used on the thread of the process' router.
@@ -131,7 +141,9 @@ class Replicas:
         models: one for each device, in order.
         devices: of the models.
         share: of the job's work.
-        memory: for weights and gradients, see `memory_for`.
+        memory: for weights and gradients, see `memory_for`; not used elsewhere than on the CPU.
+        home: where the worker has its weights and the sum of its gradients, the CPU or the first
+            of the devices.
 
     Attributes:
         delays: whether a share is begun before the weights of its version, for which it asks in its middle.
@@ -158,6 +170,7 @@ class Replicas:
         devices: Sequence[torch.device],
         share: WorkShare,
         memory: Memory | None = None,
+        home: torch.device = CPU,
     ) -> None:
         self._now = system().now
         self.models = tuple(models)
@@ -166,7 +179,9 @@ class Replicas:
         self.settings = [(model.batch_size, model.data) for model in models]
         self.layout = models[0].layout
         # the flat vector of weights, uint8, of the layout's size
-        self.weights, self._sum = memory or (self.layout.allocate(), allocate(self.layout.nbytes))
+        given = memory if home == CPU else None
+        self.weights, self._sum = given or _memory_on(home, self.layout)
+        self.home = home
         self._memory = self.weights
         accumulate = share.accumulate
         self.first_index = share.first_index
@@ -183,19 +198,19 @@ class Replicas:
         if devices[0].type != "cpu":
             choose_gpu(devices[0])  # of this thread, on which the models run
         in_sum = accumulate == 1 and not share.varies  # whether replica 0 writes but once
-        scratch = self._sum if in_sum and len(models) == 1 else self.layout.allocate()
+        scratch = self._sum if in_sum and len(models) == 1 else self.layout.allocate().to(home)
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, device in enumerate(devices):
-            # Weights are shared; replica 0 writes to the sum itself, if it writes only once.
-            if device.type == "cpu":
+            # Weights are shared at home; replica 0 writes to the sum itself there, if it writes only once.
+            if device == home:
                 self._own.append((self.weights, self._sum if index == 0 and in_sum else scratch))
             else:
                 self._own.append((self.weights.to(device), self._sum.to(device)))
         for model, (weights, gradients) in reversed(list(zip(models, self._own, strict=True))):
             model.bind(weights, gradients)  # the first replica last: its initial values count
-        if self._devices[0].type != "cpu":
+        if self._devices[0] != home:
             self.weights.copy_(self._own[0][0])
-        self._copies = copies_for(self._devices, (self.weights, self._sum))
+        self._copies = copies_for(self._devices, (self.weights, self._sum)) if home == CPU else None
         #: the state to begin with, until the first weights and frozen parameters have come
         self._first: Mapping[str, torch.Tensor] | None = {}
         # where this worker's gradients go; None until a process hosts the worker
@@ -258,9 +273,9 @@ class Replicas:
             state = Tensors(model.state())
             for name in names:
                 if name not in state and name in self.layout.index:
-                    state[name] = self.layout.entry_view(
-                        self.weights, self.layout.index[name]
-                    ).clone()
+                    state[name] = (
+                        self.layout.entry_view(self.weights, self.layout.index[name]).clone().cpu()
+                    )
             found.append(state)
         return found
 
@@ -287,12 +302,12 @@ class Replicas:
         return True
 
     def _move(self, weights: torch.Tensor) -> None:
-        """Have the models on the CPU use another flat vector, which holds the weights already."""
+        """Have the models at home use another flat vector, which holds the weights already."""
         self.weights = weights
         for index, (device, (_, gradients)) in enumerate(
             zip(self._devices, self._own, strict=True)
         ):
-            if device.type == "cpu":
+            if device == self.home:
                 self._own[index] = (weights, gradients)
                 self.models[index].move(weights)
 
@@ -343,11 +358,11 @@ class Replicas:
 
     @property
     def borrows(self) -> bool:
-        """Whether the weights on the CPU lie in memory that another process lends."""
+        """Whether the weights lie in memory that another process lends."""
         return self.weights.data_ptr() != self._memory.data_ptr()
 
     def weights_changed(self) -> None:
-        """Copy new weights to the devices; on the CPU the models see them as they are."""
+        """Copy new weights to the devices; at home the models see them as they are."""
         # With the first weights all replicas take the frozen parameters that were installed; later they keep their own.
         self._copy_to_devices()
         if self._first is not None:
@@ -356,9 +371,9 @@ class Replicas:
                 model.load_state(state)
 
     def _copy_to_devices(self) -> None:
-        """Have models on devices compute with the weights as they are now."""
+        """Have models on other devices compute with the weights as they are now."""
         for device, (weights, _) in zip(self._devices, self._own, strict=True):
-            if device.type != "cpu":
+            if device != self.home:
                 weights.copy_(self.weights, non_blocking=True)
 
     @property
@@ -465,7 +480,7 @@ class Replicas:
                     self.batches.places.share_of(place, places if self._is_update else None)
                 )
             self._tell_place(place)
-            if self._devices[replica].type != "cpu":
+            if self._devices[replica] != self.home:
                 arrive(None)  # the model computes with copies on its device
                 arrive = all_here
             collector.begin(self._own[replica][1])

@@ -352,7 +352,7 @@ class ServerChunk(ChunkStore):
                     self._own.give(at, key, plain)
 
     def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
-        """Return the optimizer's state: (description, tensor) of each slice and key.
+        """Return the optimizer's state: (description, tensor of the CPU) of each slice and key.
 
         The description has "name" (of the parameter), "key", "start", "stop" (of the slice) and
         "plain" (whether the tensor stands for a value that is none), see
@@ -383,7 +383,7 @@ class ServerChunk(ChunkStore):
                 ) from error
             for key, (value, plain) in sorted(packed.items()):
                 about = {"name": name, "key": key, "start": piece.start, "stop": piece.stop}
-                records.append(({**about, "plain": plain}, value))
+                records.append(({**about, "plain": plain}, value.cpu()))
         if self._sent is not None:
             for piece, name, view in zip(
                 self.chunk.slices, self._names, self._sent_views, strict=True
@@ -423,7 +423,7 @@ class ServerChunk(ChunkStore):
             return
         for parameter, group in zip(self._parameters, self._group_of_slices(), strict=True):
             try:
-                values = unpack(loading.get(parameter, {}))
+                values = unpack(self._where_kept(loading.get(parameter, {}), parameter, group))
             except ValueError as error:
                 raise ProtocolError(
                     f"optimizer state of chunk {self.chunk.index} that makes no sense: {error}"
@@ -434,6 +434,22 @@ class ServerChunk(ChunkStore):
             if len(own) < len(values):
                 state = {key: value for key, value in values.items() if key not in own}
                 self._optimizer.state[parameter] = state
+
+    def _where_kept(self, loaded: Packed, parameter: torch.nn.Parameter, group: int) -> Packed:
+        """Return a slice's loaded state on its weights' device, but for steps that torch counts on the CPU."""
+        if parameter.is_cpu or self._optimizer is None:
+            return loaded
+        own = self._optimizer.param_groups[group] if group >= 0 else {}
+        counts_there = own.get("fused") or own.get("capturable")
+        return {
+            key: (
+                value
+                if plain or (key == "step" and not counts_there)
+                else value.to(parameter.device),
+                plain,
+            )
+            for key, (value, plain) in loaded.items()
+        }
 
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> torch.nn.Parameter:
         """Return the slice to which a record of `state` belongs; ProtocolError: it is none of this chunk."""

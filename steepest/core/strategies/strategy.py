@@ -168,7 +168,10 @@ class Strategy:
 
     @property
     def reduces_on_gpus(self) -> bool:
-        """Whether those of `reduces` do it on the GPUs of their models, which each has for itself."""
+        """Whether those of `reduces` do it on the GPUs of their models, which each has for itself.
+
+        Weights, the sum of gradients and the optimizer's state lie there then, and updates are made there.
+        """
         return False
 
     @property
