@@ -67,7 +67,11 @@ class WorkerProcess:
 
     def _build_replicas(self, job: Job, index: int, before: Replicas | None) -> Replicas:
         devices, extensions = [self._device_of(index)], self._extensions
-        return build_replicas(job, index, self._models, devices, before, extensions=extensions)
+        return build_replicas(
+            *(job, index, self._models, devices, before),
+            extensions=extensions,
+            serves=job.strategy.in_workers,
+        )
 
     def _device_of(self, index: int) -> torch.device:
         """Return the device of a worker's model; ConfigurationError: this process sees no GPU."""

@@ -304,7 +304,8 @@ class ProcessActor:
         devices = [gpu_of(i) if gpu else CPU for i in range(len(self._models))]
         memory, self._memory = self._memory, None
         self._replicas = build_replicas(
-            job, self._index, self._models, devices, self._replicas, memory, EXTENSIONS
+            *(job, self._index, self._models, devices, self._replicas, memory, EXTENSIONS),
+            serves=job.servers_in_workers,
         )
 
     @on_router

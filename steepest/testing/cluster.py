@@ -23,13 +23,14 @@ from steepest.core.engine.hosting import (
 from steepest.core.engine.job import Job, ModelCreator, check_agreement
 from steepest.core.engine.model_building import build_models
 from steepest.core.engine.replica_states import all_states, mean_states
+from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.server import Server
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.engine.topology import HostMap
 from steepest.core.engine.worker import Worker
 from steepest.core.messages.driver import Failure, Result, WorkerLost
 from steepest.core.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
-from steepest.core.models.protocol import arriving_with
+from steepest.core.models.protocol import Model, arriving_with
 from steepest.core.models.step_size import StepSize
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.transport.router import Router
@@ -129,8 +130,7 @@ class InProcessCluster:
         self.on_left: Callable[[int], None] = self.replace
         self._devices = [torch.device(device)] * devices_per_worker
         replicas = [
-            build_replicas(self.job, worker, models, self._devices, extensions=self._extensions)
-            for worker, (models, _) in enumerate(built)
+            self._build_replicas(worker, models) for worker, (models, _) in enumerate(built)
         ]
         self.client_router = self.network.router()
         self.server_routers = [self.network.router() for _ in range(num_servers)]
@@ -206,6 +206,11 @@ class InProcessCluster:
                     Peer("server", server), router, peers, self.server_routers[other], other_peers
                 )
 
+    def _build_replicas(self, worker: int, models: Sequence[Model]) -> Replicas:
+        serves = self.job.strategy.in_workers
+        about = self.job, worker, models, self._devices
+        return build_replicas(*about, extensions=self._extensions, serves=serves)
+
     def kill(self, worker: int) -> None:
         """End a worker's process at once, in the middle of whatever it does."""
         self.network.remove(self.worker_routers[worker])
@@ -235,7 +240,7 @@ class InProcessCluster:
         self.lives[worker] += 1
         cut = job.strategy.cut
         models, _ = build_models(self._creator, worker, job.devices_per_worker, job.seed, cut)
-        replicas = build_replicas(job, worker, models, self._devices, extensions=self._extensions)
+        replicas = self._build_replicas(worker, models)
         replicas.begin_with(
             self._mean_state(index for index in range(len(self.workers)) if index != worker)
         )

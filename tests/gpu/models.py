@@ -43,9 +43,9 @@ def plain() -> nn.Module:
 def model(net: nn.Module, **settings: Any) -> TorchModel:
     """Return a model of `data`."""
     x, y = data()
-    given = {"data": (x.to(next(net.parameters()).dtype), y), **settings}
+    given = {"data": (x.to(next(net.parameters()).dtype), y), "loss": F.cross_entropy, **settings}
     return TorchModel(
-        net, loss=F.cross_entropy, batch_size=8,
+        net, batch_size=8,
         optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), **given,
     )  # fmt: skip
 

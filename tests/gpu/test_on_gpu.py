@@ -16,6 +16,7 @@ from steepest.core import Settings, Trainer
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.host_copies import DeviceCopies
+from steepest.core.messages.driver import Failure
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.shared_memory import allocate
 from steepest.errors import DataPlaneError
@@ -260,3 +261,20 @@ def test_on_ray_a_checkpoint_of_a_gpu_is_restored_without_one(tmp_path: Path) ->
         trainer.restore(tmp_path / "saved")
         assert same_bits(trainer.state_dict(), expected)
         trainer.fit(steps=1, progress=False)
+
+
+@needs_gpu
+def test_a_loss_that_calls_backward_is_told_so_where_torch_has_a_thread_for_the_pass() -> None:
+    def backwards(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(output, target)
+        loss.backward()
+        return loss.detach()
+
+    def creator(worker: int, device: int) -> Any:
+        return models.model(models.plain(), loss=backwards)
+
+    job = cluster("ps", 1, creator)
+    (failure,) = job.step(1)
+    assert isinstance(failure, Failure)
+    assert "the loss calls backward() itself" in failure.error
+    assert "?" not in failure.error

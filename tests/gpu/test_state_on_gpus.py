@@ -136,6 +136,31 @@ def test_no_gradient_and_no_weight_passes_through_the_host(*, sharded: bool) -> 
     assert found.to_device > steps * 2 * 0.99 * size
 
 
+@needs_strict
+@pytest.mark.parametrize("name", ["ps", "async", "ssp", "allreduce"])
+def test_a_worker_alone_has_all_on_its_gpu_and_gives_it_up_where_others_join(name: str) -> None:
+    def train(*, gpu: bool) -> tuple[Weights, int]:
+        with (
+            Simulation(seed=1, gpus=8 if gpu else 0).running(),
+            DistributedSGD(
+                models.classifier, 1, strategy=name, gpu=gpu, run_config=run_config()
+            ) as trainer,
+        ):
+            trainer.fit(steps=2, progress=False)
+            with strict_device.copied() as found:
+                trainer.fit(steps=5, progress=False)
+            trainer.resize(2)
+            trainer.fit(steps=3, progress=False)
+            trainer.resize(1)
+            trainer.fit(steps=3, progress=False)
+            return trainer.weights(), found.to_host
+
+    (weights, passed), (expected, _) = train(gpu=True), train(gpu=False)
+    assert passed < 5 * 512
+    if name in ("ps", "allreduce"):  # others depend on who comes first
+        assert same_bits(weights, expected)
+
+
 @BOTH
 def test_a_gradient_that_is_not_finite_is_refused_by_name_or_left_out(*, sharded: bool) -> None:
     def spoil(gradient: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,8 @@ def build_replicas(
     before: Replicas | None = None,
     memory: Memory | None = None,
     extensions: Sequence[Extension] = (),
+    *,
+    serves: bool = False,
 ) -> Replicas:
     """Return a worker's replicas: its models, bound to flat vectors on their devices.
 
@@ -58,6 +60,7 @@ def build_replicas(
             index, where they fit this job, and their place in the data is kept in any case.
         memory: for new replicas' weights and gradients, see `memory_for`.
         extensions: of which one may have replicas of another kind.
+        serves: whether servers of the job are hosted in the worker's process.
 
     Raises:
         ConfigurationError: no extension has those that the strategy needs.
@@ -75,7 +78,7 @@ def build_replicas(
     )
     made = (each.replicas(job, share, models, devices, memory) for each in extensions)
     replicas = next((found for found in made if found is not None), None)
-    home = devices[0] if job.strategy.reduces_on_gpus else CPU
+    home = devices[0] if job.stays_on_gpu(serves=serves) else CPU
     if replicas is not None:
         pass
     elif job.strategy.local:

@@ -253,6 +253,15 @@ class Job:
         """Whether no process is a server only; a single worker always hosts its servers."""
         return self.strategy.in_workers or (self.num_workers == 1 and not self.strategy.in_driver)
 
+    def stays_on_gpu(self, *, serves: bool) -> bool:
+        """Return whether a worker's weights, gradient and optimizer state lie on its first model's GPU, if it has one.
+
+        Args:
+            serves: whether servers are hosted in the worker's process.
+        """
+        alone = serves and self.num_workers == 1 and self.strategy.in_place
+        return self.strategy.reduces_on_gpus or (alone and self.wire_formats[0] is None)
+
     @property
     def workers_are_replaced(self) -> bool:
         """Whether a lost worker is replaced alone: its process held nothing that others need."""

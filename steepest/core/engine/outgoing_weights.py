@@ -105,7 +105,7 @@ class OutgoingWeights:
         if self._hosts.reduces and not own and not reload and reader.role == "worker":
             return  # workers pass it on among themselves
         payload = self._as_sent(held, reader, at)
-        if not own:
+        if not (own or self._is_alone_with(reader)):
             payload = payload.cpu()  # what leaves the process lies in the memory of the host
         if held.sent is not None and self._is_far(reader):
             changes = None if reload else self._changes.get(held.chunk.index)
@@ -116,6 +116,10 @@ class OutgoingWeights:
         about = generation, sequence, version, chunk, reload, skipped
         weights = Weights(*about, fragments, payload)
         self._send(reader, weights.pack())
+
+    def _is_alone_with(self, reader: Peer) -> bool:
+        """Return whether a reader computes with the very vector in which the server has all chunks on a GPU."""
+        return self._own_pending is not None and not self._in_workers and reader.role == "worker"
 
     def _is_far(self, reader: Peer) -> bool:
         """Return whether a reader is a worker, or an aggregator, of another host."""

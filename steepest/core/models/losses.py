@@ -52,8 +52,9 @@ def users_line() -> str:
 
 def called_backward(line: str) -> str:
     """Return the text of the error for a loss that has called backward() at a line."""
+    where = "" if line == "?" else f" ({line})"
     return (
-        f"the loss calls backward() itself ({line}): return the loss and leave backward() to "
+        f"the loss calls backward() itself{where}: return the loss and leave backward() to "
         "steepest, which calls it once and takes the gradients as they are computed"
     )
 
