@@ -28,9 +28,7 @@ class HandedChunk(NamedTuple):
     unit: float
     total: float
     absent: frozenset[int]
-    made: torch.Event | None = (
-        None  # on its GPU, behind what writes it; see `steepest.process_groups.order`
-    )
+    made: torch.Event | None = None  # on its GPU, behind what writes it, see `order`
 
 
 @dataclass(eq=False)

@@ -28,6 +28,7 @@ from tests.own_loop_runs import Kills
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples
 from tests.simulation.run import Simulation, run_config
 from tests.standing_in_for_nccl import StandInGroups
+from tests.table_tasks import table_task
 
 needs_device = pytest.mark.skipif(
     models.DEVICE == "cuda" and not torch.cuda.is_available(),
@@ -88,6 +89,24 @@ def test_training_is_as_on_cpus_and_explained_by_its_log(
         trained(job, 7)
     assert as_on_cpus(jobs[0].weights(), jobs[1].weights())
     check(jobs[0], task)
+
+
+@BOTH
+@pytest.mark.parametrize("workers", [1, 3])
+def test_rows_of_tables_go_to_their_servers_beside_it(workers: int, *, sharded: bool) -> None:
+    jobs = [
+        make(
+            "groups",
+            table_task(),
+            workers,
+            device=device,
+            settings={"data_plane": plane, "sharded": sharded},
+        )
+        for device, plane in ((models.DEVICE, "nccl"), ("cpu", "gloo"))
+    ]
+    for job in jobs:
+        trained(job, 5)
+    assert as_on_cpus(jobs[0].weights(), jobs[1].weights())
 
 
 @BOTH
