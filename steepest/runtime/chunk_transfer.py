@@ -12,6 +12,7 @@ import torch
 
 from steepest.core.engine.optimizer_records import state_fields, state_tensor
 from steepest.core.engine.server import Server
+from steepest.core.tensors.memory import fill
 from steepest.core.tensors.shared_memory import allocate
 from steepest.runtime.free_memory import free_bytes, warn_if_short
 
@@ -75,7 +76,7 @@ class RetainedChunks:
             for index, held in server.chunks.items():
                 if (new := given.get(index)) is not None:
                     records = [(about, _tensor(about, payload)) for about, payload in new.records]
-                    held.weights.copy_(torch.from_numpy(new.weights))
+                    fill(held.weights, new.weights)
                 else:
                     own = self._chunks[index]
                     records = own.state()

@@ -50,7 +50,7 @@ from steepest.core.system import system
 from steepest.core.tensors.allocator import keep_freed_memory, start_thread
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
-from steepest.core.tensors.memory import Bytes, as_tensor
+from steepest.core.tensors.memory import Bytes, fill
 from steepest.core.tensors.shared_memory import AVAILABLE, segment_of
 from steepest.core.transport.channel import Address
 from steepest.core.transport.router import Router
@@ -412,8 +412,8 @@ class ProcessActor:
         if initial is not None:
             for chunk in job.description.layout.chunks:
                 if not set(servers).isdisjoint(job.holders[chunk.index]):
-                    part = as_tensor(initial[0][chunk.start : chunk.stop])
-                    weights[chunk.start : chunk.stop].copy_(part)
+                    part = slice(chunk.start, chunk.stop)
+                    fill(weights[part], initial[0][part])
         if 0 in servers:
             host_coordinator(self.router, job, _RESULT_SECONDS)
         for index in servers:

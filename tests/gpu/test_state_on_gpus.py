@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ import steepest
 from steepest import AllreduceStrategy, DistributedSGD
 from steepest.core import ProcessRuntime, Settings, Trainer
 from steepest.core.messages.driver import Failure
+from steepest.core.tensors.memory import fill
 from steepest.process_groups.extension import ProcessGroups
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import replicas_of
@@ -356,3 +359,15 @@ def test_so_are_gradients_that_are_passed_on_one_by_one(*, sharded: bool) -> Non
     strategy = replace(ON_GPUS[sharded][0], nonfinite="skip")
     expected = weights(3, models.poor, sharded=sharded, nonfinite="skip")
     assert same_bits(over_streams(models.poor, strategy), expected)
+
+
+def test_an_array_to_read_alone_is_written_to_a_gpu_without_a_warning() -> None:
+    target = torch.zeros(8, dtype=torch.uint8).to(models.DEVICE)
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fill(target, np.frombuffer(bytes(range(8)), dtype=np.uint8))
+    finally:
+        torch.set_warn_always(False)
+    assert target.tolist() == list(range(8))

@@ -34,6 +34,14 @@ def as_tensor(memory: Memory) -> torch.Tensor:
     return torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
 
 
+def fill(target: torch.Tensor, source: Bytes) -> None:
+    """Write an array's bytes to a tensor of as many, wherever that lies; the array may be one to read alone."""
+    if target.is_cpu:
+        target.numpy()[:] = source
+    else:
+        target.copy_(as_tensor(source if source.flags.writeable else source.copy()))
+
+
 def address_of(memory: Memory) -> int:
     """Return the address of memory's first byte."""
     address: int
