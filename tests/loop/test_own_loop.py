@@ -251,7 +251,7 @@ def test_several_steps_for_a_batch_equal_one_process(
 def test_several_steps_for_a_batch_of_a_size_of_all_workers(script: Any) -> None:
     """The batch of all workers is as large as was said, on however many."""
     expected = alone(script, 2)
-    for workers in (1, 3):
+    for workers in (1, 2, 3):
         found = run(script, workers, global_batch_size=2 * BATCH)
         assert difference(found.weights, expected) < 1e-12
 
