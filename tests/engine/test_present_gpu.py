@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from steepest import DistributedSGD
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.model_building import build_models
 from steepest.core.engine.replicas import Replicas, WorkShare
 from steepest.core.models.step_size import StepSize
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.core.worker_process import WorkerProcess
+from steepest.errors import ConfigurationError
 from steepest.loop.turns import Turns
 from tests.core import models
+from tests.simulation.run import Simulation, run_config
 
 
 class Cuda:
@@ -90,3 +93,13 @@ def test_each_replica_of_a_worker_computes_on_its_own_gpu(
     replicas.compute(0, lambda *_: True, False)
     assert found == [1, 2, 3]
     assert cuda.current() == 1
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="torch sees a GPU")
+def test_a_job_whose_workers_see_no_gpu_is_refused_and_leaves_no_process() -> None:
+    simulation = Simulation(seed=1, gpus=8)
+    with simulation.running():
+        with pytest.raises(ConfigurationError, match=r"worker 0, worker 1: .* give gpu=False"):
+            DistributedSGD(models.classifier, 2, gpu=True, run_config=run_config())
+        simulation.settle()
+        assert not simulation.living()

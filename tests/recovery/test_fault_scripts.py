@@ -553,13 +553,13 @@ def test_a_slow_process_sleeps_in_proportion_to_what_it_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    own, sleep = threading.get_ident(), time.sleep
+    own, elsewhere = threading.get_ident(), time.sleep
 
     def noted(seconds: float) -> None:
         if threading.get_ident() == own:
             slept.append(seconds)
         else:  # the clock of an earlier test's job beats on a thread of its own
-            sleep(seconds)
+            elsewhere(seconds)
 
     monkeypatch.setattr(time, "sleep", noted)
     monkeypatch.setattr(

@@ -105,7 +105,7 @@ class OutgoingWeights:
         if self._hosts.reduces and not own and not reload and reader.role == "worker":
             return  # workers pass it on among themselves
         payload = self._as_sent(held, reader, at)
-        if not (own or self._is_alone_with(reader)):
+        if not (own or self._is_in_process(reader)):
             payload = payload.cpu()  # what leaves the process lies in the memory of the host
         if held.sent is not None and self._is_far(reader):
             changes = None if reload else self._changes.get(held.chunk.index)
@@ -117,8 +117,8 @@ class OutgoingWeights:
         weights = Weights(*about, fragments, payload)
         self._send(reader, weights.pack())
 
-    def _is_alone_with(self, reader: Peer) -> bool:
-        """Return whether a reader computes with the very vector in which the server has all chunks on a GPU."""
+    def _is_in_process(self, reader: Peer) -> bool:
+        """Return whether a reader is the job's only worker, where this server updates that one's vector on its GPU."""
         return self._own_pending is not None and not self._in_workers and reader.role == "worker"
 
     def _is_far(self, reader: Peer) -> bool:

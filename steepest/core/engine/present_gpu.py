@@ -25,8 +25,8 @@ def gpu_of(index: int, kind: str | None = None) -> torch.device:
     there = torch.get_device_module(kind)
     if not there.is_available():
         raise ConfigurationError(
-            f"a model was to be on a GPU, and torch sees none of device={kind!r} here: have models on CPUs, or install "
-            "a torch for this machine's GPU, and its driver"
+            f'a model is to be on a GPU, and torch sees no {kind!r} here: give gpu=False or device="cpu", or install a '
+            "torch for this machine's GPU, and its driver"
         )
     return torch.device(kind, index % there.device_count())
 

@@ -84,7 +84,7 @@ def memory_for(layout: ParameterLayout) -> Memory:
 
 
 def _memory_on(home: torch.device, layout: ParameterLayout) -> Memory:
-    """Return memory that was not taken beforehand."""
+    """Return new memory for weights and gradients, on the device `home`."""
     if home.type == "cpu":
         return layout.allocate(), allocate(layout.nbytes)
     return layout.allocate().to(home), layout.allocate().to(home)
@@ -131,17 +131,17 @@ class Replicas:
     """All replicas of one worker, on its devices.
 
     On the CPU, replicas share one copy of the weights and compute in turn. On GPUs each has a copy
-    on its own device, besides that in the memory of the host; where that copy's `home` is a GPU,
-    the replica there computes with it. Gradients are added up in replica order, chunk by chunk, in units of the
-    first replica's weight: ``sum(weight_i * gradient_i) == unit * payload``, so that with equal
-    batches (and with one replica always) nothing is multiplied. Micro-batches are added up in the
-    same way. Used on the thread of the process' router.
+    on its own device, and the worker has one at `home`: in the memory of the host, or on the first
+    GPU, whose replica computes with that one. Gradients are added up at `home`, in replica order,
+    chunk by chunk, in units of the first replica's weight: ``sum(weight_i * gradient_i) == unit *
+    payload``, so that with equal batches (and with one replica always) nothing is multiplied.
+    Micro-batches are added up in the same way. Used on the thread of the process' router.
 
     Args:
         models: one for each device, in order.
         devices: of the models.
         share: of the job's work.
-        memory: for weights and gradients, see `memory_for`; not used elsewhere than on the CPU.
+        memory: for weights and gradients, see `memory_for`; used only where `home` is the CPU.
         home: where the worker has its weights and the sum of its gradients, the CPU or the first
             of the devices.
 
@@ -425,8 +425,8 @@ class Replicas:
         Args:
             number: of the share: with n shares in a step, it is part ``number % n`` of step
                 ``number // n``.
-            chunk_ready: called with each complete chunk during the backward pass, on the router's
-                thread.
+            chunk_ready: called with each complete chunk during the backward pass: on the router's
+                thread, or for a GPU on torch's own while the router's waits for the pass.
             metrics: whether to compute the model's metrics, too.
             arrive: returns when the weights of an entry (of all, with None) are here.
 
