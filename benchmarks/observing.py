@@ -43,6 +43,7 @@ from types import FrameType
 
 import torch
 
+import steepest
 from benchmarks.models import WORKLOADS
 from benchmarks.overhead import positive
 from benchmarks.rivals import WORKERS
@@ -56,6 +57,7 @@ from steepest.strategies.named import as_strategy
 from steepest.testing import InProcessCluster
 from steepest.testing.models import linear_model_creator
 
+PACKAGE = f"{Path(steepest.__file__).parent}/"
 #: A program that fetches the page's data as an open page does, given its address: from "on" at its input to "off".
 LOOK = """
 import json, select, sys, urllib.request
@@ -369,7 +371,11 @@ def counted() -> Iterator[Counter[str]]:
 
     def see(frame: FrameType, event: str, argument: object) -> None:
         file = frame.f_code.co_filename
-        if event == "call" and "/steepest/" in file and "/steepest/testing/" not in file:
+        if (
+            event == "call"
+            and file.startswith(PACKAGE)
+            and not file.startswith(f"{PACKAGE}testing/")
+        ):
             calls[frame.f_code.co_name] += 1
 
     sys.setprofile(see)

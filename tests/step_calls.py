@@ -7,9 +7,15 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
+import steepest
 from steepest.testing import InProcessCluster
+
+PACKAGE = (
+    f"{Path(steepest.__file__).parent}/"  # wherever the checkout lies, and whatever it is called
+)
 
 
 @contextlib.contextmanager
@@ -22,8 +28,9 @@ def library_calls() -> Iterator[Counter[str]]:
 
     def see(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
-        if (event == "call" and "/steepest/" in code.co_filename) or code.co_filename == "<string>":
-            calls[f"{code.co_filename.rpartition('/steepest/')[2]}:{code.co_name}"] += 1
+        file = code.co_filename
+        if (event == "call" and file.startswith(PACKAGE)) or file == "<string>":
+            calls[f"{file.removeprefix(PACKAGE)}:{code.co_name}"] += 1
 
     gc.collect()
     gc.disable()

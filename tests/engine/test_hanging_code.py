@@ -16,6 +16,7 @@ from steepest.errors import DeadlineError, PeerLostError
 from tests.reference import samples, sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, pause, run_config
+from tests.step_calls import PACKAGE
 
 BAD = 37
 X, Y = samples(64)
@@ -103,7 +104,7 @@ def test_a_sample_that_does_not_come_is_named_with_the_code_that_waits(
     frames = str(caught.value.__cause__)
     assert f"worker {found[1]} is in:" in frames
     assert frames.index("in __getitem__") < frames.index("in wait_for_the_disk")
-    assert "steepest/core/engine/" not in frames
+    assert PACKAGE not in frames
 
 
 @pytest.mark.few(1)

@@ -23,6 +23,7 @@ from tests.group_in_one_thread import GroupInOneThread, values
 from tests.living import places_of
 from tests.reference import Task, difference, samples
 from tests.simulation.run import Simulation, run_config
+from tests.step_calls import PACKAGE
 from tests.strikes import send_signal
 from tests.unusual_optimizers import Raising
 
@@ -77,7 +78,7 @@ def test_servers_of_an_update_made_in_part_send_no_weights_and_take_no_steps(nam
     assert about.peer in [server_peer(0), server_peer(1)]
     assert about.error == "ZeroDivisionError: no luck today"
     assert "in step" in about.traceback
-    assert "steepest/" not in about.traceback
+    assert PACKAGE not in about.traceback
     assert {(each.reason, each.step, each.peer) for each in found[1:]} == {
         (about.reason, about.step, about.peer)
     }
@@ -98,7 +99,7 @@ def test_a_job_goes_back_to_its_snapshot_and_on_from_there(name: str) -> None:
             trainer.fit(steps=STEPS - 4, progress=False)
         assert isinstance(caught.value.__cause__, RemoteTraceback)
         assert "no luck today" in str(caught.value.__cause__)
-        assert "steepest/core/engine" not in str(caught.value.__cause__)
+        assert PACKAGE not in str(caught.value.__cause__)
         step = trainer._training.step
         assert step <= 5
         assert f"are those after step {step}" in str(caught.value)
