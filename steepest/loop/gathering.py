@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -204,48 +204,82 @@ def is_column(value: Any) -> bool:
     return type(value) is list and all(isinstance(each, _PLAIN) for each in value)
 
 
-def leaves_of(value: Any) -> list[Any]:
-    """Return the tensors, numbers and columns in a value, in order.
+def is_leaf(value: Any) -> bool:
+    """Return whether a value is joined as a whole: a tensor, an array, a number, a text or a column."""
+    return isinstance(value, (torch.Tensor, np.ndarray, np.generic, *_PLAIN)) or is_column(value)
+
+
+def leaves_of(value: Any) -> dict[str, Any]:
+    """Return the tensors, numbers and columns in a value by the way to them, as Python writes it.
 
     Raises:
         ConfigurationError: something else is in it.
 
     Example:
         >>> leaves_of({"a": (1, [2, 3]), "b": [torch.ones(2)]})
-        [1, [2, 3], tensor([1., 1.])]
+        {"['a'][0]": 1, "['a'][1]": [2, 3], "['b'][0]": tensor([1., 1.])}
     """
-    if isinstance(value, (torch.Tensor, np.ndarray, np.generic, *_PLAIN)) or is_column(value):
-        return [value]
-    if isinstance(value, Mapping):
-        return [leaf for each in value.values() for leaf in leaves_of(each)]
-    if isinstance(value, (list, tuple)):
-        return [leaf for each in value for leaf in leaves_of(each)]
-    raise ConfigurationError(
-        f"steepest.gather() was given a {type(value).__name__}: give tensors, arrays, numbers, lists of numbers or "
-        "texts, and dicts, lists and tuples of these"
-    )
+    found: dict[str, Any] = {}
+
+    def look(value: Any, way: str) -> None:
+        if is_leaf(value):
+            if way in found:
+                raise ConfigurationError(
+                    f"steepest.gather() was given two keys that read alike, at value{way}: give other keys"
+                )
+            found[way] = value
+        elif isinstance(value, (Mapping, list, tuple)):
+            for key, each in _items(value):
+                look(each, f"{way}[{key!r}]")
+        else:
+            raise ConfigurationError(
+                f"steepest.gather() was given a {type(value).__name__}: give tensors, arrays, numbers, lists of "
+                "numbers or texts, and dicts, lists and tuples of these"
+            )
+
+    look(value, "")
+    return found
 
 
-def rebuilt(value: Any, leaves: list[Any]) -> Any:
-    """Return a value with other leaves, which are taken from a list."""
-    if isinstance(value, (torch.Tensor, np.ndarray, np.generic, *_PLAIN)) or is_column(value):
-        return leaves.pop(0)
-    if isinstance(value, Mapping):
-        return {key: rebuilt(each, leaves) for key, each in value.items()}
-    parts = [rebuilt(each, leaves) for each in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys, or places, of a dict, a list or a tuple, and what is there."""
+    return value.items() if isinstance(value, Mapping) else enumerate(value)
+
+
+def rebuilt(value: Any, leaves: Mapping[str, Any]) -> Any:
+    """Return a value with other leaves, by `leaves_of`'s ways; dicts have their keys in the order of the leaves."""
+    places = {way: at for at, way in enumerate(leaves)}
+
+    def build(value: Any, way: str) -> tuple[int, Any]:
+        """Return the place of the first leaf in a value, and the value with other leaves."""
+        if is_leaf(value):
+            return places[way], leaves[way]
+        parts = [(key, *build(each, f"{way}[{key!r}]")) for key, each in _items(value)]
+        first = min((place for _, place, _ in parts), default=0)
+        if isinstance(value, Mapping):
+            return first, {key: each for key, _, each in sorted(parts, key=lambda part: part[1])}
+        found = [each for _, _, each in parts]
+        return first, type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+
+    return build(value, "")[1]
 
 
 def packed(value: Any, counts: bool = True) -> torch.Tensor:
     """Return the leaves of a value as bytes for `joined`; without rows, if the value does not count."""
-    rows = [as_rows(leaf) for leaf in leaves_of(value)]
-    return pack({"leaves": rows if counts else [leaf[:0] for leaf in rows]})
+    rows = {way: as_rows(leaf) for way, leaf in leaves_of(value).items()}
+    return pack({"leaves": rows if counts else _none_of(rows)})
 
 
 def without_rows(part: torch.Tensor) -> torch.Tensor:
     """Return what a worker gives that has no rows, where another one gives `part`."""
-    found = unpack(part)
-    return pack({name: [leaf[:0] for leaf in leaves] for name, leaves in found.items()})
+    return pack({name: _none_of(leaves) for name, leaves in unpack(part).items()})
+
+
+def _none_of(leaves: Any) -> Any:
+    """Return leaves of the same kinds without rows."""
+    if isinstance(leaves, dict):
+        return {way: leaf[:0] for way, leaf in leaves.items()}
+    return [leaf[:0] for leaf in leaves]
 
 
 def as_rows(leaf: Any) -> Any:
@@ -282,13 +316,10 @@ def joined(
         ConfigurationError: the workers have given values of other forms.
     """
     own, everything = leaves_of(value), [unpack(part)["leaves"] for part in parts]
-    if {len(leaves) for leaves in everything} != {len(own)}:
-        raise ConfigurationError(
-            "steepest.gather() was given another number of tensors on each worker: give the same structure"
-        )
-    found = []
-    for at, leaf in enumerate(own):
-        of_leaf = [leaves[at] for leaves in everything]
+    _check_same(everything)
+    found = {}
+    for way in everything[0]:
+        leaf, of_leaf = own[way], [leaves[way] for leaves in everything]
         places = _places([len(part) for part in of_leaf], order)
         whole = _like(leaf, _join(of_leaf, places))
         if follow is not None and requires_gradient(leaf):
@@ -297,8 +328,29 @@ def joined(
             if places is not None:
                 rows = torch.tensor(places).argsort()[rows]
             whole = follow(leaf, whole, rows)
-        found.append(whole)
+        found[way] = whole
     return rebuilt(value, found)
+
+
+def _check_same(everything: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all workers give leaves of the same kinds at the same places; ConfigurationError otherwise."""
+    first = everything[0]
+    for rank, leaves in enumerate(everything):
+        for way in {**first, **leaves}:
+            here, there = _kind(first.get(way)), _kind(leaves.get(way))
+            if here != there:
+                raise ConfigurationError(
+                    f"steepest.gather() was given values of different structures: at value{way} worker 0 has {here}, "
+                    f"worker {rank} {there}; give dicts of the same keys, and lists and tuples of the same length, on "
+                    "all workers, with 0 or a tensor without rows for what a worker has not found"
+                )
+
+
+def _kind(rows: Any) -> str:
+    """Return in words what `as_rows` returned; None for a leaf that a worker has not given."""
+    if rows is None:
+        return "nothing"
+    return "a list or a text" if is_column(rows) else "a tensor or a number"
 
 
 def requires_gradient(leaf: Any) -> bool:
@@ -308,7 +360,7 @@ def requires_gradient(leaf: Any) -> bool:
 
 def alone(value: Any) -> Any:
     """Return what `joined` returns of a single worker's value: the same, with numbers as tensors of one row."""
-    return rebuilt(value, [_alone(leaf) for leaf in leaves_of(value)])
+    return rebuilt(value, {way: _alone(leaf) for way, leaf in leaves_of(value).items()})
 
 
 def _alone(leaf: Any) -> Any:

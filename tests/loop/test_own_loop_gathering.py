@@ -272,6 +272,52 @@ def test_values_of_any_form_are_joined() -> None:
     assert steepest.gather(parts[0])["b"].tolist() == [2]
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_dicts_are_joined_by_their_keys(workers: int) -> None:
+    """Each worker meets its classes in another order: all have the same, in the order of the first one."""
+    names = ["cat", "dog", ("cow", 3)]
+    values = [
+        {name: {"hits": at * 10 + rank, "rows": [f"{rank}{name}"]} for at, name in enumerate(names)}
+        for rank in range(workers)
+    ]
+    values = [dict([*each.items()][r:] + [*each.items()][:r]) for r, each in enumerate(values)]
+    parts = [packed(value) for value in values]
+    for rank, value in enumerate(values):
+        found = joined(value, parts, [], rank)
+        assert list(found) == names
+        for at, name in enumerate(names):
+            assert found[name]["hits"].tolist() == [at * 10 + r for r in range(workers)]
+            assert found[name]["rows"] == [f"{r}{name}" for r in range(workers)]
+
+
+OTHERS: dict[str, tuple[Any, Any]] = {
+    r"at value\['cat'\] worker 0 has a tensor or a number, worker 1 nothing": (
+        {"cat": 1},
+        {"dog": 1},
+    ),
+    r"at value\['dog'\] worker 0 has nothing, worker 1 a tensor": (
+        {"cat": 1},
+        {"cat": 1, "dog": 1},
+    ),
+    r"at value\[1\]": ([torch.ones(1)], [torch.ones(1), torch.ones(1)]),
+    "at value worker 0 has a tensor or a number, worker 1 a list": (1, [1]),
+}
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_values_of_other_structures_are_refused_by_all_in_the_same_words(words: str) -> None:
+    values = OTHERS[words]
+    parts = [packed(values[0]), packed(values[0], counts=False), packed(values[1])]
+    told = set()
+    for rank, value in enumerate((values[0], values[0], values[1])):
+        with pytest.raises(
+            ConfigurationError, match=words.replace("worker 1", "worker 2")
+        ) as raised:
+            joined(value, parts, [], rank)
+        told.add(str(raised.value))
+    assert len(told) == 1
+
+
 def refused(prepared: Any) -> Any:
     def script() -> None:
         model = perceptron()
