@@ -341,11 +341,7 @@ class LowRank(Codec):
                 values[where] = 0.0
                 continue
             matrix = values[where].view(rows, columns)
-            before = factors.get(piece.entry)
-            if before is None or before.shape != (rank, columns):
-                before = torch.randn(
-                    rank, columns, generator=torch.Generator().manual_seed(piece.entry)
-                )
+            before = _directions(factors.get(piece.entry), rank, columns, piece.entry)
             # Both transposed, which is faster.
             p, q = mine[: rows * rank].view(rank, rows), mine[rows * rank :].view(rank, columns)
             p.copy_(torch.linalg.qr((before @ matrix.T).T).Q.T)
@@ -368,6 +364,17 @@ class LowRank(Codec):
                 for payload, factor in flat:
                     out[where].add_(payload[at:end], alpha=factor)
             at = end
+
+
+def _directions(factor: Tensor | None, rank: int, columns: int, seed: int) -> Tensor:
+    """Return the directions (rank, columns) from which a power iteration goes on, of any lengths but 0."""
+    drawn = torch.randn(rank, columns, generator=torch.Generator().manual_seed(seed))
+    if factor is None or factor.shape != drawn.shape:
+        return drawn
+    # Where a gradient of zeros has left no direction a drawn one takes its place: else all later parts are zero, too.
+    # The longest element becomes 1, so that small gradients do not get lost in products.
+    length = factor.abs().amax(dim=1, keepdim=True)
+    return torch.where(length > 0, factor / length, drawn)
 
 
 def _numbers(rows: int, columns: int, rank: int) -> int:

@@ -179,6 +179,29 @@ def test_nothing_at_all_arrives_as_nothing(name: str) -> None:
     assert not left.any()
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-25])
+@pytest.mark.parametrize("begins", ["nothing", "one direction"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_of_a_gradient_arrives_in_time_whatever_the_first_one_was(
+    name: str, begins: str, scale: float
+) -> None:
+    """What is left out stays bounded, also of a matrix whose first rows never have a gradient."""
+    layout, codec, factors = layout_of((40, 30)), FORMATS[name], {}
+    gradient = random(1200).view(40, 30) * scale
+    gradient[:5] = 0.0
+    first = torch.zeros(40, 30)
+    if begins == "one direction":
+        first[7, 3] = 2.0**-80
+    size = codec.size(layout, layout.chunks[0])
+    assert size is not None
+    out, left, most = torch.empty(size, dtype=torch.uint8), first.flatten(), 0.0
+    for _ in range(120):
+        codec.pack(layout, layout.chunks[0], left, out, factors)
+        left += gradient.flatten()
+        most = max(most, float(left.abs().max()))
+    assert most < 60 * gradient.abs().max()
+
+
 def test_powersgd_finds_the_best_product_of_one_matrix_sooner_or_later() -> None:
     layout, codec, factors = layout_of((40, 30)), LowRank(3), {}
     u, s, v = torch.linalg.svd(random(1200).view(40, 30))
