@@ -58,7 +58,7 @@ class LoopSteps:
         clip: the greatest norm of the gradient in the last step, or in that in progress; None for any.
         overflowed: whether a scaler wants the step in progress left out.
         is_left_out: whether that step's update was left out.
-        stepping: ids of the parameters of the optimizer that steps.
+        stepping: ids of the parameters of the optimizer that steps, or stepped last.
         trying: the optimizer whose step by a closure is under way.
         read_state: reads the state of the job's optimizer, on the worker's thread.
         told_of_clipping: see `steepest.loop.torch_clipping`.
@@ -172,6 +172,14 @@ class LoopSteps:
             raise ConfigurationError(
                 "optimizer.step() outside of steepest.epochs(): write `for epoch in steepest.epochs(n)` around the "
                 "loop, so that a worker that joins later knows where the job is"
+            )
+
+    def check_any_taken(self, epoch: int) -> None:
+        """Check, at the end of an epoch, that a loop with backward passes has stepped; else ConfigurationError."""
+        if not self.stepping and self._loop.losses.found:
+            raise ConfigurationError(
+                f"the loop called loss.backward() and came to the end of epoch {epoch} without optimizer.step(): "
+                "nothing is trained; call optimizer.step() after loss.backward(), at least once in an epoch"
             )
 
     def step(self, index: int = 0, stepping: set[int] | None = None) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
-from steepest.core.models.sums import summed_by
+from steepest.core.models.losses import OURS
+from steepest.core.models.sums import PERHAPS, SUMMED, summed_by
 from steepest.errors import ConfigurationError
 
-_torchs_backward: Any = torch.Tensor.backward
+_torchs_backward: Any = torch.autograd.backward  # `Tensor.backward` calls it, too
+_DO = "give steepest.prepare(..., reduction='sum'), or take the mean"
+_OUTSIDE = -1  # of any backward pass
 
 
 class Averages(Protocol):
@@ -21,6 +26,11 @@ class Averages(Protocol):
     @property
     def averaged(self) -> int:
         """The number of samples of which a loss is to be the mean; 0 where it may be something else."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """The number of the worker."""
         ...
 
 
@@ -40,21 +50,27 @@ class Losses:
         self._has_looked = False
 
     def add(self, loss: torch.Tensor) -> None:
-        """Take the loss of a backward pass; ConfigurationError: it adds up samples, and is to be their mean."""
+        """Take the loss of a backward pass; ConfigurationError: it adds up samples, and is to be their mean.
+
+        Where that is not sure, worker 0 warns.
+        """
         if not self._has_looked and (samples := self._loop.averaged) > 1:
             self._has_looked = True
-            _check_mean(loss, samples)
+            if (found := summed_by(loss, samples)) is not None:
+                name, is_certain = found
+                if is_certain:
+                    raise ConfigurationError(SUMMED.format(name, _DO))
+                if not self._loop.rank:
+                    warnings.warn(SUMMED.format(name, _DO) + PERHAPS, stacklevel=_line_of_user())
         self.found.append(loss.detach())
 
 
-def _check_mean(loss: torch.Tensor, samples: int) -> None:
-    """Check, where several workers make an update, that a loss is a mean."""
-    if (found := summed_by(loss, samples)) is not None and found[1]:
-        raise ConfigurationError(
-            f"the loss adds up the samples of its batch ({found[0]}) and is taken for their mean, with which the "
-            "updates of two workers would be half as large as those of one: give steepest.prepare(..., "
-            "reduction='sum'), or take the mean"
-        )
+def _line_of_user() -> int:
+    """Return the stack level, as of `warnings.warn` in the calling function, of the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(OURS):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 #: Returns the losses of the loop in which the calling thread is; None outside of any.
@@ -68,18 +84,25 @@ def watched(here: Here) -> Iterator[None]:
     """Have the losses of loops see those whose backward pass runs, while any function runs."""
     _watching.append(here)
     if len(_watching) == 1:
-        setattr(torch.Tensor, "backward", _backward)  # noqa: B010 - a type checker would refuse it
+        torch.autograd.backward = _backward
     try:
         yield
     finally:
         _watching.pop()
         if not _watching:
-            setattr(torch.Tensor, "backward", _torchs_backward)  # noqa: B010
+            torch.autograd.backward = _torchs_backward
 
 
 @functools.wraps(_torchs_backward)
-def _backward(loss: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+def _backward(tensors: Any, grad_tensors: Any = None, *arguments: Any, **named: Any) -> Any:
     losses = _watching[0]() if _watching else None
-    if losses is not None and loss.dim() == 0:
-        losses.add(loss)
-    return _torchs_backward(loss, *arguments, **named)
+    if losses is not None and torch._C._current_graph_task_id() == _OUTSIDE:
+        for loss in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            if loss.dim() == 0:
+                losses.add(loss)
+            elif loss.numel() > 1 and grad_tensors is None:
+                raise ConfigurationError(
+                    f"backward() was called on a loss of shape {tuple(loss.shape)}: give one number, the mean of the "
+                    "batch, such as by loss.mean() or without reduction='none'"
+                )
+    return _torchs_backward(tensors, grad_tensors, *arguments, **named)

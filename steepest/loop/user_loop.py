@@ -247,6 +247,7 @@ class UserLoop:
         if lockstep is not None:
             yield from self._locked_epochs(lockstep, count)
             return
+        from_the_start = self.arriving is None or not self.arriving["batches"]
         if self.arriving is not None and self.arriving["at"]:
             self._begin_to_stand_in(self.arriving)
         elif self.arriving is not None:
@@ -256,9 +257,12 @@ class UserLoop:
         self._begin_ticks(before)
         while self.epoch < count:
             yield self.epoch
+            if from_the_start:
+                self.steps.check_any_taken(self.epoch)
             self.epoch += 1
 
     def _locked_epochs(self, lockstep: Lockstep, count: int) -> Iterator[int]:
+        from_the_start = self.arriving is None or not self.arriving["batches"]
         if self.arriving is not None:
             assert self.prepared is not None
             self.prepared.tell_schedulers()
@@ -286,6 +290,9 @@ class UserLoop:
             self._own_weight = None
             self._seed_for(lockstep.number, 0)
             yield self.epoch
+            # rounds of a loop without a loader may add up gradients for a step in a later one
+            if from_the_start and (lockstep.has_loader or self.epoch == count - 1):
+                self.steps.check_any_taken(self.epoch)
             self.epoch += 1
 
     def _take(self, state: Mapping[str, Any]) -> None:
@@ -650,7 +657,8 @@ class UserLoop:
     @property
     def averaged(self) -> int:
         """The number of samples of which a loss is to be the mean; 0 where it may be something else."""
-        if self.sums or self.job.size == 1 or not self.has_entered or self._own_weight is not None:
+        averages = self.steps.averages and not self.sums
+        if not averages or not self.has_entered or self._own_weight is not None:
             return 0
         if self.lockstep is not None:
             return self.lockstep.samples or 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +42,7 @@ from tests.own_loops import (
     meeting,
     penalised,
     plain,
+    rollout,
     scaling,
     several_passes,
     sharpness_aware,
@@ -119,6 +122,53 @@ def test_a_sum_is_told_as_its_mean() -> None:
     x, y = (column[SamplePlan(13, 4, 0).share(0, 0, 1)] for column in script.data)
     assert one == pytest.approx(nn.functional.mse_loss(model(x), y).item() * 2)
     assert two == pytest.approx(one)
+
+
+def squares(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The sum over samples, by hand, of their mean squares."""
+    return (model(x) - y).square().mean(1).sum()
+
+
+def by_itself(parts: Parts, epochs: int, loss: Any = squares) -> None:
+    """Torch's function of backward passes, in place of the loss's."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            torch.autograd.backward([loss(parts.model, x, y)])
+            parts.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("workers", "settings", "told"),
+    [
+        (1, {}, False),
+        (2, {}, True),
+        (3, {}, True),
+        (2, {"strategy": "async"}, False),
+        (2, {"strategy": "local"}, False),
+    ],
+)
+def test_a_sum_by_hand_is_told_once_where_it_is_taken_for_a_mean(
+    workers: int, settings: dict[str, Any], told: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(Script(by_itself), workers, **settings)
+    texts = [each for each in caught if "adds up the samples" in str(each.message)]
+    assert len(texts) == told
+    for each in texts:
+        assert "(sum())" in str(each.message)
+        assert "steepest.prepare(..., reduction='sum')" in str(each.message)
+        assert each.filename == __file__
+
+
+def test_a_sum_by_hand_that_is_said_to_be_one_equals_one_process() -> None:
+    script = Script(by_itself, optimizer=sgd(lr=0.01), reduction="sum")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = run(script, 2)
+    assert difference(found.weights, script.alone(2)) < 1e-12
+    assert all(math.isfinite(step["loss"]) for step in found.steps)
 
 
 def test_clipping_by_torch_is_another_thing() -> None:
@@ -425,6 +475,26 @@ def without_backward(parts: Parts, epochs: int) -> None:
             parts.optimizer.step()
 
 
+def by_sample(parts: Parts, epochs: int) -> None:
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            nn.functional.mse_loss(parts.model(x), y, reduction="none").backward()
+            parts.optimizer.step()
+
+
+def without_step(parts: Parts, epochs: int) -> None:
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            nn.functional.mse_loss(parts.model(x), y).backward()
+
+
+def without_step_or_loader() -> None:
+    model = perceptron()
+    model, _ = steepest.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in steepest.epochs(3):
+        model(rollout(number, steepest.rank())).square().mean().backward()
+
+
 def without_epochs(parts: Parts, epochs: int) -> None:
     for _ in range(epochs):
         for _ in parts.loader:
@@ -509,6 +579,10 @@ WRONG = {
     "was called in a worker of a run": nested,
     r"step\(\) was called twice for one batch": Script(twice),
     "no parameter has a gradient: call loss.backward": Script(without_backward),
+    r"a loss of shape \(2, 2\): give one number, the mean of the batch": Script(by_sample),
+    r"came to the end of epoch 0 without optimizer.step\(\)": Script(without_step),
+    r"the end of epoch 0 without optimizer.step\(\): nothing": Script(without_step, any_steps=True),
+    r"came to the end of epoch 2 without optimizer.step\(\)": without_step_or_loader,
     r"outside of steepest.epochs\(\)": Script(without_epochs),
     "was left in epoch 0 before its end": Script(left_early),
     r"prepare\(\) was called twice": Script(prepared_again),
@@ -568,5 +642,5 @@ def test_alone_nothing_happens() -> None:
 
 
 def test_torch_is_as_it_was_when_no_loop_runs() -> None:
-    assert torch.Tensor.backward.__module__ == "torch._tensor"
-    assert not hasattr(torch.Tensor.backward, "__wrapped__")
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+    assert not hasattr(torch.autograd.backward, "__wrapped__")

@@ -12,7 +12,8 @@ from steepest.core.models.protocol import Share, checked_weight
 from steepest.core.models.scalars import describe
 from steepest.errors import ModelError
 
-_OURS = ("torch.", "steepest.")  # packages of which users' errors name no line
+#: Packages of which users' errors name no line.
+OURS = ("torch.", "steepest.")
 
 #: A mean over a batch as a tensor with one number, or several of them by name.
 Loss = torch.Tensor | Mapping[str, torch.Tensor]
@@ -43,7 +44,7 @@ def users_line() -> str:
     """Return file, line and function of the innermost caller outside torch and steepest."""
     # "?" if none (torch's threads).
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(OURS):
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:
         return "?"

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-#: why a sum is refused; takes the name of what adds up
+#: why a sum is refused; takes the name of what adds up, and what to do
 SUMMED = (
     "the loss adds up the samples of its batch ({}) and is taken for their mean, with which the "
-    "updates of two workers would be half as large as those of one: return the mean, or give "
-    "TorchModel(reduction='sum'), or return (loss, weight)"
+    "updates of two workers would be half as large as those of one: {}"
 )
+#: what is added where it is not sure that samples are added up
+PERHAPS = ", if its rows are samples"
 _SUM = 2  # what torch's loss functions save for reduction="sum"
 #: nodes that leave it open how their result depends on the number of samples
 _TRANSPARENT = (

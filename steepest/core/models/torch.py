@@ -35,7 +35,7 @@ from steepest.core.models.losses import (
 from steepest.core.models.names import plain, plainly
 from steepest.core.models.prefetch import Gates
 from steepest.core.models.protocol import Arrive, Computed, Ready, Share, all_here, checked_metrics
-from steepest.core.models.sums import SUMMED, summed_by
+from steepest.core.models.sums import PERHAPS, SUMMED, summed_by
 from steepest.core.models.write_check import WriteCheck, holders_of
 from steepest.core.optim.arriving import arriving_state
 from steepest.core.optim.several import as_one
@@ -45,6 +45,8 @@ from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.errors import ModelError
 
 log = logging.getLogger(__name__)
+
+_DO = "return the mean, or give TorchModel(reduction='sum'), or return (loss, weight)"
 
 LossFunction = Callable[..., Loss | tuple[Loss, float]]
 Metric = Callable[[Any, Any], "float | torch.Tensor"]
@@ -461,8 +463,8 @@ class TorchModel:
         if (found := summed_by(weighed.loss, weighed.samples)) is not None:
             name, is_certain = found
             if is_certain:
-                raise ModelError(SUMMED.format(name))
-            log.warning(SUMMED.format(name) + ", if its rows are samples")
+                raise ModelError(SUMMED.format(name, _DO))
+            log.warning(SUMMED.format(name, _DO) + PERHAPS)
         self._looked_for_sums = True
 
     def _run_backward(self, loss: torch.Tensor, ready: Ready, factor: float) -> None:
