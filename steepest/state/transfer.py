@@ -242,6 +242,10 @@ class StateTransfer:
             lambda: client.install(version, weights, records, everything or None)
         )
         self._cluster.wait(future, "servers to take new weights")
+        if records is not None:
+            # The coordinator's answer says that the state is ordered. Servers answer a read when they have loaded it:
+            # rows in files may be dropped, and a server that could not load its part has died by then.
+            self.snapshot("standing")
 
     def _tell_of_schedule(self, version: int) -> None:
         """Log, once, that a schedule without a state has to be computed from its beginning."""

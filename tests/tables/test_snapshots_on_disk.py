@@ -19,7 +19,7 @@ from steepest.embedding import row_files
 from steepest.embedding.row_files import ON_DISK, RowFiles
 from steepest.embedding.row_pieces import RowPieces
 from steepest.embedding.table_chunk import TableChunk
-from steepest.errors import PeerLostError
+from steepest.errors import PeerLostError, ProtocolError
 from steepest.state import restored_rows
 from steepest.tables import tiered_rows
 from steepest.tables.row_optimizers import Adagrad
@@ -194,6 +194,47 @@ def test_a_full_disk_keeps_the_last_snapshot_and_training_goes_on(
             system().event().wait(2.0)
         assert sgd._supervisor.snapshots.taken is not before
         assert len(caplog.messages) == 1
+
+
+def test_no_row_is_lost_however_often_a_state_is_installed(tmp_path: Path) -> None:
+    """Files are there until each server has read them: the coordinator's answer comes before."""
+    strategy = ParameterServerStrategy(num_servers=2)
+    create = on_disk(tmp_path / "rows", shards=8)
+    with quiet(), trainer(create, strategy, simulation=Simulation(106)) as sgd:
+        sgd.fit(steps=7, progress=False)
+        sgd.save(tmp_path / "saved")
+        expected = sgd.export_table("words")
+        for _ in range(5):
+            sgd.restore(tmp_path / "saved")
+            found = sgd.export_table("words")
+            assert torch.equal(found.ids, expected.ids)
+            assert torch.equal(found.values, expected.values)
+        for _ in range(3):
+            sgd.import_table("words", (expected.ids[:1], torch.zeros(1, 3)))
+            assert torch.equal(sgd.export_table("words").ids, expected.ids)
+
+
+def test_a_server_that_cannot_load_its_rows_is_replaced_and_they_are_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = ParameterServerStrategy(num_servers=2)
+    with quiet(), trainer(on_disk(tmp_path / "rows"), strategy) as sgd:
+        sgd.fit(steps=7, progress=False)
+        sgd.save(tmp_path / "saved")
+        expected = sgd.export_table("words")
+        end, failed = TableChunk.end_state, []
+
+        def failing(chunk: TableChunk) -> None:
+            monkeypatch.setattr(TableChunk, "end_state", end)
+            failed.append(chunk)
+            raise ProtocolError("a file that is damaged by now")
+
+        monkeypatch.setattr(TableChunk, "end_state", failing)
+        sgd.restore(tmp_path / "saved")
+        found = sgd.export_table("words")
+        assert torch.equal(found.ids, expected.ids)
+        assert torch.equal(found.values, expected.values)
+    assert len(failed) == 1
 
 
 @pytest.mark.few(1)

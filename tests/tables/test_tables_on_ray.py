@@ -150,3 +150,25 @@ def test_a_killed_servers_rows_come_from_the_disk_of_another(tmp_path: Path) -> 
     assert same_bits({"ids": found.ids}, {"ids": expected.ids})
     assert same_bits({"values": found.values}, {"values": expected.values})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_is_restored_again_and_again_to_tables_on_disk(tmp_path: Path) -> None:
+    """Every server reads its rows from files that are dropped when all have read them."""
+    ids = torch.arange(6000).reshape(-1, 2) * 2**40
+
+    def create(worker: int, device: int) -> TorchModel:
+        table = Table("words", 4, directory=str(tmp_path / "rows"), memory_rows=800)
+        net = nn.Sequential(EmbeddingBag(table), nn.Linear(4, 1))
+        data = (ids, torch.zeros(len(ids), 1))
+        return TorchModel(net, loss=F.mse_loss, data=data, batch_size=500, optimizer=sgd)
+
+    with DistributedSGD(create, 2, strategy=TWO_SERVERS) as trainer:
+        trainer.fit(epochs=1, progress=False)
+        trainer.save(tmp_path / "saved")
+        expected = trainer.export_table("words")
+        assert len(expected) == 6000
+        for _ in range(5):
+            trainer.restore(tmp_path / "saved")
+            found = trainer.export_table("words")
+            assert same_bits({"ids": found.ids}, {"ids": expected.ids})
+            assert same_bits({"values": found.values}, {"values": expected.values})

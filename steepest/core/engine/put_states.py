@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from steepest.core.engine.chunk_store import ChunkStore
 from steepest.core.engine.optimizer_records import state_tensor
 from steepest.core.messages.message import Message, MessageKind, Peer, Send
 from steepest.core.messages.snapshots import Put, PutReceived, PutState, ReplaceState
+from steepest.core.optim.portable import Record
 from steepest.errors import ProtocolError
 
 _MOST_PUTS = 16  # states of one client that are not installed
@@ -149,13 +150,23 @@ class PutStates:
             held.weights.copy_(payload)
             held.weights_set()
         if put.replaces_state:
-            for held in self._chunks.values():
-                held.clear_state()
-            for index, about, value in put.state:
-                self._chunks[index].load_state(about, value)
-            for held in self._chunks.values():
-                held.end_state()
+            try:
+                self._replace_state(put.state)
+            except ProtocolError as error:
+                # It was accepted, and others install theirs: refused now, the server would go on without its part.
+                raise AssertionError(
+                    f"server {self._server} cannot load a state that it has accepted: {error}"
+                ) from error
         return put.replaces_state
+
+    def _replace_state(self, state: Iterable[Record]) -> None:
+        """Give all chunks a state in place of what they have."""
+        for held in self._chunks.values():
+            held.clear_state()
+        for index, about, value in state:
+            self._chunks[index].load_state(about, value)
+        for held in self._chunks.values():
+            held.end_state()
 
     def lost(self, peer: Peer) -> None:
         """Note that a client's channel is closed: its successor numbers requests from one again."""
