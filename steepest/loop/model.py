@@ -118,6 +118,10 @@ class LoopModel(TorchModel):
         """Return a batch on the device of the model."""
         return self._to_device(batch.batch if isinstance(batch, Drawn) else batch)
 
+    def _take_array(self, array: Any) -> Any:
+        """Return an array as it is: the loop gets what the loader's `collate_fn` returned."""
+        return array
+
     def any_batch(self) -> Any:
         """Return a batch of the first samples of the training data."""
         return self.on_device(self._batch_of(np.arange(min(self.batch_size, self.data.size or 1))))

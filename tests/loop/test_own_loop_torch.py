@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import steepest
 from tests.own_loop_runs import run, without
@@ -100,6 +103,40 @@ def test_compiled_modules(backend: str) -> None:
     found = run(script, 2).weights
     expected = Script(plain, optimizer=sgd(momentum=0.9)).alone(2)
     assert difference(found, expected) < 1e-12
+
+
+class Encoding(UserDict[str, Any]):
+    """As transformers' BatchEncoding is one."""
+
+
+def collated(rows: list[Any]) -> Encoding:
+    x, y = (torch.stack(each) for each in zip(*rows, strict=True))
+    return Encoding({"x": x, "y": y.numpy(), "of": [("a", 1.5)]})
+
+
+SEEN: list[Any] = []
+
+
+def of_encodings() -> None:
+    """Each batch is what `collate_fn` returned; the loop may take things out of it."""
+    model = perceptron()
+    loader: Any = DataLoader(TensorDataset(*samples(12)), batch_size=6, collate_fn=collated)
+    model, optimizer, loader = steepest.prepare(model, sgd()(model), loader)
+    for _ in steepest.epochs(1):
+        for batch in loader:
+            SEEN.append((type(batch), *map(type, batch.values()), batch["of"]))
+            optimizer.zero_grad()
+            target = torch.from_numpy(batch.pop("y"))
+            nn.functional.mse_loss(model(batch["x"]), target).backward()
+            optimizer.step()
+
+
+def test_a_batch_is_what_the_collate_function_returned() -> None:
+    SEEN.clear()
+    of_encodings()
+    expected, SEEN[:] = SEEN[:1], []
+    run(of_encodings, 2)
+    assert expected == SEEN[:1] == [(Encoding, torch.Tensor, np.ndarray, list, [("a", 1.5)])]
 
 
 class Sam(torch.optim.Optimizer):

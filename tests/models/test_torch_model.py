@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -237,6 +239,85 @@ def test_numpy_data_and_named_batches_reach_the_module_as_tensors() -> None:
         == bound.compute(pair(X[:4], Y[:4]))
         == bound.compute([X[:4].numpy(), Y[:4]])
     )
+
+
+class Encoding(UserDict[str, Any]):
+    """As transformers' BatchEncoding is one, with something beside its values."""
+
+    def __init__(self, data: Any, made_by: str) -> None:
+        super().__init__(data)
+        self.made_by = made_by
+
+
+class Rows(list[Any]):
+    """A list that is not made from another one."""
+
+    def __init__(self, a: Any, b: Any) -> None:
+        super().__init__([a, b])
+
+
+class Graph(dict[str, Any]):
+    """A mapping that moves itself, as tensordict's and torch_geometric's do."""
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(self, moved=device)
+
+    def pin_memory(self) -> Graph:
+        raise AssertionError
+
+
+PACKED = nn.utils.rnn.pack_sequence([X[0], X[1]])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Encoding({"x": X, "y": (Y, "text")}, made_by="a tokenizer"),
+        OrderedDict(x=X),
+        defaultdict(list, x=[X]),
+        MappingProxyType({"x": X}),
+        Rows(X, Y),
+        namedtuple("pair", "x y")(X, Y),
+        PACKED,
+        (X, {"y": Encoding({"y": Y}, made_by="")}),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_a_batch_keeps_its_type_and_is_not_the_loaders_own(batch: Any) -> None:
+    seen: list[Any] = []
+
+    class Sees(TorchModel):
+        def loss(self, batch: Any) -> Any:
+            seen.append(batch)
+            return self.module(X[:2]).sum(), 4
+
+    model = Sees(network(), data=(X, Y), batch_size=4, optimizer=sgd)
+    Bound(model).compute(batch)
+    assert type(seen[0]) is type(batch)
+    assert repr(seen[0]) == repr(batch)
+    assert getattr(seen[0], "made_by", "") == getattr(batch, "made_by", "")
+    if isinstance(seen[0], (dict, UserDict, list)):
+        seen[0].clear()
+        assert len(batch) > 0
+
+
+def test_what_moves_itself_does_and_what_cannot_be_copied_is_named() -> None:
+    bound = Bound(torch_model())
+    assert bound.model._to_device(Graph(x=X)).keys() == {"x", "moved"}
+
+    class Fixed(Mapping[str, Any]):
+        def __init__(self) -> None: ...
+        def __getitem__(self, key: str) -> Any:
+            return X
+
+        def __iter__(self) -> Iterator[str]:
+            return iter("x")
+
+        def __len__(self) -> int:
+            return 1
+
+    with pytest.raises(ModelError, match=r"a batch is a Fixed, which .* return a dict from"):
+        bound.compute(Fixed())
 
 
 @pytest.mark.parametrize(

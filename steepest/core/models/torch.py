@@ -22,6 +22,7 @@ from steepest.core.models.arguments import (
     check_reduction,
     sparse_gradient,
 )
+from steepest.core.models.containers import changed_parts
 from steepest.core.models.losses import (
     Loss,
     Weighed,
@@ -597,18 +598,19 @@ class TorchModel:
         return torch.autocast(self._device.type, dtype=self._autocast)
 
     def _to_device(self, batch: Any) -> Any:
+        """Return a batch on the replica's device: containers are copies of the same type."""
+        # what has both as tensors have moves itself, though it be a tuple (torch's PackedSequence) or a mapping
         if isinstance(batch, torch.Tensor):
             return batch.to(self._device, non_blocking=True)
-        if isinstance(batch, (tuple, list)):
-            moved = [self._to_device(value) for value in batch]
-            return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-        if isinstance(batch, Mapping):
-            return {key: self._to_device(value) for key, value in batch.items()}
-        if hasattr(batch, "to") and hasattr(
-            batch, "pin_memory"
-        ):  # as tensors have, of a library's own
+        if hasattr(batch, "to") and hasattr(batch, "pin_memory"):
             return batch.to(self._device)
-        return torch.as_tensor(batch, device=self._device) if hasattr(batch, "__array__") else batch
+        if isinstance(batch, (tuple, list, Mapping)):
+            return changed_parts(batch, self._to_device)
+        return self._take_array(batch) if hasattr(batch, "__array__") else batch
+
+    def _take_array(self, array: Any) -> Any:
+        """Return an array of a batch as the module gets it: as a tensor."""
+        return torch.as_tensor(array, device=self._device)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
