@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from steepest import (
     StepResult,
 )
 from steepest.cli import main
+from steepest.core.transport.strangers import MOST_OPENINGS
 from steepest.driver.job_page import LiveRun
 from steepest.errors import ConfigurationError, ShutdownError
 from steepest.observe.history_file import HistoryFile
@@ -32,6 +35,7 @@ from steepest.observe.page import document as pages
 from steepest.observe.page.run_files import WatchedRun, read_run
 from steepest.observe.page.run_view import Known, RunView
 from steepest.observe.page.server import PageServer
+from tests.limits import limited
 from tests.logged_runs import TASK
 from tests.page_rows import row_of
 from tests.simulation.run import Simulation, pause, run_config
@@ -131,6 +135,109 @@ def test_a_page_listens_where_it_is_told_to_and_nowhere_else(server: PageServer)
         PageServer(Fixed(), "192.0.2.1")
     with pytest.raises(ConfigurationError, match="host=''"):
         PageServer(Fixed(), "")
+
+
+def dial(server: PageServer, said: bytes = b"") -> socket.socket:
+    sock = socket.create_connection((server.host, server.port), 20)
+    sock.sendall(said)
+    return sock
+
+
+def receive_all(sock: socket.socket) -> bytes:
+    """What comes until the page has closed a connection."""
+    with contextlib.suppress(ConnectionError):
+        return b"".join(iter(lambda: sock.recv(1 << 16), b""))
+    return b""
+
+
+def page_threads() -> int:
+    return sum("process_request" in thread.name for thread in threading.enumerate())
+
+
+def test_strangers_take_a_bounded_number_of_places_and_none_of_a_readers(
+    server: PageServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = server.url.partition("#token=")[2]
+    reader = http.client.HTTPConnection(server.host, server.port, timeout=20)
+    headers = {"Authorization": f"Bearer {token}"}
+    with contextlib.ExitStack() as stack:
+        stack.callback(reader.close)
+        connections = set()
+        for _ in range(4):
+            reader.request("GET", "/stacks", headers=headers)
+            assert reader.getresponse().read() == b"worker 0 computes"
+            connections.add(reader.sock)
+            for _ in range(MOST_OPENINGS):
+                stack.enter_context(dial(server, b"GET /data HTTP/1.1\r\nX: "))
+            assert ask(server, "stacks")[0] == 200
+            assert page_threads() <= MOST_OPENINGS + 2
+    assert len(connections) == 1, "the reader keeps its connection"
+    assert len(caplog.records) == 1
+    assert caplog.messages[0].startswith("refused a connection to the page of a job from 127.0.0.1")
+
+
+def test_a_request_has_to_come_whole_in_time(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often a byte of it comes."""
+    monkeypatch.setattr("steepest.observe.page.server.OPENING_SECONDS", 0.2)
+    began = time.monotonic()
+    with dial(server, b"GET /") as sock:
+        sock.settimeout(0.02)
+        while time.monotonic() < began + 20:
+            try:
+                sock.sendall(b"x")
+                assert sock.recv(100) == b""
+                break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+    assert 0.2 <= time.monotonic() - began < 10
+
+
+def test_without_a_descriptor_strangers_are_sent_away_and_the_page_is_quiet(
+    server: PageServer,
+) -> None:
+    with dial(server, b"GET /data HTTP/1.1\r\n\r\n") as held:
+        assert held.recv(1 << 16).startswith(b"HTTP/1.1 403 ")
+        # The descriptor that is left is the other caller's own: the page has one for it once the first has lost its.
+        with limited(1), dial(server) as other:
+            assert receive_all(held) == b""
+            other.sendall(b"GET /data HTTP/1.1\r\n\r\n")
+            assert other.recv(1 << 16).startswith(b"HTTP/1.1 403 ")
+    with limited(1), dial(server) as nobody:
+        assert receive_all(nobody) == b""
+        began = time.process_time()
+        server._thread.join(0.3)
+        assert time.process_time() - began < 0.15
+    assert ask(server, "stacks")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET http://[/ HTTP/1.1", 404),
+        (b"GET /\x1b[31m x HTTP/1.1", 400),
+        (b"GET / HTTP/9.9", 505),
+        (b"nothing", 400),
+        (b"POST / HTTP/1.1", 501),
+        (b"HEAD / HTTP/1.1", 501),
+        (b"GET /" + b"x" * 70_000 + b" HTTP/1.1", 414),
+    ],
+)
+def test_what_is_no_request_is_answered_as_others_are_and_logged_once(
+    server: PageServer, caplog: pytest.LogCaptureFixture, request_line: bytes, status: int
+) -> None:
+    for _ in range(3):
+        with dial(server, request_line + b"\r\nConnection: close\r\n\r\n") as sock:
+            head = receive_all(sock).decode().partition("\r\n\r\n")[0]
+        if head or status != 414:  # the rest of a long line is not read
+            assert head.startswith(f"HTTP/1.1 {status} ")
+            assert "\r\nContent-Security-Policy: default-src 'none'" in head
+            assert "\r\nX-Content-Type-Options: nosniff" in head
+    assert len(caplog.records) == (status != 404)
+    assert not any("\x1b" in line or len(line) > 300 for line in caplog.messages)
 
 
 def test_a_closed_page_does_not_answer() -> None:

@@ -20,13 +20,9 @@ from steepest.core.messages.message import COORDINATOR, Kind, Message, server_pe
 from steepest.core.tensors.shared_memory import AVAILABLE, SHARED_FROM, allocate
 from steepest.core.transport import sockets
 from steepest.core.transport.channel import Address
-from steepest.core.transport.handshake import (
-    ACCEPTED_AT_ONCE,
-    LOG_SECONDS,
-    MOST_OPENINGS,
-    OPENING_SECONDS,
-)
+from steepest.core.transport.handshake import ACCEPTED_AT_ONCE
 from steepest.core.transport.sockets import WireTransport
+from steepest.core.transport.strangers import LOG_SECONDS, MOST_OPENINGS, OPENING_SECONDS
 from steepest.errors import ConfigurationError, PeerLostError, ProtocolError
 from steepest.tls.connections import encryption_with
 from tests.limits import limited

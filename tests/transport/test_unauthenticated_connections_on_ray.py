@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
-from steepest.core.transport.handshake import MOST_OPENINGS
+from steepest.core.transport.strangers import MOST_OPENINGS
 from steepest.testing import linear_model_creator
 from tests.pairs import diagonal
 from tests.transport.unauthenticated_connections import UnauthenticatedConnections

@@ -19,33 +19,32 @@ pass no proof on.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import hmac
-import logging
-import os
-import random
 import secrets
 import selectors
 import socket
 import struct
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from steepest.core.messages.message import Peer
 from steepest.core.transport.encryption import EncryptedSocket, Encryption
 from steepest.core.transport.frames import ROLES
+from steepest.core.transport.strangers import (
+    MOST_OPENINGS,
+    NO_DESCRIPTOR,
+    OPENING_SECONDS,
+    DescriptorReserve,
+    Refusals,
+    one_of_a_crowd,
+    origin_of,
+)
 from steepest.errors import AuthenticationError, ProtocolError
 
-log = logging.getLogger(__name__)
-
-MOST_OPENINGS = 48
 ACCEPTED_AT_ONCE = 16  # in one turn, which may come in the middle of a training step
 SHAKEN_AT_ONCE = 8  # steps of TLS handshakes in one turn, each of some tenths of a millisecond
-OPENING_SECONDS = 5.0
-LOG_SECONDS = 60.0
 _GREETING = b"steepest/1\n"
 _NONCE = 32
 _PROOF = 32
@@ -54,8 +53,6 @@ _SPEAKS_TLS = b"steepest/1 speaks TLS\n".ljust(len(_GREETING) + _NONCE)
 _HELLO_LIMIT = 4096
 _REFUSED = struct.pack("<I", 0xFFFFFFFF)
 _BUSY = struct.pack("<I", 0xFFFFFFFE)
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_ROOT = 0
 
 
 class BusyError(Exception):
@@ -211,36 +208,6 @@ def _receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
 # -- the accepting end -----------------------------------------------------------------------------
 
 
-class Refusals:
-    """A count of refused connections, and their log: the first at once, then one line a minute."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.count = 0
-        self._clock = clock
-        self._unlogged = 0
-        self._last = ""
-        self._next = -float("inf")
-
-    def add(self, origin: str, reason: str) -> None:
-        """Count a refused connection from an address or a user, and log it if a line is due."""
-        self.count += 1
-        self._unlogged += 1
-        self._last = f"{origin}: {reason}"
-        self.log_if_due()
-
-    def log_if_due(self, *, now: bool = False) -> None:
-        """Log the refusals that are not logged yet, if a line is due or `now`."""
-        if self._unlogged and (now or self._clock() >= self._next):
-            self._next = self._clock() + LOG_SECONDS
-            number = (
-                "a connection"
-                if self._unlogged == 1
-                else f"{self._unlogged} connections, the last of them"
-            )
-            log.warning("refused %s from %s", number, self._last)
-            self._unlogged = 0
-
-
 @dataclass(eq=False)
 class _Opening:
     """A connection that has proven nothing: a socket and at most `_HELLO_LIMIT` bytes."""
@@ -303,13 +270,12 @@ class Openings:
         self._clock = clock
         self._ready: list[socket.socket] = []  # listeners
         self._open: dict[_Opening, None] = {}  # oldest first
-        self._random = random.Random(secrets.randbits(64))  # the user's generators stay as they are
-        self._reserved = -1
+        self._reserve = DescriptorReserve()
 
     def listen(self, listener: socket.socket) -> None:
         """Accept the connections of a listening socket from now on."""
         listener.setblocking(False)
-        self._reserve()
+        self._reserve.fill()
         self._selector.register(
             listener, selectors.EVENT_READ, lambda: self._ready.append(listener)
         )
@@ -336,9 +302,7 @@ class Openings:
         """Close the connections that have not proven the token; the listeners stay open."""
         for opening in list(self._open):
             self._drop(opening)
-        if self._reserved >= 0:
-            os.close(self._reserved)
-            self._reserved = -1
+        self._reserve.free()
         self.refusals.log_if_due(now=True)
 
     def leave(self) -> None:
@@ -346,9 +310,7 @@ class Openings:
         for opening in self._open:
             opening.sock.close()
         self._open.clear()
-        if self._reserved >= 0:
-            os.close(self._reserved)
-            self._reserved = -1
+        self._reserve.free()
 
     def _accept(self, listener: socket.socket) -> bool:
         """Accept one connection, and return whether there may be more."""
@@ -357,9 +319,9 @@ class Openings:
         except (BlockingIOError, ConnectionError):
             return False
         except OSError as error:
-            return error.errno in _NO_DESCRIPTOR and self._turn_away(listener)
+            return error.errno in NO_DESCRIPTOR and self._turn_away(listener)
         sock.setblocking(False)
-        origin, stranger = _origin(sock, address)
+        origin, stranger = origin_of(sock, address)
         if stranger:
             sock.close()
             self.refusals.add(origin, "a Unix-domain socket serves the user who owns it")
@@ -398,32 +360,18 @@ class Openings:
         if self._open:
             self._make_room()
             return True
-        self._reserve()
-        if self._reserved < 0:
-            return False
-        os.close(self._reserved)
-        self._reserved = -1
-        with contextlib.suppress(OSError):
-            sock, address = listener.accept()
-            with sock:
-                sock.setblocking(False)
-                self.refusals.add(_origin(sock, address)[0], "this process has no descriptor left")
-                plain = self._tls_of(sock) is None  # under TLS the end of the connection says it
-                sock.send(_GREETING + bytes(_NONCE) + _BUSY if plain else _SPEAKS_TLS)
-        self._reserve()
-        return True
+        return self._reserve.spend(lambda: self._send_away(listener))
 
-    def _reserve(self) -> None:
-        if self._reserved < 0:
-            with contextlib.suppress(OSError):
-                self._reserved = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    def _send_away(self, listener: socket.socket) -> None:
+        sock, address = listener.accept()
+        with sock:
+            sock.setblocking(False)
+            self.refusals.add(origin_of(sock, address)[0], "this process has no descriptor left")
+            plain = self._tls_of(sock) is None  # under TLS the end of the connection says it
+            sock.send(_GREETING + bytes(_NONCE) + _BUSY if plain else _SPEAKS_TLS)
 
     def _make_room(self) -> None:
-        crowds = Counter(opening.origin for opening in self._open)
-        most = max(crowds.values())
-        victim = self._random.choice(
-            [opening for opening in self._open if crowds[opening.origin] == most]
-        )
+        victim = one_of_a_crowd({opening: opening.origin for opening in self._open})
         self._refuse(victim, "others want its place", _BUSY)
 
     def _shake(self, opening: _Opening) -> None:
@@ -516,19 +464,3 @@ class Openings:
         if self._open.pop(opening, self) is None:
             self._selector.unregister(opening.sock)
         opening.sock.close()
-
-
-def _origin(sock: socket.socket, address: object) -> tuple[str, bool]:
-    """Return a connection's origin, a user of the host or an address, and whether that is another user of the host."""
-    # IPv6 addresses of one network of 64 bits are one origin.
-    if sock.family == socket.AF_UNIX:
-        uid = struct.unpack(
-            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        )[1]
-        return f"user {uid}", uid not in (os.geteuid(), _ROOT)
-    assert isinstance(address, tuple)
-    host = str(address[0]).partition("%")[0]
-    if sock.family == socket.AF_INET6:
-        network = socket.inet_pton(socket.AF_INET6, host)[:8] + bytes(8)
-        host = f"{socket.inet_ntop(socket.AF_INET6, network)}/64"
-    return host, False
