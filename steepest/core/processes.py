@@ -83,9 +83,10 @@ class ProcessRuntime(OnSystem):
     def close(self) -> None:
         """Kill all children, and wait until they are gone."""
         atexit.unregister(self.close)
-        for child in self._children:
-            child.kill()
-        wait_for([child.ended for child in self._children], _CLOSE_SECONDS)
+        with contextlib.ExitStack() as ending:  # raises when all of it is done
+            ending.callback(wait_for, [child.ended for child in self._children], _CLOSE_SECONDS)
+            for child in self._children:
+                ending.callback(child.kill)
 
 
 class _Child:
@@ -129,10 +130,16 @@ class _Child:
         return answer
 
     def kill(self) -> None:
-        """Kill the process, unless it has ended; its number may be another's by then."""
+        """Kill the process, unless it has ended."""
+        # The fork server may have reaped it before `read` notices its end: its number may be another's by then.
         with self._lock:
-            if not self._cause:
-                os.kill(self.pid, signal.SIGKILL)
+            if self._cause:
+                return
+            if self._owns:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._sentinel, signal.SIGKILL)
+            else:
+                self._process.kill()
 
     def write(self) -> None:
         """Write requests to the pipe, which may be full, until the process has ended."""

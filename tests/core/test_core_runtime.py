@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 
 import pytest
@@ -14,7 +15,7 @@ from steepest.core.system import system
 from steepest.errors import ConfigurationError, PeerLostError
 from tests.core.imported import Imported
 from tests.core.models import Body
-from tests.core.runtime_contract import SECONDS, RuntimeContract
+from tests.core.runtime_contract import SECONDS, RuntimeContract, is_there
 
 
 class TestPlainProcesses(RuntimeContract):
@@ -33,6 +34,35 @@ def test_a_forked_child_has_torch_and_what_workers_run_before_it_is_made() -> No
         assert system().result(runtime.call(child, "before", module), SECONDS)
 
     runtime.close()
+
+
+def test_children_that_have_been_reaped_and_others_are_ended_alike() -> None:
+    """The fork server reaps a child before this process has noticed its end."""
+
+    class Late(ProcessRuntime):
+        """Notices no end until it is asked to."""
+
+        def start_thread(self, run: Callable[[], None], name: str) -> None:
+            late.append((run, name)) if name.startswith("from ") else super().start_thread(
+                run, name
+            )
+
+    late: list[tuple[Callable[[], None], str]] = []
+    runtime = Late()
+    children = [runtime.start(f"child {number}", Body, number) for number in range(3)]
+    for child in children[:2]:
+        os.kill(child.pid, signal.SIGKILL)
+    limit = time.monotonic() + SECONDS
+    while any(is_there(child.pid) for child in children[:2]):
+        assert time.monotonic() < limit
+        os.sched_yield()
+
+    runtime.end(children[0])
+    for run, name in late:
+        ProcessRuntime.start_thread(runtime, run, name)
+    runtime.close()
+
+    assert [runtime.watch(child).result(SECONDS) for child in children] == ["killed by SIGKILL"] * 3
 
 
 @pytest.mark.long
