@@ -347,7 +347,7 @@ class DistributedSGD:
             except UnfrozenError:
                 # after which what is unfrozen is trained; where a process dies meanwhile, the step says so again
                 with contextlib.suppress(PeerLostError):
-                    self._on_workers(_look)
+                    self._on_workers(self._calls.once, _look)
             else:
                 return
 
@@ -494,7 +494,9 @@ class DistributedSGD:
             DeadlineError: no result came within `run_config.deadlines.call` seconds.
         """
         with self._idle("foreach_worker"):
-            return self._on_workers(fn, view=True, what=f"run the function {name_of(fn)}")
+            return self._on_workers(
+                self._calls.once, fn, view=True, what=f"run the function {name_of(fn)}"
+            )
 
     def foreach_model(self, fn: Callable[[Any], T]) -> list[T]:
         """Run a function on every replica, in its process, between steps; return the results.
@@ -505,8 +507,18 @@ class DistributedSGD:
             fn: takes a model that `model_creator` has made.
         """
         with self._idle("foreach_model"):
+            what = f"run the function {name_of(fn)}"
+            parts = self._on_workers(self._calls.once, remote_functions.on_models, fn, what=what)
+            return [result for part in parts for result in part]
+
+    def _foreach_loop(self, fn: Callable[[Any], T], what: str) -> list[T]:
+        """Run a function on every replica, see `foreach_model`; again whenever a process dies meanwhile.
+
+        It is for functions that give the same result when they are run again, see `steepest.loop.run`.
+        """
+        with self._idle("run"):
             parts = self._on_workers(
-                remote_functions.on_models, fn, what=f"run the function {name_of(fn)}"
+                self._calls.surviving, remote_functions.on_models, fn, what=what
             )
             return [result for part in parts for result in part]
 
@@ -522,7 +534,7 @@ class DistributedSGD:
             what = f"run the function {name_of(fn)}"
             result: T
             (result,) = self._on_workers(
-                remote_functions.on_first_model, fn, workers=[0], what=what
+                self._calls.once, remote_functions.on_first_model, fn, workers=[0], what=what
             )
             return result
 
@@ -860,8 +872,16 @@ class DistributedSGD:
             ):
                 yield
 
-    def _on_workers(self, function: Callable[..., Any], *arguments: Any, **how: Any) -> list[Any]:
-        """Run a user's function once on workers, see `WorkerCalls.call`, when no process is dead."""
+    def _on_workers(
+        self,
+        within: Callable[
+            [Callable[[], list[Any]]], list[Any]
+        ],  # of `Calls`: what becomes of deaths
+        function: Callable[..., Any],
+        *arguments: Any,
+        **how: Any,
+    ) -> list[Any]:
+        """Run a user's function on workers, see `WorkerCalls.call`, when no process is dead."""
         cluster = self._live()
 
         def run() -> list[Any]:
@@ -871,7 +891,7 @@ class DistributedSGD:
             return results
 
         unfrozen = cluster.unfrozen
-        results = self._calls.once(run)
+        results = within(run)
         if cluster.unfrozen != unfrozen:
             self._keeping.changed()
         return results

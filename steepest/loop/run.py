@@ -16,7 +16,7 @@ from steepest.checkpoint.files import Checkpoints
 from steepest.config.run import FailureConfig, RunConfig
 from steepest.core.strategies.strategy import Strategy
 from steepest.driver.trainer import DistributedSGD
-from steepest.errors import ConfigurationError, PeerLostError
+from steepest.errors import ConfigurationError
 from steepest.loop.model import LoopCreator, LoopModel
 from steepest.loop.prepared import Progress
 from steepest.loop.reports import Reports, read_reports, write_reports
@@ -26,9 +26,8 @@ from steepest.observe.history import History
 from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
 from steepest.observe.timeline.trace_file import check_target
+from steepest.runtime.remote_functions import name_of
 from steepest.strategies.named import as_strategy
-
-_ATTEMPTS = 64  # at a call of all functions, in which processes may die
 
 
 @dataclass(frozen=True)
@@ -143,10 +142,10 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         sgd._hear_notes(
             reports.add_noted
         )  # at the end of a `fit` those of workers that live are asked for once more
-        numbers = itertools.count()
+        numbers, what = itertools.count(), f"run the function {name_of(function)}"
         ends = _StopsAtTheEnd()
         begun = 0  # epochs that `fit` was asked for; those of a checkpoint are the first of them
-        while (wanted := _advance(sgd, reports, next(numbers))) is not None:
+        while (wanted := _advance(sgd, reports, next(numbers), what)) is not None:
             if wanted.in_lockstep:
                 shown = "lines" if progress is True else progress
                 sgd.fit(steps=ENDLESS, callbacks=[ends, *callbacks], progress=shown)
@@ -178,10 +177,10 @@ class _LoopNeeds:
     meets: bool
 
 
-def _advance(sgd: DistributedSGD, reports: Reports, number: int) -> _LoopNeeds | None:
+def _advance(sgd: DistributedSGD, reports: Reports, number: int, what: str) -> _LoopNeeds | None:
     """Let all functions go on up to where they need batches; return what they want, or None if all have ended."""
     epoch = sgd.epoch or 0
-    found = _surviving(sgd, _Advance(epoch, number))
+    found = sgd._foreach_loop(_Advance(epoch, number), what)
     for worker, progress in enumerate(found):
         reports.add(worker, progress.reports)
     going_on = [progress for progress in found if not progress.ended]
@@ -193,14 +192,6 @@ def _advance(sgd: DistributedSGD, reports: Reports, number: int) -> _LoopNeeds |
         any(progress.in_lockstep for progress in going_on),
         any(progress.meets for progress in going_on),
     )
-
-
-def _surviving(sgd: DistributedSGD, advance: _Advance) -> list[Progress]:
-    """Run a function on all models; again where a worker dies whose values others gather."""
-    for _ in range(_ATTEMPTS):
-        with contextlib.suppress(PeerLostError):
-            return sgd.foreach_model(advance)
-    return sgd.foreach_model(advance)
 
 
 @dataclass(frozen=True)

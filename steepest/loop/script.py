@@ -47,20 +47,10 @@ class UserScript:
         return cls(os.path.abspath(path), text, tuple(arguments))
 
     def __call__(self) -> None:
-        """Run it.
-
-        Raises:
-            ConfigurationError: it ended by `sys.exit` with something else than 0. What it raises is raised too.
-        """
+        """Run it; what it raises is raised, such as the SystemExit of `sys.exit`."""
         module = types.ModuleType("__main__")
         module.__file__ = self.path
         sys.modules["__main__"], sys.argv = module, [self.path, *self.arguments]
         lines = self.text.splitlines(keepends=True)
         linecache.cache[self.path] = (len(self.text), None, lines, self.path)
-        try:
-            exec(compile(self.text, self.path, "exec"), vars(module))
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                raise ConfigurationError(
-                    f"{self.path} ended by sys.exit({error.code!r})"
-                ) from error
+        exec(compile(self.text, self.path, "exec"), vars(module))

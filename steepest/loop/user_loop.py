@@ -193,7 +193,10 @@ class UserLoop:
         return self.is_over and (self.job.passed <= self.job.committed or not self.together)
 
     def run(self) -> Any:
-        """Call the function, on its own thread; return what it returns."""
+        """Call the function, on its own thread; return what it returns.
+
+        `sys.exit()`, or with 0, is a return, as of a script.
+        """
         _local.loop = self
         try:
             with (
@@ -203,6 +206,10 @@ class UserLoop:
                 noted(self.unseen),
             ):
                 return self._function()
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+            return None
         finally:
             _local.loop = None
 

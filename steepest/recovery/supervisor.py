@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from steepest.core.engine.client import Client
 from steepest.core.messages.driver import WorkerLost
@@ -159,6 +159,8 @@ class Supervisor:
         found = self._decided(world, dead)
         if found is None:
             return None
+        if isinstance(found, Impossible):
+            self._raise_impossible(found)
         if not dead:  # what is undone is made again as it was
             return "soon" if world.leaving or not self.is_behind else None
         self._doing = "joining"
@@ -209,19 +211,23 @@ class Supervisor:
             log.warning("%s", error)
             self._wishes.refuse(error)
 
-    def _decided(self, world: World, dead: Mapping[Peer, str]) -> Transition | None:
-        """Return what is decided."""
+    def _decided(self, world: World, dead: Mapping[Peer, str]) -> Transition | Impossible | None:
+        """Return what is decided, with all that is to be said where the job cannot continue."""
         decided = decide(world, self.observation.target(world))
-        if isinstance(decided, Impossible):
-            if decided.peer is None:
-                raise PeerLostError(decided.why)
-            allowed = self._cluster.run_config.failure.max_failures
-            often = f": FailureConfig(max_failures={allowed}) allows no more"
-            slow = f"; {self.observation.starting.patience:g} s were waited: add nodes"
-            why = decided.why + (often if decided.peer in world.worn_out else "")
-            why += slow if decided.peer in world.late - world.worn_out else ""
-            self._cluster.deaths.raise_lost(decided.peer, f"{dead[decided.peer]} ({why})")
-        return decided
+        if not isinstance(decided, Impossible) or decided.peer is None:
+            return decided
+        allowed = self._cluster.run_config.failure.max_failures
+        often = f": FailureConfig(max_failures={allowed}) allows no more"
+        slow = f"; {self.observation.starting.patience:g} s were waited: add nodes"
+        why = decided.why + (often if decided.peer in world.worn_out else "")
+        why += slow if decided.peer in world.late - world.worn_out else ""
+        return replace(decided, why=f"{dead[decided.peer]} ({why})")
+
+    def _raise_impossible(self, found: Impossible) -> NoReturn:
+        """Raise PeerLostError, because the job cannot continue."""
+        if found.peer is None:
+            raise PeerLostError(found.why)
+        self._cluster.deaths.raise_lost(found.peer, found.why)
 
     def hear(self, lost: WorkerLost) -> None:
         """Take the coordinator's word that a worker is dead."""
@@ -305,7 +311,7 @@ class Supervisor:
             change.said |= {cluster.members[p].watch: self._said(change, p, dead[p]) for p in dead}
             cluster.await_successors(dead)
             try:
-                return self._try(change, dead, patient=patient)
+                found = self._try(change, dead, patient=patient)
             except (PeerLostError, DeadlineError) as error:
                 observation.starting.joined(cluster.actors.values())
                 change.suspect = self._suspect_of(change.said, error)
@@ -315,6 +321,10 @@ class Supervisor:
                     unexplained += 1  # perhaps of a process that had no role yet
                     if isinstance(error, DeadlineError) or unexplained > _UNEXPLAINED:
                         raise
+                continue
+            if isinstance(found, Impossible):
+                self._raise_impossible(found)
+            return found
 
     def _see(self, change: Change) -> dict[Peer, str]:
         """Return the dead, and why they died, see `find_dead`."""
@@ -322,16 +332,16 @@ class Supervisor:
         with change.part("seeing"):
             return find_dead(self._cluster, suspect)
 
-    def _try(self, change: Change, dead: Mapping[Peer, str], *, patient: bool) -> bool:
-        """Take stock, unless that was done; decide, and apply; return whether anything was to be done."""
+    def _try(self, change: Change, dead: Mapping[Peer, str], *, patient: bool) -> bool | Impossible:
+        """Take stock, unless that was done; decide, and apply; return whether anything was to be done, if it can be."""
         cluster, observation = self._cluster, self.observation
         change.state = self._transfer.pending or change.state
         with change.part("starting"):
             world = self._look_at(dead, patient=patient)
         if cluster.client.torn is not None or change.has_begun:  # all stand still
             world = replace(world, stuck=True)
-        elif self._decided(world, dead) is None:
-            return False
+        elif not isinstance(decided := self._decided(world, dead), Transition):
+            return decided or False
         if change.state is None:
             # after deaths the job goes on as it was: another strategy, if one is wanted, comes next
             as_it_was = dead or world.leaving
@@ -346,6 +356,8 @@ class Supervisor:
         whole = change.state.is_held_by(cluster.living()) and not observation.lacks_buffers(dead)
         world = replace(world, whole=whole)
         transition = self._decided(world, dead) or _as_it_is(world)
+        if isinstance(transition, Impossible):
+            return transition
         copy = self.snapshots.taken
         if transition.source == "snapshot" and not change.state.copied and copy is not None:
             change.state = copy

@@ -182,7 +182,9 @@ def death_of(watch: Any) -> Death | None:
         raise error
     text = " ".join(str(error).split())
     if "connection error code 2" in text:
-        return Death("its process is gone: killed by a signal, or for want of memory")
+        return Death(
+            "its process has ended without a word: by a signal, for want of memory, by a crash or by os._exit"
+        )
     for mark in ("The actor is dead because", "Worker exits", "Worker unexpectedly exits"):
         if mark in text:
             return Death(text[text.index(mark) :].partition(" Some common causes")[0][:300])

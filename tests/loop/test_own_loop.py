@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -380,6 +381,16 @@ def test_a_run_ends_where_all_functions_have_returned() -> None:
     assert difference(found.weights, script.alone(2)) < 1e-12
 
 
+@pytest.mark.parametrize("status", [None, 0])
+def test_a_loop_that_ends_by_sys_exit_has_returned(status: int | None) -> None:
+    def exits(parts: Parts, epochs: int) -> None:
+        plain(parts, epochs)
+        sys.exit(status)
+
+    found = run(Script(exits), 2)
+    assert difference(found.weights, Script(plain).alone(2)) < 1e-12
+
+
 def reporting(parts: Parts, epochs: int) -> None:
     """Reports the mean of what was seen in each epoch."""
     for epoch in steepest.epochs(epochs):
@@ -455,6 +466,18 @@ def test_what_the_loop_raises_has_its_own_traceback_once() -> None:
     with pytest.raises(ModelRaisedError, match="KeyError: 'mine'") as raised:
         run(Script(raising), 2)
     assert str(raised.value.__cause__).count('raise KeyError("mine")') == 1
+
+
+def test_another_status_of_sys_exit_is_what_a_function_has_raised() -> None:
+    def exits(parts: Parts, epochs: int) -> None:
+        plain(parts, epochs)
+        sys.exit(3)
+
+    with pytest.raises(
+        ModelRaisedError, match=r"run the function 'Script': SystemExit: 3"
+    ) as raised:
+        run(Script(exits), 2)
+    assert "sys.exit(3)" in str(raised.value.__cause__)
 
 
 def unprepared() -> None:

@@ -19,9 +19,10 @@ from steepest import FailureConfig
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.sample_places import SamplePlaces
+from steepest.errors import PeerLostError
 from steepest.testing.replay import replay
 from tests.own_loop_runs import STRATEGIES
-from tests.own_loops import BATCH, Parts, Script, adversarial, alone, without_loader
+from tests.own_loops import BATCH, Parts, Script, adversarial, alone, plain, without_loader
 from tests.random_examples import some_of
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd
 from tests.simulated_programs import quiet
@@ -284,6 +285,22 @@ def test_a_worker_gets_another_number_while_its_step_is_not_committed() -> None:
 def test_a_scheduler_by_epoch_is_known_where_one_batch_of_an_epoch_was_left() -> None:
     check(STRATEGIES["allreduce, two copies"], 1014)
     check(STRATEGIES["allreduce, two copies"], 2033, deaths=2)  # before its first step
+
+
+def test_a_run_ends_with_the_last_process_that_may_be_replaced() -> None:
+    """As fast as processes come up: no call is made again in vain."""
+    simulation = Simulation(1)
+
+    def ending(parts: Parts, epochs: int) -> None:
+        plain(parts, epochs)
+        simulation.runtime.exit(3)
+
+    script, began = Script(ending, epochs=1), simulation.scheduler.now
+    config = run_config(failure=FailureConfig(max_failures=1, patience=math.inf))
+    with simulation.running(), pytest.raises(PeerLostError) as raised:
+        steepest.run(script, num_workers=2, run_config=config, progress=False)
+    assert "died: Worker exits with code 3 (processes died there too often" in str(raised.value)
+    assert simulation.scheduler.now - began < 4.0
 
 
 def gathering_twice(parts: Parts, epochs: int) -> None:
