@@ -10,7 +10,7 @@ from pathlib import Path
 
 from steepest import __version__
 from steepest.cli.files import check_outputs, write_whole
-from steepest.cli.scripts import add_job_options, script_parser, strategy_names
+from steepest.cli.scripts import add_job_options, script_of, script_parser, strategy_names
 from steepest.errors import ConfigurationError
 from steepest.observe.comparison import Outcome, csv_of, picture_of, recommend, table_of, told
 from steepest.observe.page.document import chart_script, document
@@ -61,9 +61,7 @@ def run(options: argparse.Namespace) -> int:
     check_outputs(outputs)
     has_page = any(output.suffix.lower() == ".html" for output in outputs)
     charts = chart_script() if has_page else ""
-    from steepest.loop.script import UserScript
-
-    script = UserScript.read(options.script, options.arguments)
+    script = script_of(options)
     from steepest.runtime.connection import ray_session
 
     trials = []
@@ -89,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     sys.stdout.write(_as_text(table_of(outcomes)))
     best, advice = recommend(outcomes)
     sys.stdout.write(f"{advice}\n")
-    title = Path(options.script).name
+    title = script.name
     about = f"{options.workers} workers, seed {options.seed}, up to {options.minutes:g} minutes of training for each"
     makers: dict[str, Callable[[], bytes]] = {
         ".html": lambda: document(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from steepest.cli import plan_tables
 from steepest.cli.files import check_outputs, write_whole
-from steepest.cli.scripts import script_parser, strategy_names
+from steepest.cli.scripts import script_of, script_parser, strategy_names
 from steepest.errors import ConfigurationError
 from steepest.planning.quantities import bandwidth_of, numbers_of, seconds_of, size_in_words
 from steepest.strategies.names import STRATEGY_NAMES
@@ -90,9 +90,7 @@ def run(options: argparse.Namespace) -> int:
         if path.suffix.lower() != f".{kind}":
             raise ConfigurationError(f"--{kind} {path}: give a name that ends with .{kind}")
     check_outputs(list(outputs.values()))
-    from steepest.loop.script import UserScript
-
-    script = UserScript.read(options.script, options.arguments)
+    script = script_of(options)
     from steepest.planning.forecast import as_text, in_words
     from steepest.planning.plan import plan
 
@@ -121,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
     if "csv" in outputs:
         write_whole(outputs["csv"], forecast.csv().encode())
     if "png" in outputs:
-        write_whole(outputs["png"], forecast.picture(Path(script.path).name))
+        write_whole(outputs["png"], forecast.picture(script.name))
     for path in outputs.values():
         sys.stdout.write(f"{path}\n")
     return 0 if forecast.rows else 1

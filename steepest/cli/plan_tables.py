@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from steepest.cli.files import write_whole
+from steepest.cli.scripts import script_of
 from steepest.errors import ConfigurationError
 
 _OPTIMIZERS = ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "FTRL")
@@ -65,9 +66,7 @@ def run(options: argparse.Namespace) -> int:
         parts = samples_in(given, _described(options))
         found = of_samples(parts, None, options.samples, bytes_of(options.memory))
     else:
-        from steepest.loop.script import UserScript
-
-        script = UserScript.read(options.script, options.arguments)
+        script = script_of(options)
         if options.json != "-":
             sys.stdout.write(f"counting the ids of {script.path} on this process\n")
             sys.stdout.flush()

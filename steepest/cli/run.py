@@ -7,7 +7,7 @@ import importlib
 import sys
 import threading
 
-from steepest.cli.scripts import add_job_options, script_parser
+from steepest.cli.scripts import add_job_options, script_of, script_parser
 from steepest.config.run import cluster_address
 from steepest.errors import ConfigurationError
 from steepest.observe.timeline.trace_file import check_target
@@ -52,10 +52,9 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError("--every without --checkpoints: give both")
     if options.timeline is not None:
         check_target(options.timeline)
-    from steepest.loop.script import UserScript
     from steepest.prefork.template import start_template
 
-    script, workers = UserScript.read(options.script, options.arguments), _workers(options.workers)
+    script, workers = script_of(options), _workers(options.workers)
     # before this process imports Ray, which takes as long as the template's own imports
     template = start_template() if cluster_address() is None else None
     from steepest.runtime.connection import ray_session

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from steepest.errors import ConfigurationError
+from steepest.loop.script import UserScript
 
 #: The commands that are given a script; what follows ``--`` is the script's own.
 TAKE_SCRIPTS = ("run", "compare", "plan")
@@ -21,10 +22,22 @@ def script_parser(
         name,
         help=in_short,
         description=about,
-        usage=f"steepest {name} SCRIPT [options] [-- arguments of the script]",
+        usage=f"steepest {name} [-m] SCRIPT [options] [-- arguments of the script]",
     )
     parser.add_argument("script", help="a program that calls steepest.prepare()")
+    parser.add_argument(
+        "-m",
+        dest="is_module",
+        action="store_true",
+        help="the script is a module, named as for python -m",
+    )
     return parser
+
+
+def script_of(options: argparse.Namespace) -> UserScript:
+    """Return the script that the options name, with its arguments; ConfigurationError: there is none."""
+    read = UserScript.read_module if options.is_module else UserScript.read
+    return read(options.script, options.arguments)
 
 
 def add_job_options(parser: argparse.ArgumentParser, besides: str = "") -> None:

@@ -108,8 +108,8 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     """
     if current() is not None:
         raise ConfigurationError(
-            "steepest.run() was called in a worker of a run: a script that `steepest run` has started calls its "
-            "function itself"
+            "steepest.run() was called in a worker of a run: start a script that calls it by `python`; for `steepest "
+            "run`, `compare` and `plan` the script calls its function in place of steepest.run(function, ...)"
         )
     if not callable(function):
         raise ConfigurationError(

@@ -37,6 +37,7 @@ from steepest.loop.unseen import Unseen, noted
 from steepest.loop.window import Window
 
 _local = threading.local()
+_ONLY_IN_MAIN_THREAD = "signal only works in main thread"  # Python's words
 
 
 class UserLoop:
@@ -210,6 +211,14 @@ class UserLoop:
             if error.code not in (None, 0):
                 raise
             return None
+        except ValueError as error:
+            if str(error).startswith(_ONLY_IN_MAIN_THREAD):
+                raise ConfigurationError(
+                    "signal.signal() in the function of a worker, which runs on a thread of the worker's process, "
+                    "while Python sets handlers in main threads alone: set them in the program that calls "
+                    "steepest.run(), or under `if threading.current_thread() is threading.main_thread():`"
+                ) from error
+            raise
         finally:
             _local.loop = None
 

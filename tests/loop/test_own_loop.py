@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -498,6 +499,11 @@ def without_backward(parts: Parts, epochs: int) -> None:
             parts.optimizer.step()
 
 
+def handling(parts: Parts, epochs: int) -> None:
+    for _ in steepest.epochs(epochs):
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
 def by_sample(parts: Parts, epochs: int) -> None:
     for _ in steepest.epochs(epochs):
         for x, y in parts.loader:
@@ -599,9 +605,10 @@ WRONG = {
     ),
     "reduction='median': give 'mean' or 'sum'": Script(plain, reduction="median"),
     "returned without calling steepest.prepare": unprepared,
-    "was called in a worker of a run": nested,
+    "worker of a run: start a script that calls it by `python`": nested,
     r"step\(\) was called twice for one batch": Script(twice),
     "no parameter has a gradient: call loss.backward": Script(without_backward),
+    r"signal.signal\(\) in the function of a worker": Script(handling),
     r"a loss of shape \(2, 2\): give one number, the mean of the batch": Script(by_sample),
     r"came to the end of epoch 0 without optimizer.step\(\)": Script(without_step),
     r"the end of epoch 0 without optimizer.step\(\): nothing": Script(without_step, any_steps=True),
