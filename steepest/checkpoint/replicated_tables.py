@@ -11,7 +11,7 @@ import torch
 
 from steepest.checkpoint.files import Checkpoint
 from steepest.checkpoint.rows import TABLES, arrays_of_state, by_shard, state_of_arrays
-from steepest.checkpoint.table_moves import described_tables
+from steepest.checkpoint.table_moves import described_tables, slots_stay
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.errors import CheckpointError
 
@@ -81,8 +81,9 @@ def with_tables_of(saved: Checkpoint, spec: OptimizerSpec, dealing: Dealing | No
         weights[parameter], slots = _begun_with(found, table, seed)
         state |= {f"{parameter}/{key}": value for key, value in slots.items()}
     for name in before.keys() & served.keys():
-        state |= _as_group(rows[name], by_shard(state), len({each[4] for each in tables}), seed)
-        tables.append([*before[name][:4], len(tables)])
+        groups = len({each[4] for each in tables})
+        state |= _as_group(rows[name], by_shard(state), groups, seed)
+        tables.append([*before[name][:4], groups])
     gone = {held.parameter for held in before.values()} - {
         parameter for parameter, _ in after.values()
     }
@@ -129,7 +130,7 @@ def _served_rows(name: str, saved: Checkpoint) -> _SavedRows | None:
     parts = [shards[table.group * each + at] for at in range(each)]
     found = []
     for state in map(state_of_arrays, parts):
-        mine = (state.tables == table.number) & (state.kept == 0)
+        mine = state.tables == table.number  # those kept after their eviction, too
         found.append((state.ids[mine], state.values[mine], state.slots[mine]))
     ids, values, slots = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     return _SavedRows(
@@ -160,11 +161,7 @@ def _begun_with(
     values.numpy()[found.ids] = found.values
     state["step"] = torch.tensor(float(found.updates), dtype=torch.float64)
     first = table.optimizer.first_slots(table.dim)
-    if (
-        first
-        and found.optimizer == type(table.optimizer).__name__
-        and len(first) == found.slots.shape[1]
-    ):
+    if first and slots_stay(found.optimizer, found.slots, table):
         state["slots"] = torch.tensor(first, dtype=values.dtype).repeat(len(values), 1)
         state["slots"].numpy()[found.ids] = found.slots
     return values, state

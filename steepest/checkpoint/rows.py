@@ -67,6 +67,8 @@ def dealt(
     for group in range(len(dealing.groups)):
         same = moves.same(group)
         parts = [] if same is None else [shards[same * each + at] for at in range(each)]
+        if same is not None and not all(moves.slots_stay(group, same, part) for part in parts):
+            parts = []
         kept = {"updates": newest, "seed": shards[0]["seed"]}
         if parts:
             kept = {key: parts[0][key] for key in ("updates", "seed")}
@@ -75,9 +77,12 @@ def dealt(
         in_place = len(parts) == dealing.num_shards and _are_in_place(dealing, group, parts)
         states: list[TableState] = []
         if not in_place:
-            states = [state_of_arrays(part) for part in parts] or _moved(
-                shards, each, moves, dealing, group
-            )
+            try:
+                states = [state_of_arrays(part) for part in parts] or _moved(
+                    shards, each, moves, dealing, group
+                )
+            except ConfigurationError as error:
+                raise CheckpointError(f"embedding tables: {error}") from error
         for shard in range(dealing.num_shards):
             at = group * dealing.num_shards + shard
             own = parts[shard] if in_place else _part_of(dealing, at, states) | kept
@@ -108,8 +113,8 @@ def _moved(
     no_rows = dealing.make(dealing.first + group * dealing.num_shards).export()
     found = [replace(no_rows, counters={})]
     for old, numbers in moves.numbers(group).items():
-        begun = optimizer if moves.begins_anew(group, old) else None
         for at in range(old * each, (old + 1) * each):
+            begun = None if moves.slots_stay(group, old, shards[at]) else optimizer
             found.append(moved_rows(state_of_arrays(shards[at]), numbers, begun))
     return found
 

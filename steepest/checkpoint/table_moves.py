@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from steepest.tables.dealing import Dealing
     from steepest.tables.row_optimizers import RowOptimizer
     from steepest.tables.state import TableState
+    from steepest.tables.table import Table
 
 
 class _Described(NamedTuple):
@@ -76,6 +77,15 @@ def changes_of_tables(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any
     return found
 
 
+def slots_stay(optimizer: str, slots: Any, table: Table) -> bool:
+    """Return whether a table's optimizer goes on with the slots (n, k) of rows that had one of the class `optimizer`.
+
+    `SGD` has none, and `SGD(momentum=...)` has some.
+    """
+    mine = type(table.optimizer).__name__, (table.optimizer.slots(table.dim),)
+    return (optimizer, tuple(getattr(slots, "shape", ()))[1:]) == mine
+
+
 class TableMoves:
     """Where the rows of each group of a job's tables were in a checkpoint.
 
@@ -111,13 +121,10 @@ class TableMoves:
                 found.setdefault(was.group, {})[was.number] = table.number
         return found
 
-    def begins_anew(self, group: int, old: int) -> bool:
-        """Return whether slots of a group of the checkpoint are of another optimizer than a group has."""
-        here, there = (
-            {table.optimizer for table in of.values() if table.group == number}
-            for of, number in ((self._after, group), (self._before, old))
-        )
-        return here != there
+    def slots_stay(self, group: int, old: int, shard: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether a group can go on with the slots of a shard of a group of the checkpoint."""
+        before = next(table for table in self._before.values() if table.group == old)
+        return slots_stay(before.optimizer, shard.get("slots"), self._dealing.groups[group][0])
 
     def unpushed(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return gradients of rows that a worker has not pushed, see `DelayedRows.state`, for the job's groups."""

@@ -15,6 +15,7 @@ from steepest.embedding.modules import Embedding
 from steepest.errors import CheckpointError
 from steepest.strategies.local import LocalStrategy
 from steepest.tables.admission import CBFFilter, CounterFilter
+from steepest.tables.eviction import LRU
 from steepest.tables.initial import Constant
 from steepest.tables.row_optimizers import SGD, Adagrad
 from steepest.tables.table import Table
@@ -145,6 +146,56 @@ def test_slots_of_another_optimizer_begin_anew_and_this_is_said_once(
     assert (
         "another optimizer, whose slots begin anew: 'a' (SGD before, Adagrad now), 'b'" in said[0]
     )
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.5), (0.5, 0.0)])
+def test_slots_of_the_same_class_begin_anew_where_their_number_is_another(
+    before: float, after: float, tmp_path: Path
+) -> None:
+    """A first push with momentum is one without."""
+    with trainer(model_of(tables_of("ab", optimizer=SGD(lr=1.5, momentum=before)))) as sgd:
+        sgd.fit(steps=2, progress=False)
+        sgd.save(tmp_path)
+        saved = rows_of(sgd, "ab")
+    with trainer(model_of(tables_of("ba", optimizer=SGD(lr=1.5, momentum=after)))) as sgd:
+        sgd.restore(tmp_path)
+        assert equal(rows_of(sgd, "ab"), saved)
+        sgd.step()
+        moved = rows_of(sgd, "a")["a"][1] - saved["a"][1]
+    assert torch.allclose(moved.sum(0), torch.tensor(-1.5).double())
+    assert torch.allclose((moved / 0.25).round() * 0.25, moved)  # of each of the 6 samples
+
+
+@pytest.mark.parametrize("name", ["c", "C"])  # in the group of the others, and in one of its own
+def test_a_table_that_workers_held_joins_two_of_one_group_on_servers(
+    name: str, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"num_embeddings": 1001}
+    before = tables_of("ab") + tables_of(name, replicate=True, **how)
+    with trainer(model_of(before)) as sgd:
+        sgd.fit(steps=3, progress=False)
+        sgd.save(tmp_path)
+        sgd.fit(steps=3, progress=False)
+        expected = [sgd.export_table(each).look_up(IDS) for each in "ab" + name]
+    after = tables_of("ab") + tables_of(name, replicate=False, **how)
+    with trainer(model_of(after)) as sgd:
+        sgd.restore(tmp_path)
+        sgd.fit(steps=3, progress=False)
+        found = [sgd.export_table(each).look_up(IDS) for each in "ab" + name]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_rows_that_were_evicted_and_kept_go_to_workers_too(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {"capacity": 6, "eviction": LRU(), "keep_evicted": 100}
+    with trainer(model_of(tables_of("a", **kept), shards=1)) as sgd:
+        sgd.fit(steps=6, progress=False)
+        assert sgd.stats().tables["a"]["evicted_full"]
+        expected = sgd.evaluate((IDS, torch.zeros(len(IDS)))).loss
+        sgd.save(tmp_path)
+    workers = tables_of("a", num_embeddings=1001, replicate=True)
+    with trainer(model_of(workers)) as sgd:
+        sgd.restore(tmp_path)
+        assert sgd.evaluate((IDS, torch.zeros(len(IDS)))).loss == expected
 
 
 @pytest.mark.few(1)
