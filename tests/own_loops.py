@@ -328,6 +328,24 @@ def adversarial(alternate: int = 1) -> None:
     FOUND["adversarial"] = snapshot(nn.ModuleList([generator, critic]))
 
 
+def clipped_apart() -> None:
+    """Two networks with an optimizer each, both clipped before both step."""
+    columns = samples(SAMPLES)
+    first, second = (nn.Linear(columns[0].shape[1], 1).double() for _ in range(2))
+    one, two = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (first, second))
+    first, second, one, two, loader = steepest.prepare(first, second, one, two, data())
+    for _ in steepest.epochs(2):
+        for x, y in loader:
+            one.zero_grad()
+            two.zero_grad()
+            (first(x) + 3 * second(x) - y[:, :1]).square().mean().backward()
+            steepest.clip_grad_norm_(first.parameters(), 0.1)
+            steepest.clip_grad_norm_(second.parameters(), 0.2)
+            two.step()
+            one.step()
+    FOUND["clipped_apart"] = snapshot(nn.ModuleList([first, second]))
+
+
 #: How many workers a loop stands for that runs alone; what loops have found.
 ALONE: dict[str, int] = {}
 FOUND: dict[str, Weights] = {}

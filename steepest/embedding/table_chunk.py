@@ -46,14 +46,11 @@ class TableChunk(ChunkStore):
     Args:
         chunk: of the layout.
         dealing: of tables into chunks.
-        checked: whether to compute squares, in which NaN and infinity show.
         rates: learning rates of the parameter groups of the model's optimizer, as it was made; NaN for
             a group that has none.
     """
 
-    def __init__(
-        self, chunk: Chunk, dealing: Dealing, checked: bool = True, rates: Sequence[float] = ()
-    ) -> None:
+    def __init__(self, chunk: Chunk, dealing: Dealing, rates: Sequence[float] = ()) -> None:
         super().__init__(chunk, torch.empty(0, dtype=torch.uint8))
         # of staged pushes; None before `reduce`, and where no push has a row of this shard
         self.mean: RowGradients | None = None
@@ -62,7 +59,6 @@ class TableChunk(ChunkStore):
         self._tables = dealing.groups[dealing.group_of(chunk.index)]
         self._ends = dealing.ends[dealing.group_of(chunk.index)]
         self._table_names = [table.name for table in self._tables]
-        self._checked = checked
         self._optimizer, self._rates = self._tables[0].optimizer, rates
         self.rows = dealing.make(chunk.index)  # of the shard
         # the bytes of a row in a push
@@ -168,7 +164,7 @@ class TableChunk(ChunkStore):
     def check(self, push: PushId) -> float:
         """Return the sum of the squares of one staged gradient, see `ChunkStore.check`."""
         staged = self.staged[push]
-        if staged.payload is None or not self._checked:
+        if staged.payload is None:
             return 0.0
         factor = staged.unit / staged.total if staged.total else 1.0
         return self._squares_of(self._unpacked(staged.payload)) * (factor * factor)
@@ -190,7 +186,7 @@ class TableChunk(ChunkStore):
 
     def squares(self) -> float:
         """Return the sum of the squares of the mean; not finite when an element is not."""
-        return self._squares_of(self.mean) if self._checked and self.mean is not None else 0.0
+        return 0.0 if self.mean is None else self._squares_of(self.mean)
 
     def clip(self, factor: float) -> None:
         """Multiply the mean by a factor, in memory of its own, because payloads must not change."""

@@ -45,11 +45,11 @@ class TableStores:
         """Compile what rows need."""
         compile_kernels(self.dealing.tables)
 
-    def make(self, chunk: Chunk, spec: OptimizerSpec | None, *, checked: bool) -> ChunkStore:
+    def make(self, chunk: Chunk, spec: OptimizerSpec | None) -> ChunkStore:
         """Return a shard without rows; tables may follow a learning rate of `spec`."""
         groups = [] if spec is None else spec.groups
         rates = [hyper.get("lr", math.nan) for _, hyper in groups]
-        return TableChunk(chunk, self.dealing, checked, rates)
+        return TableChunk(chunk, self.dealing, rates)
 
     def serve(self, server: int, stores: Mapping[int, ChunkStore], send: Send) -> TableService:
         """Return what answers pulls, and sends rows of snapshots, for one server."""

@@ -21,6 +21,7 @@ from steepest.core.engine.replicas import (
     WorkShare,
     summarize_batches,
 )
+from steepest.core.engine.sample_places import Place
 from steepest.core.engine.server_chunk import ServerChunk
 from steepest.core.models.protocol import (
     Arrive,
@@ -123,7 +124,7 @@ class LocalReplicas(Replicas):
         chunks = [self.layout.chunks[index] for index in self._dense]
         self._held = {
             chunk.index: ServerChunk(
-                chunk, self.layout, spec, self.layout.chunk_view(self.weights, chunk.index), False
+                chunk, self.layout, spec, self.layout.chunk_view(self.weights, chunk.index)
             )
             for chunk in chunks
         }
@@ -156,10 +157,9 @@ class LocalReplicas(Replicas):
         """Return False: gradients make updates here at once."""
         return False
 
-    @property
-    def _is_update(self) -> bool:
-        """True: each batch of a share is an update of the worker's own optimizer."""
-        return True
+    def _of_update(self, places: Sequence[Place]) -> Sequence[Place]:
+        """Return a batch's own places: it is an update of the worker's own optimizer."""
+        return places
 
     @property
     def hyper(self) -> None:

@@ -298,14 +298,15 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     own function would clip each worker's gradient by itself. Outside of `steepest.run` it is torch's.
 
     Args:
-        parameters: all that are trained.
+        parameters: all that an optimizer trains: with several, each call is for the next step of one.
         max_norm: the greatest norm.
 
     Returns:
         The norm of this worker's own gradient.
 
     Raises:
-        ConfigurationError: a part of the parameters, or no positive number.
+        ConfigurationError: a part of an optimizer's parameters, or of several; no positive number; a strategy with
+            backup workers.
     """
     loop = current()
     if loop is None:

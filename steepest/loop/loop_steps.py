@@ -9,6 +9,12 @@ from typing import Any, Protocol
 import torch
 
 from steepest.core.optim.portable import Record
+from steepest.core.protocol.commit_rules import (
+    NO_NORM,
+    CommitRule,
+    knows_norms,
+    pushes_per_update,
+)
 from steepest.errors import ConfigurationError
 from steepest.loop.closures import NO_GRADIENT, ByClosure, Trying, step_by_closure
 from steepest.loop.job_view import JobView
@@ -30,6 +36,7 @@ class SteppingLoop(Trying, Protocol):
     whole: int
     sums: bool
     together: bool
+    rule: CommitRule
     local: int
     wanted_epochs: int | None
 
@@ -55,7 +62,8 @@ class LoopSteps:
     Attributes:
         hyper: of the last step, by parameter group: what differs from the optimizer as it was given to `prepare`.
         changed: the same, right behind a step alone.
-        clip: the greatest norm of the gradient in the last step, or in that in progress; None for any.
+        clip: the greatest norm of the gradient in the step in progress; None for any.
+        clips: by optimizer, that of its next step.
         overflowed: whether a scaler wants the step in progress left out.
         is_left_out: whether that step's update was left out.
         stepping: ids of the parameters of the optimizer that steps, or stepped last.
@@ -79,6 +87,7 @@ class LoopSteps:
         self.hyper: list[dict[str, Any]] | None = None
         self.changed: list[dict[str, Any]] | None = None
         self.clip: float | None = None
+        self.clips: dict[int, float] = {}
         self.overflowed = self.is_left_out = False
         self.stepping: set[int] = set()
 
@@ -193,6 +202,7 @@ class LoopSteps:
         assert prepared is not None
         optimizer = prepared.optimizers[index]
         vars(optimizer)["_opt_called"] = True  # else a scheduler would warn
+        clip = self.clips.pop(index, None)
         if loop.passes_over_step(index):
             return
         self.check_may_step()
@@ -204,6 +214,7 @@ class LoopSteps:
         self.hyper, self.changed = changed if any(changed) else None, changed
         self.stepping = self._stepped_by[index] if stepping is None else stepping
         self.is_left_out = False
+        self.clip = clip
         loop.job.turns.ask(Ask.COMMIT)
         self.clip = None
         loop.end_step(index)
@@ -235,16 +246,24 @@ class LoopSteps:
                 "steepest.clip_grad_norm_() with an optimizer whose step() needs a closure, or which shares parameters "
                 "with another one: it sees the mean gradient of all workers by itself; leave clipping out"
             )
-        trained = [p for each in by_optimizer for p in each]
         of_one = [{id(p) for p in each} for each in by_optimizer]
-        if given not in (*of_one, {id(p) for p in trained}):
+        if given not in of_one:
+            if len(of_one) > 1:
+                raise ConfigurationError(
+                    "steepest.clip_grad_norm_() was given other parameters than one optimizer has: each optimizer's "
+                    "step is an update, whose gradient has a norm by itself; call it once for each optimizer, with "
+                    "all of its parameters"
+                )
             raise ConfigurationError(
                 "steepest.clip_grad_norm_() was given a part of the parameters: the norm is that of the whole "
                 "gradient; give model.parameters()"
             )
-        self.clip = require_positive("max_norm", most)
+        if not knows_norms(self._loop.rule, self._loop.job.size):
+            raise ConfigurationError(NO_NORM.format("steepest.clip_grad_norm_()"))
+        index = of_one.index(given)
+        self.clips[index] = require_positive("max_norm", most)
         return torch.nn.utils.get_total_norm(
-            [p.grad for p in trained if p.grad is not None and id(p) in given]
+            [p.grad for p in by_optimizer[index] if p.grad is not None]
         )
 
     def scaled_step(self, step: Callable[[], Any], *, overflowed: bool) -> tuple[Any, bool]:
@@ -272,14 +291,13 @@ class LoopSteps:
     @property
     def averages(self) -> bool:
         """Whether an update is made of the mean of several workers' gradients."""
-        return self._loop.job.size > 1 and self._loop.together and not self._loop.local
+        return pushes_per_update(self._loop.rule, self._loop.job.size) > 1 and not self._loop.local
 
     @property
     def factor(self) -> float:
-        """By what the gradients of the step are multiplied, for their mean by samples over workers to be the sum."""
-        return (
-            self._loop.whole / self._loop.samples if self._loop.sums and self._loop.samples else 1.0
-        )
+        """By what a step's gradients are multiplied, for the update that is their mean by samples to be the sum."""
+        loop = self._loop
+        return (loop.whole or 1) / loop.samples if loop.sums and loop.samples else 1.0
 
 
 def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -23,6 +23,7 @@ from steepest.core.optim.portable import Record
 from steepest.core.optim.portable import unpack as unpack_state
 from steepest.core.optim.several import as_one
 from steepest.core.optim.torch_without_compiler import spare_compiler
+from steepest.core.protocol.commit_rules import CommitAll, CommitRule
 from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.embedding.torch_model import TorchModel
@@ -257,6 +258,11 @@ class LoopModel(TorchModel):
     def notes(self) -> list[Reported]:
         """What the loop has reported since the last committed step, see `steepest.core.models.protocol.SaysNotes`."""
         return self.loop.reports.notes
+
+    @property
+    def sums_samples(self) -> bool:
+        """Whether the loop's losses, and so its updates, are sums over samples."""
+        return self.loop.sums
 
     @property
     def clip_step(self) -> float | None:
@@ -586,7 +592,7 @@ class LoopCreator:
     Args:
         function: the user's.
         seed: of the job.
-        together: whether every worker contributes to each update.
+        rule: which workers' gradients make an update.
         local: batches of a round of updates that workers make by themselves; 0 where servers make each update.
         paced: whether a worker makes as many of them in a round as it manages.
         ahead: whether it begins a round before it is known whether the one before counts.
@@ -594,7 +600,7 @@ class LoopCreator:
 
     function: Callable[[], Any]
     seed: int = 0
-    together: bool = True
+    rule: CommitRule = field(default_factory=CommitAll)
     local: int = 0
     paced: bool = False
     ahead: bool = False
@@ -603,7 +609,7 @@ class LoopCreator:
         """Begin the function in a worker's process; see `steepest.core.engine.job.ModelCreator`."""
         spare_compiler()
         size = step_size().batches
-        kind = self.together, self.local, self.paced, self.ahead
+        kind = self.rule, self.local, self.paced, self.ahead
         session = Session(self.function, worker_index, size, self.seed, *kind)
         model: LoopModel = session.begin()
         return model

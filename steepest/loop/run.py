@@ -124,7 +124,7 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     with contextlib.ExitStack() as whole:
         sgd = whole.enter_context(
             DistributedSGD(
-                LoopCreator(function, seed, chosen.rule.together, local, paced, ahead),
+                LoopCreator(function, seed, chosen.rule, local, paced, ahead),
                 num_workers,
                 gpu=gpu,
                 strategy=strategy,

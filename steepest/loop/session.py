@@ -11,6 +11,7 @@ from typing import Any
 
 from steepest.core.models.protocol import Where
 from steepest.core.models.step_size import making_models, step_size
+from steepest.core.protocol.commit_rules import CommitAll, CommitRule
 from steepest.errors import ConfigurationError
 from steepest.loop.gathering import GatheringParts, Region
 from steepest.loop.job_view import JobView
@@ -19,6 +20,9 @@ from steepest.loop.prepared import Ask, Batch, Progress
 from steepest.loop.table_rows import Errand
 from steepest.loop.turns import Ended, Turns
 from steepest.loop.user_loop import UserLoop
+
+#: One gradient of every worker makes an update.
+_EVERYONE = CommitAll()
 
 
 class Session:
@@ -32,7 +36,7 @@ class Session:
         rank: number of the worker.
         size: number of workers.
         seed: of the job.
-        together: whether every worker contributes to each update.
+        rule: which workers' gradients make an update.
         local: batches of each round of updates that workers make by themselves; 0 where servers make each update.
         paced: whether a worker makes as many of them in a round as it manages.
         ahead: whether it begins a round before it is known whether the one before counts.
@@ -48,7 +52,7 @@ class Session:
         rank: int,
         size: int,
         seed: int = 0,
-        together: bool = True,
+        rule: CommitRule = _EVERYONE,
         local: int = 0,
         paced: bool = False,
         ahead: bool = False,
@@ -57,7 +61,7 @@ class Session:
         self._errand: Errand | None = None  # that the loop awaits
         self._step_size = step_size()  # what the function may ask for where it begins anew
         self.job = JobView(self._turns(rank), rank, size)
-        self.loop = UserLoop(function, self.job, seed, together, local, paced, ahead)
+        self.loop = UserLoop(function, self.job, seed, rule, local, paced, ahead)
 
     def _turns(self, rank: int) -> Turns:
         """Return the turns of a function that has not run yet."""

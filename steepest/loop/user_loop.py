@@ -15,6 +15,7 @@ from steepest.core.data.sampler import step_seed
 from steepest.core.engine.generators import States, restore, seed_everything, states
 from steepest.core.models.protocol import Where, checked_metrics, checked_weight
 from steepest.core.models.scalars import as_number
+from steepest.core.protocol.commit_rules import CommitRule
 from steepest.errors import ConfigurationError
 from steepest.loop.gatherer import Gatherer
 from steepest.loop.gathering import Region
@@ -49,7 +50,7 @@ class UserLoop:
     Args:
         function: the user's.
         job: what is known of the job.
-        seed, together, local, paced, ahead: see `steepest.loop.session.Session`.
+        seed, rule, local, paced, ahead: see `steepest.loop.session.Session`.
 
     Attributes:
         states: what another worker goes on with.
@@ -68,12 +69,13 @@ class UserLoop:
         function: Callable[[], Any],
         job: JobView,
         seed: int,
-        together: bool,
+        rule: CommitRule,
         local: int,
         paced: bool = False,
         ahead: bool = False,
     ) -> None:
-        self.job, self.seed, self.together, self.local = job, seed, together, local
+        self.job, self.seed, self.rule, self.local = job, seed, rule, local
+        self.together = rule.together  # whether every worker contributes to each update
         self.ahead = ahead
         self._paced = paced
         self._function = function
@@ -371,7 +373,8 @@ class UserLoop:
         assert self.arriving is not None
         self._take(self.arriving)
         self._begin_ticks(self.job.passed - 1 - after_step)
-        self.losses.found, self.steps.clip = [], None
+        self.losses.found = []
+        self.steps.clips.clear()
 
     def enter_after(self) -> None:
         """Note that the loop is behind a step, as the others are."""
@@ -627,7 +630,7 @@ class UserLoop:
         lockstep.taken += 1
         self._end_sum(lockstep, index)
         self._seed_for(lockstep.number, lockstep.taken)
-        self.losses.found, self.steps.clip = [], None
+        self.losses.found = []
         if not lockstep.skip and self.arriving is not None:  # the next one is taken with the others
             self._take(self.arriving)
             self.states.begin_step()

@@ -25,8 +25,8 @@ class StepResult:
         timings: seconds, means over workers: "data" (loading its batches), "compute", "wait" (for the weights
             before it, less what of that time was spent on loading).
         gradient_norm: 2-norm of the mean gradient over all that is trained, before clipping; where
-            a step is several updates, the mean of their norms. None where it is not computed: with
-            ``nonfinite="pass"`` and no `clip_norm`, and with backup workers.
+            a step is several updates, the mean of their norms. None where it is not known: with backup
+            workers.
         learning_rate: of each of the optimizer's parameter groups in this step, before any
             correction of staleness; under "local" in the first update of the round.
     """

@@ -137,7 +137,6 @@ class ModelledServer:
         self._together = job.strategy.rule.together
         self._streams = schedule.streams and self._together
         self._everyone = [(worker, 0) for worker in range(job.num_workers if self._streams else 0)]
-        self._checked = job.strategy.nonfinite != "pass" or job.strategy.clips_updates is not None
         # first layers first, as the next forward pass needs them
         held = [chunk for chunk in layout.trainable_chunks if index in holders[chunk]]
         self._order = held[::-1]
@@ -168,7 +167,7 @@ class ModelledServer:
         if self._counts[pulled, chunk] < self._members:
             return
         del self._counts[pulled, chunk]
-        self.process.spend(self._adding(nbytes, self._members) + nbytes * self._checking)
+        self.process.spend(self._adding(nbytes, self._members) + nbytes * self._costs.checked)
         if self._streams and chunk in self._layout.changed_by(pulled + 1):
             self._apply(chunk)
             self._send(self._everyone, pulled + 1, [chunk])
@@ -181,16 +180,12 @@ class ModelledServer:
     def _count(self, push: ModelledPush, nbytes: int) -> None:
         """Count a chunk of a push; tell the coordinator when all are here."""
         key = push.worker, push.sequence
-        self.process.spend(nbytes * self._checking)
+        self.process.spend(nbytes * self._costs.checked)
         self._counts[key] += 1
         if self._counts[key] == len(self._order):
             del self._counts[key]
             staged = PushStaged(self._generation, 0, push.sequence, push.pulled, push.worker, 0.0)
             self.to_coordinator(self.process, server_peer(self.index), staged.pack())
-
-    @property
-    def _checking(self) -> float:
-        return self._costs.checked if self._checked else 0.0
 
     def _adding(self, nbytes: int, pushes: int) -> float:
         """Return the seconds of a mean of some pushes: one alone is taken as it is."""

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from steepest import DistributedSGD, RunConfig
+from steepest import DistributedSGD, RunConfig, TorchModel
 from steepest.core.engine.topology import HostMap
-from steepest.core.messages.driver import Result
+from steepest.core.messages.driver import Failure, Result
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError
 from steepest.observe.results import StepResult
@@ -31,6 +32,7 @@ from tests.engine.equivalence_tasks import (
     weighted_samples,
 )
 from tests.modes import EACH, MODES, Moody, check, make, serial, trained
+from tests.own_rules import PairsStrategy
 from tests.pairs import grid
 from tests.random_examples import seeds
 from tests.reference import OptimizerFactory, Task, difference, perceptron, same_bits, samples, sgd
@@ -284,8 +286,8 @@ def test_what_is_not_finite(name: str, value: float) -> None:
 def test_the_norm_is_told_where_it_is_known() -> None:
     for name, known in (("sync", True), ("async", True), ("backup", False)):
         assert [norm is not None for norm in norms_of(trained(make(name), 3))] == [known] * 3
-    unchecked = make("sync", settings={"nonfinite": "pass"})
-    assert norms_of(trained(unchecked, 3)) == [None] * 3
+    passing = make("sync", settings={"nonfinite": "pass"})
+    assert norms_of(trained(passing, 3)) == norms_of(trained(make("sync"), 3))
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), True, "1"])
@@ -297,9 +299,61 @@ def test_bounds_that_make_no_sense_are_refused(strategy: Any, value: Any) -> Non
 
 def test_backup_workers_are_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"clip_norm=1.0 with backup_workers=1: .*leave one of them out"
+        ConfigurationError,
+        match=r"clip_norm=1.0 where .*\(backup_workers=\).*leave one of them out",
     ):
         ParameterServerStrategy(clip_norm=1.0, backup_workers=1)
+
+
+class Says(TorchModel):
+    """A model that says the greatest norm of each update itself, whose gradient has norm 200."""
+
+    clip_step = 1.0
+
+
+def saying(worker: int, device: int) -> TorchModel:
+    module = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    data = torch.full((64, 4), 100.0), torch.zeros(64)
+    optimizer = sgd(lr=1.0)
+    return Says(module, loss=lambda o, t: o.mean(), data=data, batch_size=4, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("nonfinite", ["refuse", "pass"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ParameterServerStrategy(num_servers=2, chunk_bytes=8),
+        ParameterServerStrategy(mode="async"),
+        AllreduceStrategy(),
+        AllreduceStrategy(sharded=False),
+    ],
+    ids=str,
+)
+def test_a_model_may_say_the_norm_of_each_update(
+    strategy: Any, nonfinite: str, workers: int
+) -> None:
+    cluster = InProcessCluster(
+        saying, num_workers=workers, strategy=replace(strategy, nonfinite=nonfinite)
+    )
+    cluster.step(2)
+    each = -0.5 * cluster.coordinator.version  # of each weight, in an update of norm 1
+    assert difference(cluster.weights(), {"weight": torch.full((1, 4), each)}) < 1e-6
+
+
+def test_a_norm_that_will_not_be_known_is_refused() -> None:
+    """Of several gradients, chosen as they come: by the model, a strategy's setting, a rule of a user's own."""
+    backup = ParameterServerStrategy(num_servers=1, backup_workers=1)
+    (failure,) = InProcessCluster(saying, num_workers=3, strategy=backup).step(1)
+    assert isinstance(failure, Failure)
+    assert failure.kind == "ConfigurationError"
+    assert "clip_step=1.0 where not every worker's gradient" in failure.error
+    one = InProcessCluster(saying, num_workers=2, strategy=backup)  # the first one is an update
+    one.step(1)
+    assert difference(one.weights(), {"weight": torch.full((1, 4), -0.5)}) < 1e-6
+    with pytest.raises(ConfigurationError, match=r"clip_norm=0.1 with rule CommitPairs"):
+        InProcessCluster(saying, num_workers=4, strategy=PairsStrategy(clip_norm=0.1))
 
 
 @pytest.mark.few(1)

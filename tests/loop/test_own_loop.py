@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import steepest
-from steepest import DeadlineConfig
+from steepest import DeadlineConfig, ParameterServerStrategy
 from steepest.cli.main import main
 from steepest.core.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, DeadlineError, ModelError, ModelRaisedError
@@ -40,6 +40,7 @@ from tests.own_loops import (
     by_epoch,
     by_hand,
     clamped,
+    clipped_apart,
     clipping,
     meeting,
     penalised,
@@ -173,6 +174,28 @@ def test_a_sum_by_hand_that_is_said_to_be_one_equals_one_process() -> None:
     assert all(math.isfinite(step["loss"]) for step in found.steps)
 
 
+def clipping_all() -> None:
+    """Clips what two optimizers have by one norm."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
+    prepared = steepest.prepare(model, *optimizers, DataLoader(TensorDataset(torch.ones(4, 2))))
+    for _ in steepest.epochs(1):
+        for (x,) in prepared[-1]:
+            model(x).sum().backward()
+            steepest.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def test_a_norm_of_no_single_update_is_refused() -> None:
+    with pytest.raises(ModelRaisedError, match="call it once for each optimizer"):
+        run(clipping_all, 2)
+    backup = ParameterServerStrategy(num_servers=1, backup_workers=1)
+    with pytest.raises(ModelRaisedError, match=r"steepest.clip_grad_norm_\(\) where not every"):
+        run(ALIKE["clipping"], 3, backup)
+    passing = ParameterServerStrategy(nonfinite="pass")
+    script = ALIKE["clipping"]
+    assert difference(run(script, 2, passing).weights, script.alone(2)) < 1e-12
+
+
 def test_clipping_by_torch_is_another_thing() -> None:
     """Without the mean's norm the result is another: the test above can fail."""
     script = ALIKE["clipping"]
@@ -287,7 +310,7 @@ def rate_of(step: int) -> float:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
-@pytest.mark.parametrize("script", [adversarial, without_loader, clamped])
+@pytest.mark.parametrize("script", [adversarial, clipped_apart, without_loader, clamped])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_several_steps_for_a_batch_equal_one_process(
     script: Any, strategy: str, workers: int

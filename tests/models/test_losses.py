@@ -22,8 +22,9 @@ from steepest.errors import ConfigurationError, ModelError
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
 from steepest.strategies.parameter_server import ParameterServerStrategy
-from steepest.testing import InProcessCluster
-from tests.reference import Task, difference, perceptron, samples, sgd, snapshot
+from steepest.testing import InProcessCluster, replay
+from tests.own_rules import PairsStrategy
+from tests.reference import Task, difference, perceptron, same_bits, samples, sgd, snapshot
 
 
 def both(output: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -204,6 +205,44 @@ def test_sums_of_workers_that_update_alone_are_of_their_own_batches() -> None:
     pushes = InProcessCluster(create, num_workers=1, strategy=alone)
     pushes.step(4)
     assert difference(pushes.weights(), plain) < 1e-12
+
+
+class Counting(nn.Module):
+    """Its sum over samples has a gradient of 1 for each visit of each."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(samples))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("settings", [{}, {"devices_per_worker": 2}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("strategy", [ParameterServerStrategy(backup_workers=1), PairsStrategy()])
+def test_sums_of_gradients_that_come_first_are_those_of_what_is_committed(
+    strategy: Any, workers: int, settings: dict[str, int]
+) -> None:
+    """13 samples: shares of the last step of an epoch are smaller, and are committed with those of the next one."""
+
+    def create(worker: int, device: int) -> TorchModel:
+        return TorchModel(
+            Counting(13), loss=lambda o, t: o.sum(), data=(torch.eye(13), torch.zeros(13)),
+            batch_size=2, optimizer=sgd(1.0), reduction="sum",
+        )  # fmt: skip
+
+    cluster = InProcessCluster(
+        create, num_workers=workers, strategy=strategy, shuffle=3, keep_log=True, **settings
+    )
+    results = cluster.step(9)
+    log, visits = cluster.log(), torch.zeros(13)
+    assert log.plan is not None
+    for epoch, begin, end in log.samples():
+        visits[log.plan.samples_at(epoch, begin, end)] += 1
+    assert difference(cluster.weights(), {"weight": -visits}) < 1e-5
+    assert sum(each.samples for each in results if isinstance(each, Result)) == int(visits.sum())
+    assert same_bits(cluster.weights(), replay(log, create))
 
 
 def test_an_evaluation_of_sums_is_a_mean() -> None:

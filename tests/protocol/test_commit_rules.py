@@ -273,18 +273,18 @@ def report(
 
 
 def staged(worker: int, sequence: int, culprits: Any = ()) -> PushStaged:
-    return PushStaged(0, 0, sequence, 0, worker, culprits=culprits)
+    return PushStaged(0, 0, sequence, 0, worker, 0.0, culprits)
 
 
 def test_together_nothing_is_complete_before_every_server_has_reduced() -> None:
     staging = StagedTogether(frozenset({0, 2}))
     staging.report(*report(1, 7, 3))
-    staging.staged(0, VersionStaged(0, 0))
-    staging.staged(1, VersionStaged(0, 0))  # it holds nothing to train
+    staging.staged(0, VersionStaged(0, 0, 0.0))
+    staging.staged(1, VersionStaged(0, 0, 0.0))  # it holds nothing to train
     assert staging.complete() == []
     assert staging.awaited([0, 1]) == [worker_peer(0)]
     assert staging.awaited([1]) == [server_peer(2)]
-    staging.staged(2, VersionStaged(0, 0))
+    staging.staged(2, VersionStaged(0, 0, 0.0))
     assert staging.complete() == [push(1, 7, 3)]
     assert staging.take(staging.complete()) == {1: report(1, 7, 3)[1]}
     assert staging.complete() == []
@@ -323,7 +323,7 @@ def test_each_culprit_is_named_once_however_many_chunks_it_spoils() -> None:
     together = StagedTogether(frozenset({0, 1}))
     each = StagedEach(frozenset({0, 1}))
     for server in (0, 1):
-        together.staged(server, VersionStaged(0, 0, culprits=bad))
+        together.staged(server, VersionStaged(0, 0, 0.0, bad))
         each.staged(server, staged(1, 1, [[1, "a"], [1, "a"], [1, "b"]]))
         each.staged(server, staged(2, 1, [[2, "c"]]))
     each.report(*report(1, 1))

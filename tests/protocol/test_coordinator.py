@@ -280,8 +280,8 @@ def test_a_model_that_raised_fails_the_step_and_the_next_can_be_taken() -> None:
 
 def test_a_gradient_that_is_not_finite_fails_the_step_and_each_culprit_is_named_once() -> None:
     coordinator = started()
-    staged(coordinator, 0, {"culprits": [[1, "a"], [1, "a"], [0, "b"]]})
-    staged(coordinator, 1, {"culprits": [[1, "a"]]})
+    staged(coordinator, 0, {"squares": math.inf, "culprits": [[1, "a"], [1, "a"], [0, "b"]]})
+    staged(coordinator, 1, {"squares": math.inf, "culprits": [[1, "a"]]})
     report(coordinator, 0)
     failure = only(report(coordinator, 1), Kind.FAILURE)
     assert failure.meta == {"reason": "nonfinite", "step": 0, "culprits": [(1, "a"), (0, "b")]}

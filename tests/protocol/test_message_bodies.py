@@ -32,7 +32,7 @@ SAID: list[Body] = [
     gradients.Push(1, 2, 3, 4, 1),
     gradients.HostPush(1, 4, 1, 0.5, 8.0, PUSHES, [2]),
     gradients.VersionStaged(1, 4, 2.5, CULPRITS),
-    gradients.VersionStaged(1, 4),
+    gradients.VersionStaged(1, 4, 2.5),
     gradients.PushStaged(1, 2, 3, 4, 0, 2.5, CULPRITS),
     gradients.Report(1, 2, 3, 4, 8.0, 16, 100, 200, 0.25, {"error": 1.5}, {"compute": 0.5}),
     gradients.Report(1, 2, 3, 4, 8.0, 16, 100, 200),

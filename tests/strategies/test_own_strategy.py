@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from torch import nn
 from examples.own_strategy import MajorityVote, Votes
 from steepest import AllreduceStrategy, Codec, DistributedSGD, ParameterServerStrategy, Strategy
 from steepest.core.data.sampler import SamplePlan
-from steepest.core.protocol.commit_rules import CommitRule, Staged, Verdict
 from steepest.core.strategies import allreduce as dense_allreduce
 from steepest.core.strategies import parameter_server as dense_ps
 from steepest.errors import ConfigurationError, ModelRaisedError
 from steepest.strategies.named import as_strategy, renewed
 from steepest.strategies.names import STRATEGY_NAMES
 from steepest.testing import InProcessCluster, replay
+from tests.own_rules import PairsStrategy
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd, snapshot
 from tests.simulation.run import Simulation, run_config
 from tests.struck_jobs import DIED
@@ -54,39 +54,6 @@ class MedianStrategy(ParameterServerStrategy):
     @property
     def codec(self) -> Codec:
         return Median()
-
-
-@dataclass(frozen=True)
-class CommitPairs:
-    """Every two staged pushes make an update, of whatever versions: K-async SGD, arXiv:1803.01113."""
-
-    together = False
-
-    def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
-        return Verdict(tuple(staged[:2])) if len(staged) >= 2 else Verdict()
-
-    def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
-        return True
-
-    def needs(self, workers: int) -> int:
-        return min(2, workers)
-
-    def pushes_per_step(self, workers: int) -> int:
-        return workers
-
-    def versions_per_step(self, workers: int) -> int:
-        return workers // 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairsStrategy(ParameterServerStrategy):
-    """Every two gradients are an update."""
-
-    name = "pairs"
-
-    @property
-    def rule(self) -> CommitRule:
-        return CommitPairs()
 
 
 OWN: dict[str, Strategy] = {

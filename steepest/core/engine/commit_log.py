@@ -78,7 +78,7 @@ class Commit:
             none.
         rate: factor of the learning rate (1 unless divided by the staleness).
         skipped: whether it was left out because of NaN or infinity.
-        clip: factor of the gradient (1 unless its norm exceeded `clip_norm`).
+        clip: factor of the mean gradient: from clipping by its norm, or to make a sum over samples of it; else 1.
         made: as how many versions it counts: of a round of a quorum, that of its pushes.
         clock: the coordinator's time, in whole seconds since the epoch, where stores keep the time; else 0.
     """

@@ -73,6 +73,7 @@ def build_replicas(
         updates=job.strategy.updates_of_share,
         updates_of_step=job.strategy.updates,
         leased=not job.strategy.rule.together,
+        pushes=job.pushes_per_update,
         varies=job.global_batch_size is not None,
         replicas=job.replicas,
     )
@@ -130,6 +131,7 @@ def make_coordinator(job: Job) -> Coordinator:
         hyperparameters,
         nonfinite=job.strategy.nonfinite,
         clip_norm=job.strategy.clips_updates,
+        sums=job.sums_at_commit,
         scale_rate=job.strategy.scale_rate,
         clock=system().time if job.stores is not None and job.stores.keeps_time else None,
     )
@@ -186,7 +188,6 @@ def host_server(
         mode=ServerMode(
             together=job.strategy.rule.together,
             in_workers=job.strategy.in_workers,
-            checked=job.strategy.nonfinite != "pass" or job.strategy.clips_updates is not None,
         ),
     )
     server.flush = router.pump

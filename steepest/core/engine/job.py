@@ -20,7 +20,12 @@ from steepest.core.messages.message import Peer
 from steepest.core.messages.permissions import TRAINING, Line
 from steepest.core.models.protocol import Model
 from steepest.core.optim.spec import OptimizerSpec
-from steepest.core.protocol.commit_rules import CommitAll
+from steepest.core.protocol.commit_rules import (
+    NO_NORM,
+    CommitAll,
+    knows_norms,
+    pushes_per_update,
+)
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
@@ -60,6 +65,8 @@ class Description:
     clip_norm: float | None = None
     # whether a `global_batch_size` is divided by the data: what is a batch to them is none of the job's
     divides: bool = False
+    # whether an update is to be the sum over its samples, and no mean
+    sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,9 +119,18 @@ class Job:
                 "the model has opaque chunks in its layout, and nothing is attached that knows what they "
                 "stand for: give build_models() an extension that does"
             )
+        self._require_norms()
         self._require_form(strategy.codec)
         if strategy.reduces:
             self._require_plain_sums()
+
+    def _require_norms(self) -> None:
+        """Check that the norm by which updates are clipped is known; ConfigurationError otherwise."""
+        rule, greatest = self.strategy.rule, self.strategy.clips_updates
+        if greatest is not None and not knows_norms(rule, self.num_workers):
+            raise ConfigurationError(
+                NO_NORM.format(f"clip_norm={greatest} with rule {type(rule).__name__}")
+            )
 
     def _require_plain_sums(self) -> None:
         """Check that gradients are such as workers add up among themselves; ConfigurationError otherwise."""
@@ -280,6 +296,17 @@ class Job:
         return self.strategy.rule.pushes_per_step(self.num_workers)
 
     @property
+    def pushes_per_update(self) -> int:
+        """The number of workers' gradients that make one update."""
+        return pushes_per_update(self.strategy.rule, self.num_workers)
+
+    @property
+    def sums_at_commit(self) -> bool:
+        """Whether an update becomes the sum over its samples when it is committed: before, no worker knows these."""
+        together = self.strategy.rule.together or self.pushes_per_update == 1
+        return self.description.sums and not (together or self.strategy.local)
+
+    @property
     def versions_per_step(self) -> int:
         """The number of updates that make one step."""
         return self.strategy.rule.versions_per_step(self.num_workers)
@@ -386,6 +413,7 @@ def check_agreement(
         ("number of samples", first.samples, other.samples),
         ("blocks of samples", first.blocks, other.blocks),
         ("drop_last", first.drop_last, other.drop_last),
+        ("sums of samples", first.sums, other.sums),
         ("optimizer", first.optimizer_spec.name, other.optimizer_spec.name),
         (
             "parameter groups",

@@ -13,7 +13,7 @@ from steepest.core.engine.extension import Extension
 from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.job import Description, ModelCreator, check_agreement
 from steepest.core.engine.opaque_parts import OpaqueParts
-from steepest.core.models.protocol import AsksForClipping, Attended, HasNotice, Model
+from steepest.core.models.protocol import AddsUpSamples, AsksForClipping, Attended, HasNotice, Model
 from steepest.core.models.step_size import StepSize, making_models
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import ModelError
@@ -76,6 +76,7 @@ def build_models(
             _opaque(m, extensions),
             clip_norm=m.clip_norm if isinstance(m, AsksForClipping) else None,
             divides=bool(getattr(m.data, "divides", False)),
+            sums=isinstance(m, AddsUpSamples) and m.sums_samples,
         )
         for m in models
     ]

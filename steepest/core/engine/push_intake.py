@@ -29,7 +29,7 @@ class PushIntake:
         chunks: that the server holds, by index.
         answers_for: indices of those whose copies, if any, are on other servers.
         send: sends as the server.
-        together, open_to_all, checked: as of `ServerMode`.
+        together, open_to_all: as of `ServerMode`.
 
     Attributes:
         generation, version: at which the server is, which it says.
@@ -50,12 +50,11 @@ class PushIntake:
         *,
         together: bool,
         open_to_all: bool,
-        checked: bool,
     ) -> None:
         self.generation = self.version = self.refused = 0
         self.trainable = [chunk for chunk in chunks.values() if chunk.chunk.trainable]
         self.members: frozenset[int] = frozenset()
-        self.progress = StagingProgress(len(self.trainable), answers_for, checked)
+        self.progress = StagingProgress(len(self.trainable), answers_for)
         self._index, self._chunks, self._answers_for, self._send = index, chunks, answers_for, send
         self._codec, self._hosts = topology.wire_formats[0], topology.hosts
         self._together, self._open_to_all = together, open_to_all

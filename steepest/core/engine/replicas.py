@@ -44,6 +44,7 @@ from steepest.core.models.protocol import (
 )
 from steepest.core.models.write_check import refusal
 from steepest.core.optim.spec import ScheduleState
+from steepest.core.protocol.commit_rules import NO_NORM
 from steepest.core.system import system
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.layout import Entry, ParameterLayout
@@ -101,6 +102,7 @@ class WorkShare:
     updates: int = 1  # gradients of each replica in a step, see `steepest.local_sgd.replicas`
     updates_of_step: int = 1  # of each replica in a step, in all of its shares
     leased: bool = False  # shares come one by one: the next one is not known beforehand
+    pushes: int = 1  # of workers, that make an update
     varies: bool = False  # whether `accumulate` may change with the job's size
     replicas: int = 1  # of all workers together
 
@@ -187,7 +189,7 @@ class Replicas:
         self.first_index = share.first_index
         self.worker = share.first_index // len(models)
         self._replicas = share.replicas
-        self.leased = share.leased
+        self.leased, self._pushes = share.leased, share.pushes
         self.batches = BatchLoader(
             *(self.models, _places(share, len(models)), (share.first_index, share.replicas)),
             leased=share.leased,
@@ -284,7 +286,7 @@ class Replicas:
         # `accumulate` changes only if it `varies`.
         self.first_index = share.first_index
         self.worker = share.first_index // len(self.models)
-        self._replicas = share.replicas
+        self._replicas, self._pushes = share.replicas, share.pushes
         self.batches.divide(_places(share, len(self.models)), (share.first_index, share.replicas))
         if self.weights.data_ptr() != self._memory.data_ptr():
             self._memory.copy_(self.weights)
@@ -335,6 +337,11 @@ class Replicas:
     def clip(self) -> float | None:
         """The greatest norm of the last gradient's update, where a model says it; see `Model`."""
         return None if self._able.clipping is None else self._able.clipping.clip_step
+
+    def require_norm(self) -> None:
+        """Check that the norm is known by which the last gradient's update is clipped; else ConfigurationError."""
+        if self.leased and self._pushes > 1 and (greatest := self.clip) is not None:
+            raise ConfigurationError(NO_NORM.format(f"a model with clip_step={greatest}"))
 
     @property
     def overflowed(self) -> bool:
@@ -476,9 +483,7 @@ class Replicas:
                 self.spans.add(SpanKind.LOAD, began)
             companion.begin_batch(place)
             if (weighs := self._able.batches[replica]) is not None:
-                weighs.expect(
-                    self.batches.places.share_of(place, places if self._is_update else None)
-                )
+                weighs.expect(self.batches.places.share_of(place, self._of_update(places)))
             self._tell_place(place)
             if self._devices[replica] != self.home:
                 arrive(None)  # the model computes with copies on its device
@@ -553,10 +558,11 @@ class Replicas:
     def take_servers_weights(self, names: Collection[str]) -> None:
         """Begin the next share with servers' weights of some parameters, which have been set: as always."""
 
-    @property
-    def _is_update(self) -> bool:
-        """Whether the gradient of a share makes an update by itself."""
-        return self.leased
+    def _of_update(self, places: Sequence[Place]) -> Sequence[Place] | None:
+        """Return the places of the batches that make an update with those of a share: a step's (None), or not known."""
+        if not self.leased:
+            return None
+        return places if self._pushes == 1 else ()
 
     def warmup(self) -> None:
         """Compute one gradient on every replica and drop it; models keep their state."""

@@ -76,7 +76,7 @@ class SamplePlaces:
         return [(number, replica, micro) for replica, count in counts for micro in range(count)]
 
     def share_of(self, place: Place, alone: Iterable[Place] | None) -> Share | None:
-        """Return a batch's samples and those of its update, that of `alone` or of the step."""
+        """Return a batch's samples and those of its update, that of batches `alone` or of the step."""
         # None where data choose batches.
         if self.plan is None:
             return None

@@ -68,7 +68,6 @@ class ServerMode:
     # each server lives in the process of the worker of its index, which takes its weights
     in_workers: bool = False
     open_to_all: bool = False  # whether processes that are no members may push
-    checked: bool = True  # whether sums of squares are computed, which show NaN and infinity
 
 
 class _Due(NamedTuple):
@@ -124,7 +123,7 @@ class Server:
         self._layout = layout
         # that this server holds, by index
         self.chunks: dict[int, ChunkStore] = {
-            chunk.index: _made(chunk, topology, spec, weights, checked=mode.checked)
+            chunk.index: _made(chunk, topology, spec, weights)
             for chunk in layout.chunks
             if index in holders[chunk.index]
         }
@@ -138,7 +137,6 @@ class Server:
             send,
             together=mode.together,
             open_to_all=mode.open_to_all,
-            checked=mode.checked,
         )
         self._trainable = self._intake.trainable
         # First layers first, which lie in the last chunks: the next forward pass begins with them.
@@ -570,22 +568,17 @@ class Server:
 
 
 def _made(
-    chunk: Chunk,
-    topology: Topology,
-    spec: OptimizerSpec | None,
-    weights: torch.Tensor,
-    *,
-    checked: bool,
+    chunk: Chunk, topology: Topology, spec: OptimizerSpec | None, weights: torch.Tensor
 ) -> ChunkStore:
     """Return the store of a chunk, of the flat vector `weights` or opaque."""
     if chunk.is_opaque:
         assert topology.stores is not None, f"chunk {chunk.index} is opaque: give the server stores"
-        return topology.stores.make(chunk, spec, checked=checked)
+        return topology.stores.make(chunk, spec)
     layout, copies = topology.layout, len(topology.holders[chunk.index]) > 1
     view = layout.chunk_view(weights, chunk.index)
     # where workers add up, the sum is of this process, whose worker has its weights of this server alone
     keeps_mean = copies and not topology.hosts.reduces
-    held = ServerChunk(chunk, layout, spec, view, checked, keeps_mean=keeps_mean)
+    held = ServerChunk(chunk, layout, spec, view, keeps_mean=keeps_mean)
     if topology.pull_codec is not None:
         held.follow(topology.pull_codec)
     return held

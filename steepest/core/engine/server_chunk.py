@@ -35,7 +35,6 @@ class ServerChunk(ChunkStore):
         layout: of the model.
         spec: the optimizer; None to add pushes to the weights.
         weights: the chunk's bytes; updated in place, or in memory that `apply` is given.
-        checked: whether to compute squares, in which NaN and infinity show.
         keeps_mean: whether payloads may change once their mean is formed, and not only when it is
             applied.
     """
@@ -46,7 +45,6 @@ class ServerChunk(ChunkStore):
         layout: ParameterLayout,
         spec: OptimizerSpec | None,
         weights: torch.Tensor,
-        checked: bool = True,
         keeps_mean: bool = False,
     ) -> None:
         super().__init__(chunk, weights)
@@ -56,7 +54,6 @@ class ServerChunk(ChunkStore):
         self.absent: frozenset[int] = frozenset()
         self._layout = layout
         self._spec = spec
-        self._checked = checked and chunk.dtype.is_floating_point
         self._sum: torch.Tensor | None = None  # memory for a mean of several
         self._codec_raised: Exception | None = None  # of the mean, told when its update is applied
         self._sum_views: list[torch.Tensor] = []  # the slices in it
@@ -124,7 +121,7 @@ class ServerChunk(ChunkStore):
     def check(self, push: PushId) -> float:
         """Return the sum of the squares of one staged gradient, see `ChunkStore.check`."""
         staged = self.staged[push]
-        if staged.payload is None or not self._checked:
+        if staged.payload is None or not self.chunk.dtype.is_floating_point:
             return 0.0
         try:
             values = self._values(staged)
@@ -208,7 +205,9 @@ class ServerChunk(ChunkStore):
 
     def squares(self) -> float:
         """Return the sum of the squares of the mean; not finite when an element is not."""
-        return sum_of_squares(self.mean) if self._checked and self.mean is not None else 0.0
+        if self.mean is None or not self.mean.is_floating_point():
+            return 0.0
+        return sum_of_squares(self.mean)
 
     def clip(self, factor: float) -> None:
         """Multiply the mean by a factor, in memory of its own, because payloads must not change."""

@@ -12,9 +12,9 @@ from steepest.core.messages.message import PushId, worker_peer
 from steepest.core.protocol.push_tracking import MOST_CULPRITS
 from steepest.errors import listed
 
-#: The sum of squares of a whole gradient, None where it is not checked, and (worker, parameter) of
+#: The sum of squares of a whole gradient, and (worker, parameter) of
 #: each NaN or infinity in it.
-Found = tuple[float | None, list[tuple[int, str]]]
+Found = tuple[float, list[tuple[int, str]]]
 
 
 @dataclass(slots=True)
@@ -35,10 +35,9 @@ class StagingProgress:
     # itself: `count`. chunks: trainable chunks of the server; answers_for: those whose squares it reports (another
     # server does for a copy).
 
-    def __init__(self, chunks: int, answers_for: Container[int], checked: bool) -> None:
+    def __init__(self, chunks: int, answers_for: Container[int]) -> None:
         self._chunks = chunks
         self._answers_for = answers_for
-        self._checked = checked
         self._version = _StagedChunks(chunks)
         self._pushes: dict[PushId, _StagedChunks] = {}
         self.newest: dict[int, PushId] = {}  # by worker, the last push of which a chunk has come
@@ -102,7 +101,7 @@ class StagingProgress:
         if progress.missing:
             return None
         # Sorted, so that the sum is the same in whatever order chunks were staged.
-        total = sum(sorted(progress.squares.values())) if self._checked else None
+        total = sum(sorted(progress.squares.values()))
         return total, list(chain.from_iterable(progress.culprits.values()))[:MOST_CULPRITS]
 
     def forget(self, push: PushId) -> None:

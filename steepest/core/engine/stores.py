@@ -57,13 +57,12 @@ class Stores(Protocol):
     def prepare(self) -> None:
         """Do what takes long, such as compilation, before a process joins the job."""
 
-    def make(self, chunk: Chunk, spec: OptimizerSpec | None, *, checked: bool) -> ChunkStore:
+    def make(self, chunk: Chunk, spec: OptimizerSpec | None) -> ChunkStore:
         """Return the store of an opaque chunk, as it is before the first step.
 
         Args:
             chunk: of the job's layout.
             spec: the optimizer of the dense parameters; None where pushes are added.
-            checked: whether to compute squares, in which NaN and infinity show.
         """
 
     def serve(self, server: int, stores: Mapping[int, ChunkStore], send: Send) -> StoreService:

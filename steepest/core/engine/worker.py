@@ -508,6 +508,7 @@ class Worker:
         try:
             result = self._compute_once(share, version)
             self._replicas.refuse_writes()
+            self._replicas.require_norm()
             if len(result.metrics) > _MOST_METRICS:
                 raise ModelError(
                     f"it has {len(result.metrics)} metrics, at most {_MOST_METRICS} fit: leave "

@@ -101,9 +101,8 @@ class VersionStaged(Body):
 
     generation: Generation  # of the pushes
     version: Version  # of the weights from which the gradients were computed
-    # sum of squares of the mean gradient, over the chunks whose first holder this server is; None where gradients are
-    # not checked
-    squares: Annotated[float | None, NUMBER] = None
+    # sum of squares of the mean gradient, over the chunks whose first holder this server is
+    squares: Annotated[float, NUMBER]
     # (worker, parameter's name) for each NaN or infinity; worker -1 where only the sum is not finite
     culprits: Annotated[Seq[Seq[Any]], CULPRITS] = ()
 
@@ -121,7 +120,7 @@ class PushStaged(Body):
     pulled: Pulled  # version of the weights from which the gradient was computed
     worker: Annotated[int, WORKER]  # that pushed
     # of this push's gradient, as in `VersionStaged`; so are culprits
-    squares: Annotated[float | None, NUMBER] = None
+    squares: Annotated[float, NUMBER]
     culprits: Annotated[Seq[Seq[Any]], CULPRITS] = ()
 
     @property
@@ -200,7 +199,7 @@ class CommitOrder(Decision):
         hyper: for each parameter group, the hyperparameters that differ from the optimizer's own;
             None where none does.
         skip: whether the version is made without applying anything, because of NaN or infinity.
-        clip: factor of the mean gradient, from clipping by its norm.
+        clip: factor of the mean gradient: from clipping by its norm, or to make a sum over samples of it.
         entry: the commit's entry in the log, if a log is kept and servers remember decisions.
         made: as how many versions it counts.
         fragments: the parts of the model that it changes, ascending, under a rule of rounds.

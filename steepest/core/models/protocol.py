@@ -48,7 +48,9 @@ class Share(NamedTuple):
     """The numbers of samples of which a gradient is computed, and of which an update is made."""
 
     samples: int  # of the next batch, as the job has divided its data
-    whole: int  # of all batches whose mean gradient is one update
+    # of all batches whose mean gradient is one update; 0 where that is decided when the update is committed, which is
+    # the mean times the samples then, if the model adds them up
+    whole: int
 
 
 class Where(NamedTuple):
@@ -62,7 +64,7 @@ class Where(NamedTuple):
     is_last: bool = False  # whether the step is the last one of its epoch
     has_more: bool = False  # whether the replica has further batches in the step
     empty: bool = False  # whether it has no samples in the step
-    leased: bool = False  # whether the batch is of an update by itself, and steps come in any order
+    leased: bool = False  # whether steps come in any order
 
     def follows(self, before: Where) -> bool:
         """Return whether the batch may be the next one after another, all steps before it being committed."""
@@ -439,6 +441,15 @@ class AsksForClipping(Protocol):
     """An ability of a model: it knows the greatest norm of its gradients, where the strategy says none."""
 
     clip_norm: float | None
+
+
+@runtime_checkable
+class AddsUpSamples(Protocol):
+    """An ability of a model: its updates are sums over their samples, where others' are means."""
+
+    @property
+    def sums_samples(self) -> bool:
+        """Whether that is so of this model."""
 
 
 @runtime_checkable

@@ -416,8 +416,9 @@ class TorchModel:
         batch = self._to_device(batch)
         loss, parts, samples, self._weight = self._run_forward(batch, arrive)
         share = self._share or Share(samples, samples)
-        # of sums over the batches that make an update, a step's mean by samples is to be the sum
-        self._run_backward(loss, ready, share.whole / samples if self._sums and samples else 1.0)
+        # of sums over the batches that make an update, the mean by samples is to be the sum
+        summed = self._sums and samples > 0
+        self._run_backward(loss, ready, (share.whole or 1) / samples if summed else 1.0)
         missing, self._missing = self._missing, {}
         for index in sorted(missing):
             missing[index].zero_()
@@ -486,6 +487,11 @@ class TorchModel:
             self._ready = None
             for parameter in self._parameters.values():
                 parameter.grad = None  # parameters that no optimizer has would accumulate theirs
+
+    @property
+    def sums_samples(self) -> bool:
+        """Whether updates are sums over their samples, see `steepest.core.models.protocol.AddsUpSamples`."""
+        return self._sums
 
     def _per(self, samples: int) -> int:
         """Return the number by which a loss is divided to be a mean."""

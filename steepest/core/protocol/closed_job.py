@@ -21,7 +21,7 @@ from steepest.core.messages.membership import (
 )
 from steepest.core.messages.message import Kind, Message, Peer, PushId, worker_peer
 from steepest.core.messages.snapshots import Install, Installed, InstallRefused
-from steepest.core.protocol.commit_rules import CommitQuorum, Staged
+from steepest.core.protocol.commit_rules import CommitQuorum, Staged, knows_norms
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.membership import Made, Readers
 from steepest.core.protocol.push_tracking import Reported, Reports, StagedEach
@@ -122,6 +122,10 @@ class ClosedJob:
         if report.pulled > state.version:
             raise ProtocolError(
                 f"REPORT of a push from version {report.pulled}, the newest is {state.version}"
+            )
+        if report.clip is not None and not knows_norms(state.rule, len(state.members)):
+            raise ProtocolError(
+                f"REPORT with a greatest norm, {report.clip}, under a rule that knows no norms"
             )
         push = PushId(worker, report.incarnation, report.sequence)
         if (
@@ -305,11 +309,6 @@ class ClosedJob:
         revoked = driver.Revoked(self.state.generation, request.sequence, self.state.version)
         return [*out, (client, revoked.pack())]
 
-    @property
-    def _pushes_per_version(self) -> int:
-        """How many pushes make an update."""
-        return self.state.pushes_per_step // self.state.versions_per_step
-
     def _stop(self, client: Peer, request: driver.Stop) -> Outgoing:
         """Take back the steps that are granted and not begun."""
         state = self.state
@@ -317,7 +316,7 @@ class ClosedJob:
         if state.rule.together:
             out = self._begin_generation(reload=False) if state.version < self.limit else []
         else:
-            begun = state.version + -(-state.leases.out // self._pushes_per_version)
+            begun = state.version + -(-state.leases.out // state.pushes_per_update)
             self.limit = min(self.limit, begun + -begun % state.versions_per_step)
             out = self._go_on()
         stopped = driver.Stopped(state.generation, request.sequence, self.limit)
@@ -364,7 +363,7 @@ class ClosedJob:
         granted = self.limit - state.version
         # Where a step is several updates, no more pushes than these need may be on their way.
         several = state.versions_per_step > 1 or not granted or state.makes_rounds
-        most = granted * self._pushes_per_version if several else math.inf
+        most = granted * state.pushes_per_update if several else math.inf
         out: Outgoing = []
         chosen = []
         ahead = isinstance(state.rule, CommitQuorum) and state.rule.ahead

@@ -62,6 +62,31 @@ class CommitRule(Protocol):
         """Return how many versions make one training step of a job with that many workers."""
 
 
+#: why nothing can be clipped; takes what was asked for
+NO_NORM = (
+    "{} where not every worker's gradient is part of each update (backup_workers=): which ones are is decided before "
+    "their mean is formed, so that its norm is not known; leave one of them out"
+)
+
+
+def pushes_per_update(rule: CommitRule, workers: int) -> int:
+    """Return how many pushes make an update in a job with that many workers: 1 if each push is one by itself.
+
+    Example:
+        >>> [pushes_per_update(rule, 4) for rule in (CommitAll(), CommitFirst(1), CommitEach())]
+        [4, 3, 1]
+    """
+    return rule.pushes_per_step(workers) // rule.versions_per_step(workers)
+
+
+def knows_norms(rule: CommitRule, workers: int) -> bool:
+    """Return whether the norm of an update's gradient is known when the update is committed.
+
+    It is not where a rule chooses several of the staged pushes: servers form their mean after that.
+    """
+    return rule.together or pushes_per_update(rule, workers) == 1
+
+
 @dataclass(frozen=True)
 class CommitAll:
     """Synchronous training: a version is one push of every member."""

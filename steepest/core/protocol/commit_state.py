@@ -13,7 +13,13 @@ from steepest.core.messages.membership import Members
 from steepest.core.messages.message import Message, Peer, server_peer
 from steepest.core.messages.snapshots import Install
 from steepest.core.optim.spec import Schedule, ScheduleState
-from steepest.core.protocol.commit_rules import CommitQuorum, CommitRule, Staged, Verdict
+from steepest.core.protocol.commit_rules import (
+    CommitQuorum,
+    CommitRule,
+    Staged,
+    Verdict,
+    pushes_per_update,
+)
 from steepest.core.protocol.history import CommitHistory
 from steepest.core.protocol.push_tracking import StagedEach, StagedTogether, Staging
 from steepest.core.protocol.sample_leases import Leases
@@ -65,6 +71,7 @@ class CommitState:
         self.history = CommitHistory(keep_log)  # counters, and the log if it is kept
         self.versions_per_step = rule.versions_per_step(max(len(members), 1))
         self.pushes_per_step = rule.pushes_per_step(max(len(members), 1))
+        self.pushes_per_update = pushes_per_update(rule, max(len(members), 1))
         self.rates: RateChanges = ()  # learning rates that hold instead of the schedule's
         self.schedule_behind = False  # whether the schedule has not reached the open step yet
         self._schedule = schedule

@@ -47,6 +47,7 @@ class Coordinator:
             parameter group, unless a worker's report has them.
         nonfinite: "refuse", "skip" or "pass" an update with NaN or infinity.
         clip_norm: the greatest norm of an update's gradient; None for any.
+        sums: whether the mean gradient of an update is multiplied by the weight of its samples.
         scale_rate: whether the learning rate is divided by the staleness.
         clock: returns the time in seconds since the epoch, which commits then say; None where no store keeps it.
     """
@@ -58,6 +59,7 @@ class Coordinator:
         *,
         nonfinite: str = "refuse",
         clip_norm: float | None = None,
+        sums: bool = False,
         scale_rate: bool = False,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -68,6 +70,7 @@ class Coordinator:
         self._nonfinite = nonfinite
         self._clip_norm = clip_norm
         self._scale_rate = scale_rate
+        self._sums = sums
         self._requests: dict[
             Peer, int
         ] = {}  # the last of each client, none of which is taken twice
@@ -297,8 +300,11 @@ class Coordinator:
         except BaseException as error:  # noqa: BLE001 - the user's; sent to the driver
             return self.membership.refuse(pushes, "schedule", {**describe_error(error)})
         clip, most = 1.0, clip_told_by(reports) or self._clip_norm
-        if norm is not None and most is not None and not skip:
+        if most is not None and not skip:
+            assert norm is not None, "neither jobs nor reports ask for clipping under such a rule"
             clip = clip_factor(norm, most)
+        if self._sums:
+            clip *= math.fsum(r.total for r in reports.values() if isinstance(r, Report))
         made = state.made_by(pushes)
         parts = {r.fragment for r in reports.values() if isinstance(r, Report)}
         clock = 0 if self._clock is None else int(self._clock())

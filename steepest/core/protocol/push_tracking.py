@@ -88,9 +88,7 @@ class Staging(ABC):
 
     def norm(self, pushes: Sequence[Staged]) -> float | None:
         """Return the norm of the gradient that complete pushes make; None if it is not known."""
-        messages = self._messages(pushes)
-        known = [message.squares for message in messages if message.squares is not None]
-        return math.sqrt(sum(sorted(known))) if len(known) == len(messages) else None
+        return math.sqrt(sum(sorted(message.squares for message in self._messages(pushes))))
 
     def awaited(self, workers: Iterable[int]) -> list[Peer]:
         """Return which of these workers have not reported; if all have, the awaited servers."""

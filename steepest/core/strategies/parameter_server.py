@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from steepest.core.protocol.commit_rules import CommitAll, CommitEach, CommitFirst, CommitRule
+from steepest.core.protocol.commit_rules import (
+    NO_NORM,
+    CommitAll,
+    CommitEach,
+    CommitFirst,
+    CommitRule,
+)
 from steepest.core.strategies.strategy import ServerStrategy
 from steepest.errors import ConfigurationError
 from steepest.validation import require_choice, require_count
@@ -65,11 +71,7 @@ class ParameterServerStrategy(ServerStrategy):
                 f"backup_workers={self.backup_workers} with mode={self.mode!r}: they are for sync"
             )
         if self.clip_norm is not None and self.backup_workers:
-            raise ConfigurationError(
-                f"clip_norm={self.clip_norm} with backup_workers={self.backup_workers}: which "
-                "gradients a step takes is decided before their mean is formed, so its norm is not "
-                "known; leave one of them out"
-            )
+            raise ConfigurationError(NO_NORM.format(f"clip_norm={self.clip_norm}"))
         if self.mode == "sync" and (self.staleness is not None or self.correction is not None):
             raise ConfigurationError(
                 "staleness and correction are for async and ssp: with sync nothing is stale"
