@@ -23,6 +23,7 @@ from steepest.core.messages.message import (
     server_peer,
     worker_peer,
 )
+from steepest.core.tensors.half_precision import sum_dtype
 from steepest.core.tensors.memory import Memory
 from steepest.core.tensors.squares import sum_of_squares
 from steepest.errors import ProtocolError
@@ -203,7 +204,7 @@ class HostAggregator:
         unit = weighing[0].unit if weighing else 0.0
         payload = weighing[0].payload if weighing else None
         if len(weighing) > 1:
-            payload = self._add_up(chunk, weighing)
+            payload, unit = self._add_up(chunk, weighing)
         if payload is not None and self._checked and not self._is_finite(chunk, payload):
             for worker in sorted(pushes, key=lambda worker: worker != last):
                 push = pushes[worker]
@@ -233,8 +234,11 @@ class HostAggregator:
         )
         self._send(self._owners[chunk], host_push.pack())
 
-    def _add_up(self, chunk: int, weighing: list[Push]) -> torch.Tensor:
-        """Return the sum of gradients, in units of the first one's weight; the chunk's next sum overwrites it."""
+    def _add_up(self, chunk: int, weighing: list[Push]) -> tuple[torch.Tensor, float]:
+        """Return the sum of gradients, and its unit: the first one's weight; the chunk's next sum overwrites it.
+
+        In half precision it is their mean, which overflows least: in units of their summed weight.
+        """
         if not self._sum.numel():
             self._sum = torch.empty(self._layout.nbytes, dtype=torch.uint8)
         total = self._layout.chunk_view(self._sum, chunk)
@@ -244,8 +248,15 @@ class HostAggregator:
         first, *rest = weighing
         assert first.payload is not None
         augend = first.payload.view(dtype)
+        if sum_dtype(dtype) is not dtype:
+            sum_, weight = augend.to(sum_dtype(dtype)), math.fsum(push.total for push in weighing)
+            for push in rest:
+                assert push.payload is not None
+                sum_.add_(push.payload.view(dtype), alpha=push.unit / first.unit)
+            result.copy_(sum_.div_(weight / first.unit))
+            return total, weight
         for push in rest:
             assert push.payload is not None
             torch.add(augend, push.payload.view(dtype), alpha=push.unit / first.unit, out=result)
             augend = result
-        return total
+        return total, first.unit

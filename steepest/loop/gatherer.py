@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from steepest.core.engine.generators import HeldGenerators
+from steepest.core.tensors.half_precision import sum_dtype
 from steepest.errors import ConfigurationError
 from steepest.loop.gathering import (
     Gathered,
@@ -204,7 +205,8 @@ class Gatherer:
     def _summed(self, place: GatheringPlace, gradient: torch.Tensor) -> torch.Tensor:
         """Return the sum of all workers' gradients of what was gathered, by what their losses weigh in the mean."""
         weight = 1.0 if self._loop.sums else self._loop.present_weight
-        own = gradient * weight if weight else torch.zeros_like(gradient)
+        wide = gradient.to(sum_dtype(gradient.dtype))
+        own = wide * weight if weight else torch.zeros_like(wide)
         parts = self._ask(place, pack({"leaves": [own]}))
         found = [unpack(part)["leaves"][0] for part in parts]
         total = torch.stack([each for each in found if each.shape == gradient.shape]).sum(dim=0)
@@ -230,7 +232,8 @@ class Gatherer:
             if not any(leaves[1][at - 2] for leaves in found):
                 parameter.grad = None
                 continue
-            mean = sum(leaves[at] * (float(leaves[0][1]) / total) for leaves in found)
+            dtype = sum_dtype(parameter.dtype)
+            mean = sum(leaves[at].to(dtype) * (float(leaves[0][1]) / total) for leaves in found)
             if isinstance(mean, torch.Tensor):
                 parameter.grad = mean.to(parameter)
         losses = [leaves[0][0] * (leaves[0][1] / total) for leaves in found]

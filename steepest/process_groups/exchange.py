@@ -19,7 +19,6 @@ from steepest.core.messages.message import (
     server_peer,
     worker_peer,
 )
-from steepest.core.tensors.half_precision import narrow_size
 from steepest.core.tensors.memory import as_tensor
 from steepest.core.transport.router import Router
 from steepest.errors import DataPlaneError, ProtocolError, describe_error
@@ -194,7 +193,7 @@ class GroupExchange(ExchangeAround):
         self._own.chunks[chunk] = HandedChunk(payload, unit, total, absent, made)
         shares = 1 if len(self._holders[chunk]) == 1 else 2
         about = self._layout.chunks[chunk]
-        size = narrow_size(about.dtype, about.nbytes, self._narrow) or about.nbytes
+        size = about.nbytes // about.dtype.itemsize * self._sums.dtype(chunk).itemsize
         self._moved += size * shares
         self._group.wake()
         return self._missing > 0

@@ -11,6 +11,7 @@ import torch
 
 from steepest.core.messages.gradients import HostPush
 from steepest.core.messages.message import PushId
+from steepest.core.tensors.half_precision import sum_dtype
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.tensors.squares import sum_of_squares
 from steepest.errors import DataPlaneError
@@ -116,11 +117,14 @@ class Sums:
         """Return the memory of a chunk: all of it, its elements, its flags; of the chunk's dtype."""
         return self._in(self._layout.chunks[chunk].dtype, chunk)
 
-    def narrow_of(self, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Return memory besides, as that of `of`, of the narrow dtype; None where the chunk is added up in its own."""
-        if self._narrow is None or self._layout.chunks[chunk].dtype is not torch.float32:
-            return None
-        return self._in(self._narrow, chunk)
+    def to_add_up(self, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return memory as that of `of`, in the dtype in which the chunk is added up, which may be its own."""
+        return self._in(self.dtype(chunk), chunk)
+
+    def dtype(self, chunk: int) -> torch.dtype:
+        """Return the dtype in which a chunk is added up among members: the narrow one, or float32 at least."""
+        own = self._layout.chunks[chunk].dtype
+        return self._narrow if self._narrow and own is torch.float32 else sum_dtype(own)
 
     def _in(
         self, dtype: torch.dtype, chunk: int
@@ -230,12 +234,15 @@ class Reduction:
         if mean is None:
             self._pass_on(chunk, headers, 0.0, None, None)
             return headers
-        memory.zero_()
+        # in a dtype of its own only where that is wider: what is this small is not added up in a narrow one
+        wide = torch.zeros_like(memory, dtype=sum_dtype(memory.dtype))
         for one, part in zip(headers, parts, strict=True):
             if one.weighs:
-                elements.add_(part[: len(elements)], alpha=mean.factor(one.unit))
-                flags.add_(part[len(elements) :])
-        mean.finish(elements)
+                size = len(elements)
+                wide[:size].add_(part[:size], alpha=mean.factor(one.unit))
+                wide[size:].add_(part[size:])
+        mean.finish(wide[: len(elements)])
+        memory.copy_(wide)
         if self._checked and not _is_finite(elements):
             self._push_each(chunk, headers, parts)
         else:
@@ -248,10 +255,12 @@ class Reduction:
         if mean is None:
             self._pass_on(chunk, headers, 0.0, None, None)
             return
-        narrow = self._sums.narrow_of(chunk)
-        if narrow is not None:  # what is added up is the mean, which overflows least
+        dtype = self._layout.chunks[chunk].dtype
+        memory, elements, flags = self._sums.to_add_up(chunk)
+        if (
+            memory.dtype.itemsize < dtype.itemsize
+        ):  # what is added up is the mean, which overflows least
             mean = mean._replace(unit=0.0)
-        memory, elements, flags = narrow or self._sums.of(chunk)
         self._contribute(chunk, handed, mean.factor(handed.unit), elements, flags)
         root = self._roots[chunk]
         yield Reduce(memory, f"chunk {chunk}", root)
@@ -259,9 +268,9 @@ class Reduction:
             self._rooted.append(chunk)
             if root != self._worker:
                 return
-        if narrow is not None:
-            elements = self._sums.of(chunk)[1].copy_(elements)
         mean.finish(elements)
+        if memory.dtype is not dtype:
+            elements = self._sums.of(chunk)[1].copy_(elements)
         if not self._checked or _is_finite(elements):
             self._pass_on(chunk, headers, mean.total, elements, flags)
         elif root is None:
@@ -301,7 +310,9 @@ class Reduction:
         if factor == 1.0:
             elements.copy_(values)
         else:
-            torch.mul(values, factor, out=elements)
+            torch.mul(
+                values.to(torch.promote_types(values.dtype, elements.dtype)), factor, out=elements
+            )
         slices = self._layout.chunks[chunk].slices
         flags.copy_(torch.tensor([float(piece.entry not in handed.absent) for piece in slices]))
 

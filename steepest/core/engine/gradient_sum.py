@@ -8,6 +8,7 @@ import torch
 
 from steepest.core.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.core.engine.host_copies import HostCopies
+from steepest.core.tensors.half_precision import sum_dtype
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import ModelError
 
@@ -37,6 +38,13 @@ class GradientSum:
         self._weight = 0.0  # of the present batch
         self._total = 0.0  # weight of the batches that ended
         self._present: set[int] = set()
+        # By chunk, sums of several batches where float16 or bfloat16 would be rounded at each. What is passed on are
+        # means then, which overflow least; of all chunks, whose unit is the same.
+        self._wide: dict[int, torch.Tensor] = {}
+        self._gives_means = any(
+            sum_dtype(layout.chunks[c].dtype) is not layout.chunks[c].dtype
+            for c in layout.trainable_chunks
+        )
 
     def begin(self, gradients: torch.Tensor) -> None:
         """Begin the next batch, whose replica writes to `gradients`."""
@@ -87,16 +95,24 @@ class GradientSum:
 
     def _complete(self, index: int) -> None:
         """Add the batch's gradient of a chunk to the sum, and pass that on after the last batch."""
-        if self._gradients is self._sum and not self._unit:  # the only batch has written to it
+        chunk = self._layout.chunks[index]
+        dtype = sum_dtype(chunk.dtype)
+        if self._gradients is self._sum and not self._unit:  # the first batch has written to it
             if self._batches_left == 0:
                 self._pass_on(index, *self._about(index))
+            elif dtype is not chunk.dtype:
+                self._wide[index] = (
+                    self._layout.chunk_view(self._sum, index).view(chunk.dtype).to(dtype)
+                )
             return
-        chunk = self._layout.chunks[index]
         total = self._layout.chunk_view(self._sum, index).view(chunk.dtype)
         own = self._layout.chunk_view(self._gradients, index).view(chunk.dtype)
         if self._unit:
             if self._weight:  # a batch without weight may hold NaN: a mean over nothing
-                total.add_(own.to(total.device), alpha=self._weight / self._unit)
+                so_far = self._wide.get(index, total)
+                so_far.add_(own.to(total.device), alpha=self._weight / self._unit)
+        elif self._batches_left and dtype is not chunk.dtype:
+            self._wide[index] = own.to(total.device, dtype)
         elif own.data_ptr() != total.data_ptr():
             if self._copies is not None and self._batches_left == 0:
                 self._copies.start(total, own, partial(self._pass_on, index, *self._about(index)))
@@ -104,13 +120,17 @@ class GradientSum:
                 return
             total.copy_(own)
         if self._batches_left == 0:
+            if self._unit and self._gives_means:
+                weight = self._total + self._weight
+                total.copy_(self._wide.pop(index, total).div_(weight / self._unit))
             self._pass_on(index, *self._about(index))
 
     def _about(self, index: int) -> tuple[float, float, frozenset[int]]:
         """Return unit, summed weight and entries without a gradient of a chunk that the last batch has completed."""
         slices = self._layout.chunks[index].slices
         absent = frozenset(s.entry for s in slices if s.entry not in self._present)
-        return self._unit or self._weight, self._total + self._weight, absent
+        total = self._total + self._weight
+        return total if self._gives_means else self._unit or self._weight, total, absent
 
     def _pass_on(self, index: int, unit: float, weight: float, absent: frozenset[int]) -> None:
         """Pass on the sum of a chunk."""

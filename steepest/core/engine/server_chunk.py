@@ -17,6 +17,7 @@ from steepest.core.optim.rules import WithRules
 from steepest.core.optim.spec import Hyperparameters, OptimizerSpec
 from steepest.core.optim.torch_without_compiler import take_step
 from steepest.core.tensors.codec import Codec
+from steepest.core.tensors.half_precision import sum_dtype
 from steepest.core.tensors.layout import Chunk, ParameterLayout
 from steepest.core.tensors.squares import sum_of_squares
 from steepest.errors import ConfigurationError, ProtocolError
@@ -182,26 +183,17 @@ class ServerChunk(ChunkStore):
             except Exception as error:  # noqa: BLE001 - a user's codec; raised where its update is applied
                 self._codec_raised, self.mean = error, self._accumulator.zero_()
             return
-        wide = not coded
-        (first, unit), *rest = [(self._values(push), push.unit) for push in pushes]
-        result = first
-        if rest or unit != total or not self._lends_mean or not wide:
-            result = self._accumulator
-            # Divided by a count, so that the mean of equal values is that value.
-            if all(other == unit for _, other in rest):
-                if rest and wide:
-                    torch.add(first, rest.pop(0)[0], out=result)
-                else:
-                    result.copy_(first)
-                for gradient, _ in rest:
-                    _add(result, gradient)
-                if unit != total:
-                    result.div_(total / unit)
-            else:
-                result.copy_(first).mul_(unit / total)
-                for gradient, other in rest:
-                    _add(result, gradient, other / total)
-        self.mean = result
+        parts = [(self._values(push), push.unit) for push in pushes]
+        first, unit = parts[0]
+        if len(parts) == 1 and unit == total and self._lends_mean and not coded:
+            self.mean = first
+            return
+        self.mean = self._accumulator
+        dtype = sum_dtype(self.chunk.dtype)
+        if dtype is self.chunk.dtype:
+            _add_up(parts, total, self.mean)
+        else:
+            self.mean.copy_(_add_up(parts, total, torch.empty_like(self.mean, dtype=dtype)))
 
     def squares(self) -> float:
         """Return the sum of the squares of the mean; not finite when an element is not."""
@@ -522,6 +514,26 @@ class ServerChunk(ChunkStore):
 def _lies_as_elements(push: StagedPush) -> bool:
     """Return whether a payload is a chunk's elements, in its own dtype or a narrower one."""
     return push.codec is None or push.codec.elements is not None
+
+
+def _add_up(
+    parts: Sequence[tuple[torch.Tensor, float]], total: float, out: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum of gradients, each times its unit, divided by their summed weight `total`, written to `out`."""
+    (first, unit), *rest = parts
+    if any(other != unit for _, other in rest):
+        out.copy_(first).mul_(unit / total)
+        for gradient, other in rest:
+            _add(out, gradient, other / total)
+        return out
+    if rest and first.dtype is out.dtype:
+        torch.add(first, rest.pop(0)[0], out=out)
+    else:
+        out.copy_(first)
+    for gradient, _ in rest:
+        _add(out, gradient)
+    # Divided by a count, so that the mean of equal values is that value.
+    return out.div_(total / unit) if unit != total else out
 
 
 def _add(total: torch.Tensor, gradient: torch.Tensor, factor: float = 1.0) -> None:

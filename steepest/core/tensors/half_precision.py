@@ -1,4 +1,4 @@
-"""Half precision on the wire: float32 chunks travel narrow; sums and weights stay float32."""
+"""Half precision: float32 chunks travel narrow, and sums of whatever values are formed in float32 at least."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ import torch
 #: Dtypes by the names that users give.
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _FP16_MAX = 65504.0
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of a dtype are added up: float32 for narrower numbers, else their own.
+
+    A sum of many bfloat16 numbers that is rounded at each of them stands still, and one of float16 overflows though the
+    mean does not.
+    """
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def narrow_size(dtype: torch.dtype, nbytes: int, wire: torch.dtype | None) -> int | None:
