@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -188,10 +189,35 @@ class ExportedTable:
                 raise ValueError("its tensors do not have their checksum")
             name, version, place, base, unknown = json.loads(about["about"])
             if unknown is not None:
-                unknown = UnknownRows(tuple(unknown.pop("parameters")), **unknown)
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+                unknown = _unknown_rows(**unknown)
+            found = cls(name, **tensors, version=version, place=place, base=base, unknown=unknown)
+            found._check()
+        except (
+            OSError,
+            SafetensorError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(f"no whole exported table at {path}: {error}") from error
-        return cls(name, **tensors, version=version, place=place, base=base, unknown=unknown)
+        return found
+
+    def _check(self) -> None:
+        """Check what a file said; ValueError: `save` writes no such table."""
+        for name, ids in (("ids", self.ids), ("removed", self.removed)):
+            if ids.dtype is not torch.int64 or ids.dim() != 1 or bool((ids[1:] <= ids[:-1]).any()):
+                raise ValueError(f"its {name} are not ascending int64 in one dimension")
+        values = self.values
+        if values.dim() != 2 or not values.is_floating_point() or len(values) != len(self.ids):
+            raise ValueError(
+                f"its values are {tuple(values.shape)} of {values.dtype}, not a row of floating-point numbers for "
+                f"each of {len(self.ids)} ids"
+            )
+        if not isinstance(self.name, str) or type(self.version) is not int or self.version < 0:
+            raise ValueError("its name is no text, or its version no count")
+        if not _is_place(self.place) or not (self.base is None or _is_place(self.base)):
+            raise ValueError("the instant of its rows is none")
 
     def _require_whole(self, what: str) -> None:
         if self.base is not None:
@@ -205,10 +231,8 @@ def since_cursor(cursor: str) -> ExportedTable:
     """Return an export without rows, of the instant of a cursor; ConfigurationError: it is no cursor."""
     try:
         name, place = json.loads(cursor)
-        known = isinstance(name, str) and all(
-            len(each) == 3 and all(type(number) is int for number in each) for each in place
-        )
-    except (TypeError, ValueError):
+        known = isinstance(name, str) and _is_place(place)
+    except (TypeError, ValueError, RecursionError):
         known = False
     if not known:
         raise ConfigurationError(
@@ -216,6 +240,24 @@ def since_cursor(cursor: str) -> ExportedTable:
         )
     nothing = torch.empty(0, dtype=torch.int64)
     return ExportedTable(name, nothing, torch.empty(0, 0), place=place)
+
+
+def _is_place(place: object) -> bool:
+    """Return whether a value is an instant, as `ExportedTable.place` has it."""
+    return isinstance(place, (list, tuple)) and all(
+        isinstance(each, (list, tuple)) and [*map(type, each)] == [int, int, int] for each in place
+    )
+
+
+def _unknown_rows(parameters: Sequence[float], salt: int, dtype: str) -> UnknownRows:
+    """Return the values of unknown ids as a file has them; ValueError, say: they are none."""
+    numbers = tuple(map(float, parameters))
+    known = type(salt) is int and isinstance(dtype, str)
+    if len(numbers) != 5 or not all(map(math.isfinite, numbers)) or not known:
+        raise ValueError("its values of ids without rows are none")
+    found = UnknownRows((numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]), salt, dtype)
+    found.values(torch.zeros(1, dtype=torch.int64), 1)
+    return found
 
 
 def _integers(ids: torch.Tensor) -> torch.Tensor:

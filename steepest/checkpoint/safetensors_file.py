@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from steepest.core.tensors.dtypes import as_bytes
 from steepest.storage.blocks import Blocks, Progress, no_progress, write_blocks
+from steepest.storage.files import open_file
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -99,7 +100,7 @@ def read_tensors(path: Path, about: Mapping[str, Any]) -> dict[str, torch.Tensor
         ValueError: the file has another checksum, or no such tensors.
         OSError: the file cannot be read.
     """
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         digest = hashlib.sha256()
         while block := file.read(_BLOCK):
             digest.update(block)

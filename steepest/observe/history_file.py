@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Protocol
 
+from steepest.storage.files import open_file
 from steepest.storage.object_storage import ObjectStorage
 from steepest.storage.places import ObjectUrl, StoragePlace
 
@@ -57,7 +58,7 @@ def read_rows(folder: StoragePlace, name: str = HISTORY) -> Iterator[dict[str, A
         place = folder / name.removesuffix(_SUFFIX)
         yield from HistorySegments(place, ObjectStorage.of(folder.scheme)).read()
         return
-    with open(folder / name, "rb") as file:
+    with open_file(folder / name) as file:
         for _, row in _rows(file):
             yield row
 
@@ -101,7 +102,7 @@ class HistoryFile:
         # take: called with each row that stays. A file from which nothing is to be removed is not written anew.
         unfinished, size = self.path.with_name(f".{self.path.name}"), 0  # size: of what stays
         with contextlib.ExitStack() as opened:
-            old = opened.enter_context(open(self.path, "rb"))
+            old = opened.enter_context(open_file(self.path))
             new: BinaryIO | None = None
             for line, row in _rows(old):
                 if row is not None and stays(row):
@@ -138,7 +139,7 @@ class GrowingFile:
     def is_another(self) -> bool:
         """Return whether the file is not the one that was read, or is shorter than it was."""
         try:
-            with open(self._path, "rb") as file:
+            with open_file(self._path) as file:
                 identity, size = _identity(file)
         except FileNotFoundError:
             return self._identity != 0
@@ -146,7 +147,7 @@ class GrowingFile:
 
     def rows(self) -> Iterator[dict[str, Any] | None]:
         """Yield the rows of the lines that are whole since; None for each that is none. OSError: it is not there."""
-        with open(self._path, "rb") as file:
+        with open_file(self._path) as file:
             self._identity, _ = _identity(file)
             file.seek(self._read)
             for line, row in _rows(file):

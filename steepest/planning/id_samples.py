@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +12,22 @@ from typing import Any
 import numpy as np
 
 from steepest.errors import ConfigurationError
+from steepest.storage.files import open_file
 from steepest.tables.checks import require_ids
 from steepest.tables.table import Table
 
 _SUFFIXES = (".npz", ".npy", ".txt")
+#: What NumPy raises of a file that is damaged, or says that it is larger than memory.
+_NO_ARRAYS = (
+    OSError,
+    ValueError,
+    OverflowError,
+    EOFError,
+    MemoryError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 _FOLDED = 1 << 22  # keys, of which equal ones are put together
 
 
@@ -97,14 +111,16 @@ def samples_in(path: Path, describe: Mapping[str, Any]) -> list[IdSample]:
         ConfigurationError: it cannot be read, or holds no ids.
     """
     try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as found:
-                arrays = {name: found[name] for name in found.files}
-        elif path.suffix == ".npy":
-            arrays = {path.stem: np.load(path, allow_pickle=False)}
-        else:
-            arrays = {path.stem: np.array(path.read_text().replace(",", " ").split(), np.int64)}
-    except (OSError, ValueError, OverflowError) as error:
+        with open_file(path) as file:
+            if path.suffix == ".npz":
+                with np.load(file, allow_pickle=False) as found:
+                    arrays = {name: found[name] for name in found.files}
+            elif path.suffix == ".npy":
+                arrays = {path.stem: np.load(file, allow_pickle=False)}
+            else:
+                words = file.read().decode().replace(",", " ").split()
+                arrays = {path.stem: np.array(words, np.int64)}
+    except _NO_ARRAYS as error:
         raise ConfigurationError(
             f"{path} holds no ids: {error}; give .npz with an array of integers for each table, .npy, or .txt"
         ) from None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from steepest.storage.blocks import Blocks, Progress, write_blocks
 from steepest.storage.places import ObjectUrl, StoragePlace
@@ -117,16 +119,18 @@ class LocalStorage:
     def version(self, file: Path) -> str | None:
         """Return the hash of a small file: numbers and times of files lie on some file systems."""
         try:
-            return hashlib.sha256(file.read_bytes()).hexdigest()
+            return hashlib.sha256(self.read(file)).hexdigest()
         except FileNotFoundError:
             return None
 
     def read(self, file: Path) -> bytes:
         """Return what a file holds."""
-        return file.read_bytes()
+        with open_file(file) as opened:
+            return opened.read()
 
     def on_disk(self, file: Path) -> contextlib.AbstractContextManager[Path]:
         """Return the file itself."""
+        open_file(file).close()
         return contextlib.nullcontext(file)
 
     def write(self, file: Path, blocks: Blocks) -> None:
@@ -178,6 +182,24 @@ def storage_of(place: StoragePlace) -> Storage[Any]:
     from steepest.storage.object_storage import ObjectStorage
 
     return ObjectStorage.of(place.scheme)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading, in bytes.
+
+    Raises:
+        OSError: there is none; or what is there is none, such as a FIFO, at which one would wait for a writer.
+    """
+    return open(path, "rb", opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a directory `open` says so itself
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return descriptor
 
 
 @contextlib.contextmanager

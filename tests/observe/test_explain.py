@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from tests.observe.hand_made_traces import (
     written,
 )
 from tests.observe.timed_runs import record
+from tests.odd_values import mutated
 
 STEPS = 6
 
@@ -183,9 +186,37 @@ def test_a_trace_of_no_step_is_refused(tmp_path: Path) -> None:
         explain(path)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_a_trace_with_any_value_in_it_is_explained_or_refused(
+    tmp_path: Path, together: bool
+) -> None:
+    chance, events = random.Random(0), synchronous([[10.0, 30.0]] * 3)
+    refused = 0
+    for _ in range(300):
+        other = events.copy()
+        for at in chance.sample(range(len(events)), 2):
+            other[at] = mutated(chance, events[at])
+        try:
+            text = explain(written(tmp_path / "t.json", other, together=together))
+        except ConfigurationError as error:
+            refused += 1
+            assert "no whole" in str(error)  # noqa: PT017 - most are refused, and some are not
+        else:
+            assert text.isprintable() or "\n" in text
+            assert "nan" not in text
+    assert 50 < refused < 300
+    deep = '{"otherData": {"steepest": 1}, "traceEvents": ' + "[" * 100_000
+    (tmp_path / "t.json").write_text(deep)
+    with pytest.raises(ConfigurationError, match="no whole trace"):
+        explain(tmp_path / "t.json")
+
+
 def test_the_command_refuses_what_is_no_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "half.json").write_text('{"otherData": {"st')
     assert main(["explain", str(tmp_path / "half.json")]) == 1
     assert "is no whole trace" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe.json")
+    assert main(["explain", str(tmp_path / "pipe.json")]) == 1
+    assert "no trace to be read: it is no regular file" in capsys.readouterr().err

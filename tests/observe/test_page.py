@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import random
 import re
 from pathlib import Path
@@ -19,11 +20,12 @@ from steepest.errors import ConfigurationError
 from steepest.observe.history_file import HistoryFile
 from steepest.observe.job_record import JobRecord
 from steepest.observe.page import document as pages
-from steepest.observe.page.run_files import read_run
+from steepest.observe.page.run_files import WatchedRun, read_run
 from steepest.observe.page.run_view import RunView
 from steepest.observe.page.thinning import Curves
 from steepest.observe.page.workers import WorkerTimes, scores, usual_times
 from tests.logged_runs import TASK
+from tests.odd_values import mutated
 from tests.page_rows import row_of
 from tests.simulation.run import Simulation, run_config
 from tests.step_callbacks import After
@@ -222,6 +224,42 @@ def test_a_history_that_is_half_written_is_used_as_far_as_it_is_whole(tmp_path: 
     assert missing.startswith("there is no job.jsonl beside the history")
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_any_values_make_a_page_of_those_that_are_whole(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    record = JobRecord()
+    record.describe(1, {"strategy": "ps", "samples": 8, "processes": [["worker 0", "n", "h", 7]]})
+    for step in range(1, 9):
+        record.stepped(step, float(step), spent(step, 2))
+        record.kept(step, 0.1, 0.2)
+    job = record.unwritten()[0]
+    steps = [row_of(step, metrics={"a": 1.0}, seconds=float(step)) for step in range(1, 9)]
+    marked = [
+        {"kind": "evaluation", "step": 3, "time": 1.0, "loss": 0.5, "metrics": {"a": 1.0}},
+        {"kind": "event", "step": 3, "time": 1.0, "event": "left", "record": "a | cause: b"},
+        {"kind": "report", "step": 3, "time": 1.0, "metrics": {"a": 1.0}},
+    ]
+    for _ in range(60):
+        for name, rows in (("history", [*steps, *marked]), ("job", job)):
+            lines = [json.dumps(row) for row in rows]
+            for at in chance.sample(range(1, len(rows)), 4):
+                lines[at] = json.dumps(mutated(chance, rows[at]))
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        data = read_run(tmp_path).told()
+        assert data_of(pages.document(data, "")) == json.loads(json.dumps(data))
+        assert len(data["curves"]["step"]) >= 4
+        assert [each["name"] for each in data["processes"]] == ["worker 0"]
+
+
+def test_a_fifo_is_no_file_of_a_run(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "history.jsonl")
+    for read in (read_run, WatchedRun):
+        with pytest.raises(
+            ConfigurationError, match="there is no run: it is no regular file; give"
+        ):
+            read(tmp_path)
+
+
 def test_rates_are_those_of_each_program_and_of_no_pause_between_them() -> None:
     view = RunView("a run")
     for step, seconds in (
@@ -251,9 +289,11 @@ def test_a_run_that_is_not_there_or_of_another_version_is_refused(tmp_path: Path
     with pytest.raises(ConfigurationError, match="none of its 2 lines is a row of a history"):
         read_run(other)
     HistoryFile(tmp_path / "history.jsonl").append([row_of(1)])
-    job = {"kind": "job", "time": 1.0, "step": 0, "format": 9, "steepest": "7.0.0"}
+    job = {"kind": "job", "time": 1.0, "step": 0, "format": 9, "steepest": "7.0.0\x1b[31m"}
     HistoryFile(tmp_path / "job.jsonl").append([job])
-    with pytest.raises(ConfigurationError, match=r"steepest 7\.0\.0 wrote this run, in format 9"):
+    with pytest.raises(
+        ConfigurationError, match=r"steepest 7\.0\.0\\x1b\[31m wrote this run, in format 9"
+    ):
         read_run(tmp_path)
 
 

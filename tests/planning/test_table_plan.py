@@ -207,5 +207,10 @@ def test_what_is_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "ids.txt").write_text("1 2 x")
     assert main.main(["plan", str(tmp_path / "ids.txt"), "--tables"]) == 1
     assert "ids.txt holds no ids" in capsys.readouterr().err
+    np.savez(tmp_path / "ids.npz", t=np.arange(1000))
+    whole = (tmp_path / "ids.npz").read_bytes()
+    (tmp_path / "ids.npz").write_bytes(whole[:4000])
+    assert main.main(["plan", str(tmp_path / "ids.npz"), "--tables"]) == 1
+    assert "ids.npz holds no ids" in capsys.readouterr().err
     assert main.main(["plan", str(tmp_path / "ids.txt"), "--json", "x.json"]) == 1
     assert "--json is for --tables" in capsys.readouterr().err

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from steepest import (
@@ -19,6 +21,8 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
+from steepest.checkpoint import exported_table
+from steepest.checkpoint.unknown_rows import UnknownRows
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.optim.portable import Record
 from steepest.embedding import table_chunk
@@ -209,6 +213,53 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         ExportedTable.load(tmp_path / "missing")
     with pytest.raises(CheckpointError, match="cannot write table 't' to"):
         ExportedTable("t", torch.tensor([1]), torch.ones(1, 3)).save(tmp_path / "no" / "t")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"ids": torch.ones(2, 2, dtype=torch.int64)},
+        {"ids": torch.tensor([1.0, 2.0])},
+        {"ids": torch.tensor([5, 1])},
+        {"ids": torch.tensor([1, 1])},
+        {"removed": torch.tensor([3, 2])},
+        {"values": torch.zeros(1, 3)},
+        {"values": torch.zeros(2)},
+        {"values": torch.zeros(2, 3, dtype=torch.int8)},
+        {"name": 5},
+        {"version": "x"},
+        {"place": "x"},
+        {"place": [[1, 2]]},
+        {"base": 7},
+        {"unknown": UnknownRows((1.0,) * 3, 0, "float32")},  # type: ignore[arg-type]
+        {"unknown": UnknownRows((1.0, 0.0, 1.0, 0.0, 1.0), "x", "float32")},  # type: ignore[arg-type]
+        {"unknown": UnknownRows((math.nan,) * 5, 0, "float32")},
+    ],
+)
+def test_a_file_of_what_is_no_table_is_refused(tmp_path: Path, odd: dict[str, Any]) -> None:
+    """Its checksum is right: somebody else's program has written it."""
+    good: dict[str, Any] = {"name": "t", "ids": torch.tensor([1, 2]), "values": torch.zeros(2, 3)}
+    ExportedTable(**{**good, **odd}).save(tmp_path / "t")
+    with pytest.raises(CheckpointError, match="no whole exported table at .*t: "):
+        ExportedTable.load(tmp_path / "t")
+
+
+def test_a_file_with_a_deep_description_and_a_fifo_are_refused(tmp_path: Path) -> None:
+    tensors = {
+        "ids": torch.tensor([1]),
+        "values": torch.zeros(1, 3),
+        "removed": torch.tensor([], dtype=torch.int64),
+    }
+    about = {
+        "format": exported_table._FORMAT,
+        "sha256": exported_table._digest(tensors),
+        "about": "[" * 100_000,
+    }
+    save_file(tensors, tmp_path / "deep", about)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("deep", "pipe"):
+        with pytest.raises(CheckpointError, match=f"no whole exported table at .*{name}: "):
+            ExportedTable.load(tmp_path / name)
 
 
 def test_ids_of_any_integers_have_numbers() -> None:

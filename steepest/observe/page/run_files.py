@@ -14,6 +14,7 @@ from steepest.observe.job_record import FORMAT
 from steepest.observe.page.run_view import Known, RunView
 from steepest.storage.places import ObjectUrl, StoragePlace, place_of
 
+_MOST = 1 << 62  # of a step, and of a time
 _PAUSE_SECONDS = 0.4  # from one look at a directory to the next
 _STORE_SECONDS = 10.0  # likewise of an object store
 
@@ -85,20 +86,17 @@ def _add(view: RunView, file: StoragePlace, found: Iterable[dict[str, Any] | Non
             torn += 1
             continue
         if row["kind"] == "job" and row.get("format") != FORMAT:
-            wrote = f"steepest {row.get('steepest') or 'of an unknown version'}"
+            version = str(row.get("steepest") or "of an unknown version")
+            wrote = (
+                "steepest " + repr(version[:40])[1:-1]
+            )  # no control character reaches a terminal
             raise ConfigurationError(
                 f"{file}: {wrote} wrote this run, in format {row.get('format')!r:.20}, and this version knows "
                 f"format {FORMAT}: show it with the version that wrote it"
             )
-        try:
-            view.add(row)
+        if _try_to_add(view, row):
             rows += 1
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            ValueError,
-        ):  # some part of it is of another type
+        else:
             torn += 1
     if torn and not rows:
         raise ConfigurationError(
@@ -113,7 +111,7 @@ def _add(view: RunView, file: StoragePlace, found: Iterable[dict[str, Any] | Non
 def _is_whole(row: dict[str, Any]) -> bool:
     """Return whether a row has what each row has, of the right types."""
     numbers = (row["time"], row["step"])
-    whole = (isinstance(each, (int, float)) and not isinstance(each, bool) for each in numbers)
+    whole = (type(each) in (int, float) and -_MOST < each < _MOST for each in numbers)
     return isinstance(row["kind"], str) and all(whole)
 
 
@@ -188,6 +186,7 @@ def _try_to_add(view: RunView, row: Mapping[str, Any]) -> bool:
     """Add a row; return whether it was one."""
     try:
         view.add(row)
-    except (AttributeError, KeyError, TypeError, ValueError):  # some part of it is of another type
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        # some part of it is of another type, or beyond all measure
         return False
     return True

@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from steepest.observe.page.thinning import Curves
+from steepest.observe.page.thinning import Curves, plain
 from steepest.observe.page.workers import WorkerTimes
 
 #: Of the data of a page; its script shows no other.
 PAGE_FORMAT = 1
 _CURVES = 40  # of metrics and learning rates; further ones are left out
 _MARKS = 2000  # of evaluations, checkpoints and events each; of more the newest
+_LAST = ("step", "time", "epoch", "loss", "workers", "servers", "seconds")  # of the last step
 _PARTS = ("cause", "seen", "decision", "processes", "seconds", "repeated")  # of a change's record
 _SECONDS = re.compile(r"([a-z ]+?) (\d+\.\d+)")
 _REPEATED = re.compile(r"(\d+) steps, (\d+) samples")
@@ -48,12 +49,13 @@ class RunView:
         }
         self._changes = 0  # of what is told whole
         self._about: dict[str, Any] = {}
+        self._processes: list[dict[str, Any]] = []
         self._began: float | None = None
         self._first: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         self._before = math.nan  # seconds of training until the last step
-        self._samples = 0
-        self._bytes = [0, 0]
+        self._samples: float = 0
+        self._bytes: list[float] = [0, 0]
 
     def forget_history(self) -> None:
         """Forget the rows of the history, but not those of the record: all are to be added again."""
@@ -83,18 +85,25 @@ class RunView:
         elif kind == "report":
             self.curves.add_to_last(row["time"], dict(self._known_only(_metrics(row))))
         elif kind == "evaluation":
-            found = {key: row.get(key) for key in ("step", "time", "loss", "metrics")}
-            self._mark("evaluations", found)
+            found = {key: plain(row.get(key)) for key in ("step", "time", "loss")}
+            metrics = {name: plain(value) for name, value in (row.get("metrics") or {}).items()}
+            self._mark("evaluations", found | {"metrics": metrics})
         elif kind == "event":
             self._mark("events", event_of(row))
         elif kind == "checkpoint":
-            kept = {key: row.get(key) for key in ("step", "time", "paused", "written")}
+            kept = {key: plain(row.get(key)) for key in ("step", "time", "paused", "written")}
             self._mark("checkpoints", kept)
         elif kind == "workers":
             self._workers.add(row)
             self._changes += 1
         elif kind == "job":
-            self._about = dict(row)
+            self._about = {name: row.get(name) or "" for name in ("strategy", "steepest")}
+            self._about = {name: str(value) for name, value in self._about.items()}
+            self._about["samples"] = plain(row.get("samples"))
+            self._processes = [
+                {"name": str(name), "node": str(node), "host": str(host), "pid": plain(pid)}
+                for name, node, host, pid in row.get("processes", ())
+            ]
         if self._began is None:
             self._began = row["time"]
 
@@ -112,18 +121,24 @@ class RunView:
         seconds = _number(row.get("seconds"))
         passed = seconds - self._before
         self._before = seconds
-        samples = row.get("samples") or 0
-        sums = {"pushed": row.get("bytes_pushed") or 0, "pulled": row.get("bytes_pulled") or 0}
+        samples = plain(row.get("samples")) or 0
+        sums = {
+            "pushed": plain(row.get("bytes_pushed")) or 0,
+            "pulled": plain(row.get("bytes_pulled")) or 0,
+        }
+        values, last = (
+            dict(self._known_only(_values(row))),
+            {key: plain(row.get(key)) for key in _LAST},
+        )
         if passed < 0 or step == 1:  # the first step of a program
             passed = seconds
         if passed >= 0:
             sums |= {"samples": samples, "seconds": passed}
         self._samples += samples
         self._bytes = [self._bytes[0] + sums["pushed"], self._bytes[1] + sums["pulled"]]
-        values = dict(self._known_only(_values(row)))
         self.curves.add(step, row["time"], values, sums)
-        self._first = self._first or dict(row)
-        self._last = dict(row)
+        self._first = self._first or {"step": step}
+        self._last = last
 
     def _known_only(self, values: Iterator[tuple[str, float]]) -> Iterator[tuple[str, float]]:
         """Yield the values that have a curve."""
@@ -169,14 +184,7 @@ class RunView:
             "from": self._first.get("step"),
             "notes": self.notes,
         }
-        about |= {
-            key: last.get(key)
-            for key in ("step", "time", "epoch", "loss", "workers", "servers", "seconds")
-        }
-        processes = [
-            {"name": name, "node": node, "host": host, "pid": pid}
-            for name, node, host, pid in self._about.get("processes", ())
-        ]
+        about |= {key: last.get(key) for key in _LAST}
         return {
             "format": PAGE_FORMAT,
             "live": False,
@@ -185,7 +193,7 @@ class RunView:
             "changes": self._changes,
             **marks,
             "workers": workers,
-            "processes": processes,
+            "processes": self._processes,
             **(now or {}),
         }
 
@@ -201,7 +209,8 @@ def event_of(row: Mapping[str, Any]) -> dict[str, Any]:
         >>> found["cause"], found["spent"], found["steps"]
         ('worker 1 died', {'seeing': 0.35, 'in all': 1.55}, 2)
     """
-    found = {key: row.get(key) for key in ("step", "time", "line")} | {"kind": row.get("event")}
+    found: dict[str, Any] = {key: plain(row.get(key)) for key in ("step", "time")}
+    found |= {"line": str(row.get("line") or ""), "kind": str(row.get("event") or "")}
     for part in str(row.get("record") or "").split(" | ")[1:]:
         name, _, words = part.partition(": ")
         if name in _PARTS:

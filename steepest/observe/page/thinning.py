@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_MOST = 1e100  # of a number that a page shows
+
 
 @dataclass
 class _Bucket:
@@ -148,6 +150,23 @@ class Curves:
             return [means]
         bounds = [[None if each is None else short(each[at]) for each in found] for at in (2, 3)]
         return [means, *bounds]
+
+
+def plain(value: Any) -> float | None:
+    """Return a number that JSON and sums of many like it can have, as it is; None in place of another, or of nothing.
+
+    Raises:
+        ValueError: it is no number.
+
+    Example:
+        >>> plain(3), plain(math.nan), plain(10**400)
+        (3, None, None)
+    """
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r:.40} is no number")
+    return value if -_MOST < value < _MOST else None
 
 
 def short(value: float | None) -> float | None:

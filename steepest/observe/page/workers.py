@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from steepest.observe.job_record import typical
-from steepest.observe.page.thinning import short
+from steepest.observe.page.thinning import plain, short
 
 _SPANS = 200  # of a page
 _EARLIER = 3  # spans that a worker needs before the last one to be compared with itself
@@ -21,7 +21,8 @@ class WorkerTimes:
         self._best: dict[str, float] | None = None  # see `usual_times`; None where it is not known
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a span; those whose steps it has again are left out."""
+        """Add a span; those whose steps it has again are left out. ValueError, say: it is none."""
+        _check_span(row)
         while self.spans and self.spans[-1]["step"] >= row["first"]:
             self.spans.pop()
         self.spans.append(dict(row))
@@ -55,6 +56,21 @@ class WorkerTimes:
                 "compute": [[_compute(span, worker) for span in thin] for worker in every],
             }
         return {"workers": sorted(workers), **found}
+
+
+def _check_span(row: Mapping[str, Any]) -> None:
+    """Check a span that comes from a file; an error of any kind that a wrong value causes: it is none."""
+    shares = [[worker, *parts] for worker, parts in row["spent"].items()]
+    shares = [[int(worker), *parts[1:]] for worker, *parts in shares if float(parts[0]) > 0]
+    if len(shares) < len(row["spent"]):
+        raise ValueError("a worker without steps")
+    lanes = row.get("last") or []
+    shares += [share for _, _, own in lanes for share in own]
+    numbers = [row["first"], *(number for step, now, _ in lanes for number in (step, now))]
+    for worker, data, compute, wait in shares:
+        numbers += int(worker), data, compute, wait
+    if any(plain(number) is None for number in numbers):
+        raise ValueError("a number that is none")
 
 
 def usual_times(spans: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from steepest.observe.timeline.parsed import ParsedTrace, WorkerStep, parse
+from steepest.observe.timeline.parsed import (
+    NONSENSE,
+    ParsedTrace,
+    WorkerStep,
+    makes_no_sense,
+    parse,
+)
 from steepest.observe.timeline.replay import PARTS, Replay, all_alike, replay, without_slowness
 
 _WORTH = 0.03  # of a step, that is told of
@@ -57,7 +63,10 @@ def explain(path: str | Path) -> str:
         ConfigurationError: it is no whole trace of steepest, or has no whole step.
     """
     trace = parse(path)
-    lines = _together(trace) if trace.together else _apart(trace)
+    try:
+        lines = _together(trace) if trace.together else _apart(trace)
+    except NONSENSE as error:  # each event is well by itself
+        raise makes_no_sense(path, error) from error
     if trace.lost:
         lines.append(f"{trace.lost} spans had no room and are missing, so some steps are left out.")
     if trace.error > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,9 @@ from typing import Any
 
 from steepest.errors import ConfigurationError
 from steepest.observe.timeline.trace_file import read_trace
+
+#: What is raised where an event lacks something, or has a value of another kind.
+NONSENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass
@@ -106,15 +110,20 @@ def parse(path: str | Path) -> ParsedTrace:
     events, about = read_trace(path)
     try:
         found = _parsed(events, about)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigurationError(
-            f"{path} is no whole trace: an event of it makes no sense: {error!r}"
-        ) from error
+    except NONSENSE as error:
+        raise makes_no_sense(path, error) from error
     if not (found.versions if found.together else found.work):
         raise ConfigurationError(
             f"{path} has no whole step: record at least three, as with sgd.timeline(...): sgd.fit(steps=10)"
         )
     return found
+
+
+def makes_no_sense(path: str | Path, error: Exception) -> ConfigurationError:
+    """Return the error of a trace whose events cannot be."""
+    return ConfigurationError(
+        f"{path} is no whole trace: an event of it makes no sense: {error!r:.200}"
+    )
 
 
 def _parsed(events: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> ParsedTrace:
@@ -158,7 +167,17 @@ def _role(name: str) -> tuple[str, int]:
 
 def _edges(span: Mapping[str, Any]) -> tuple[float, float]:
     """Return when a span began and ended, in seconds."""
-    return span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6
+    began, ended = _seconds(span["ts"]), _seconds(span["ts"] + span["dur"])
+    if ended < began:
+        raise ValueError(f"a span of {span['dur']!r:.40} microseconds")
+    return began, ended
+
+
+def _seconds(microseconds: float) -> float:
+    found = microseconds / 1e6
+    if not math.isfinite(found):
+        raise ValueError(f"a time of {microseconds!r:.40} microseconds")
+    return found
 
 
 def _of_workers(
@@ -210,7 +229,7 @@ def _add_staged(
 
 def _transfers(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], float]]:
     """Yield what travelled, and when it had come, in seconds."""
-    ends = {e["id"]: e["ts"] / 1e6 for e in events if e["ph"] == "e"}
+    ends = {e["id"]: _seconds(e["ts"]) for e in events if e["ph"] == "e"}
     for event in events:
         if event["ph"] == "b" and event["id"] in ends:
             yield event, ends[event["id"]]

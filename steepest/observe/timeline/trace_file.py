@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from steepest.errors import ConfigurationError
+from steepest.storage.files import open_file
 
 #: Of what steepest writes into a trace's metadata; another one is refused.
 FORMAT = 1
@@ -70,12 +71,13 @@ def read_trace(path: str | Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         ConfigurationError: there is no such file, or it is no whole trace of steepest.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        with open_file(Path(path)) as file:
+            found = json.loads(file.read().decode())
     except OSError as error:
         raise ConfigurationError(
             f"{path}: there is no trace to be read: {error.strerror or error}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"{path} is no whole trace: {error}; give a file that `sgd.timeline(...)` or `steepest run "
             "--timeline` has written"
