@@ -30,6 +30,17 @@ class Unusual(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+class WithoutRate(Unusual):
+    """Names its learning rate otherwise than torch does."""
+
+    def __init__(self, params: Any, step_size: float = 0.1) -> None:
+        super().__init__(params, {"step_size": step_size})
+
+    def update(self) -> None:
+        for group, parameter, gradient in self.gradients():
+            parameter.sub_(gradient, alpha=group["step_size"])
+
+
 class Clipped(torch.optim.SGD):
     """Clips the norm of all of its gradients, as users of Apex and Horovod do."""
 

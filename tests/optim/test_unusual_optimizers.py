@@ -17,6 +17,7 @@ from steepest import (
     LocalStrategy,
     ParameterServerStrategy,
     SimpleStrategy,
+    TorchModel,
 )
 from steepest.core.engine.chunk_store import StagedPush
 from steepest.core.engine.server_chunk import ServerChunk
@@ -26,7 +27,7 @@ from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import ConfigurationError, ModelError, ProtocolError
 from steepest.testing import InProcessCluster
-from tests.reference import Task, difference, samples
+from tests.reference import Task, difference, perceptron, samples, sgd
 from tests.simulated_programs import quiet
 from tests.simulation.run import Simulation, run_config
 from tests.unusual_optimizers import (
@@ -39,6 +40,7 @@ from tests.unusual_optimizers import (
     Preconditioned,
     Prodigy,
     Unusual,
+    WithoutRate,
     Writing,
 )
 
@@ -410,3 +412,23 @@ def test_state_that_makes_no_sense_is_refused() -> None:
     held.load_state({**about, "key": "buffers"}, text)
     with pytest.raises(ProtocolError, match="chunk 0 that makes no sense: this is no JSON"):
         held.end_state()
+
+
+def test_a_rate_that_an_optimizer_does_not_have_is_refused_before_the_first_step() -> None:
+    """A strategy's correction and a model's schedule change it; without these the optimizer trains as torch's SGD."""
+
+    def create(learning_rate: Any = None) -> Any:
+        return lambda worker, device: TorchModel(
+            perceptron(), loss=nn.MSELoss(), data=samples(24), batch_size=2,
+            optimizer=lambda module: WithoutRate(module.parameters()), learning_rate=learning_rate,
+        )  # fmt: skip
+
+    corrected = ParameterServerStrategy(mode="async", correction="learning_rate")
+    with pytest.raises(ConfigurationError, match="WithoutRate has a parameter group without one"):
+        InProcessCluster(create(), num_workers=2, strategy=corrected)
+    with pytest.raises(ConfigurationError, match="learning_rate= with WithoutRate"):
+        create(lambda step: 0.1)(0, 0)
+    cluster = InProcessCluster(create(), num_workers=2)
+    cluster.step(4)
+    task = Task(optimizer=sgd(0.1), data=samples(24), batch_size=2)
+    assert difference(cluster.weights(), task.train(2, 4)) < 1e-12

@@ -120,6 +120,14 @@ class Job:
                 "stand for: give build_models() an extension that does"
             )
         self._require_norms()
+        if strategy.scale_rate and any(
+            group.get("lr") is None for _, group in self.server_spec.groups
+        ):
+            raise ConfigurationError(
+                f"strategy {self.config.name!r} divides learning rates by the staleness, and {self.server_spec.name} "
+                "has a parameter group without one ('lr'): give an optimizer with learning rates, or leave "
+                'correction="learning_rate" out'
+            )
         self._require_form(strategy.codec)
         if strategy.reduces:
             self._require_plain_sums()

@@ -121,6 +121,11 @@ class OptimizerSpec:
             raise ConfigurationError(
                 "both lr_scheduler= and learning_rate= are given: give one of them"
             )
+        if learning_rate is not None and not all("lr" in group for group in optimizer.param_groups):
+            raise ConfigurationError(
+                f"learning_rate= with {type(optimizer).__name__}, which has a parameter group without a learning rate "
+                "('lr'): give lr_scheduler=, or leave it out"
+            )
         groups = []
         for group in optimizer.param_groups:
             unknown = [p for p in group["params"] if id(p) not in names]
