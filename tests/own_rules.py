@@ -14,6 +14,7 @@ class CommitPairs:
     """Every two staged pushes make an update, of whatever versions: K-async SGD, arXiv:1803.01113."""
 
     together = False
+    same_version = False
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
         return Verdict(tuple(staged[:2])) if len(staged) >= 2 else Verdict()

@@ -23,7 +23,8 @@ from steepest.core.protocol.commit_state import CommitState
 from steepest.core.protocol.coordinator import Coordinator
 from steepest.errors import ConfigurationError
 from steepest.observe.results import StepResult
-from steepest.testing import InProcessCluster, replay
+from steepest.strategies.parameter_server import ParameterServerStrategy
+from steepest.testing import Fault, InProcessCluster, replay
 from tests.modes import (
     EACH,
     MODES,
@@ -39,6 +40,7 @@ from tests.modes import (
     trained,
     worker_weights,
 )
+from tests.own_rules import PairsStrategy
 from tests.pairs import grid
 from tests.random_examples import seeds
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd
@@ -294,6 +296,46 @@ def test_with_backup_workers_what_was_dropped_comes_later_and_nothing_twice(seed
     assert len(granted) == 24 + told["dropped"]
     assert max(committed) < 24 + 3  # only what some worker holds is passed over
     assert set(again) & set(committed)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_a_backup_worker_may_take_longer_than_a_step_may(workers: int) -> None:
+    """Its share was given to others; of those that are waited for the error names no other."""
+    strategy = ParameterServerStrategy(num_servers=1, backup_workers=1)
+    hangs = Fault.hang("worker", workers - 1, step=1)
+
+    def run(*faults: Fault) -> Any:
+        cluster = InProcessCluster(
+            TASKS["momentum"].creator(),
+            num_workers=workers,
+            strategy=strategy,
+            step_timeout=1.0,
+            faults=faults,
+        )
+        cluster.network.round_seconds = 0.02
+        for _ in range(60):
+            (*_, last) = cluster.step(1)
+            if isinstance(last, Failure):
+                break
+        return last, cluster.network.now
+
+    last, seconds = run(hangs)
+    assert not isinstance(last, Failure)
+    assert seconds > 5.0
+    last, _ = run(hangs, Fault.hang("worker", 0, step=9))
+    assert (last.reason, last.awaited) == ("deadline", ["worker 0"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_still_counts_is_not_dealt_out_again(seed: int) -> None:
+    """A rule of a user's own, with an update a step: gradients of older weights are part of later ones."""
+    cluster = InProcessCluster(
+        TASKS["momentum"].creator(), num_workers=3, strategy=PairsStrategy(num_servers=1),
+        shuffle=seed, keep_log=True,
+    )  # fmt: skip
+    cluster.step(8)
+    committed = [push.share for commit in cluster.log().commits for push in commit.pushes]
+    assert len(set(committed)) == len(committed) == 16
 
 
 # -- staleness ------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ class ClosedJob:
         """Return the workers or servers that the open step waits for; if shares are overdue, their workers."""
         state = self.state
         absent = state.members - self.joined
-        busy = state.members if state.rule.together else state.leases.busy
+        busy = state.members if state.rule.together else state.leases.awaited
         return state.staging.awaited(overdue or sorted(absent or busy))
 
     def doing(self) -> str:
@@ -414,7 +414,7 @@ class ClosedJob:
             state.leases.commit(made.pushes, skipped=made.skipped)
             turns = [r.fragment for r in made.reports.values() if isinstance(r, Report)]
             self._turn = max(turns, key=turns.count) + 1 if turns else None
-            if state.versions_per_step == 1:  # what the others are computing can only be dropped
+            if state.rule.same_version:  # what the others are computing can only be dropped
                 state.leases.give_back(state.leases.busy)
             readers, out = self._lease()
         return readers, out

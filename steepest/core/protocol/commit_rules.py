@@ -42,9 +42,12 @@ class CommitRule(Protocol):
     Attributes:
         together: whether every member contributes to every version, so that servers may add pushes
             up as they arrive.
+        same_version: whether a version is made of gradients of the version before it alone: what is computed from
+            older weights will be dropped, and is not waited for.
     """
 
     together: bool
+    same_version: bool
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
         """Return which staged pushes (oldest first) of a version and all workers to commit, and which to drop."""
@@ -92,6 +95,7 @@ class CommitAll:
     """Synchronous training: a version is one push of every member."""
 
     together = True
+    same_version = True
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
         """Commit all staged pushes, ordered by worker, once each member has one."""
@@ -130,6 +134,7 @@ class CommitFirst:
 
     backup: int
     together = False
+    same_version = True
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
         """Commit the first pushes of this version once they are enough; drop older ones."""
@@ -172,6 +177,7 @@ class CommitEach:
     lead: int | None = None
     drop_above: int | None = None
     together = False
+    same_version = False
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
         """Commit the oldest push that is not too stale; drop the older ones."""
@@ -222,6 +228,7 @@ class CommitQuorum:
     shares: int = 1
     ahead: bool = False
     together = False
+    same_version = False
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Verdict:
         """Commit all staged pushes, ordered by worker, once they are enough, or none of `members` lacks one.

@@ -109,6 +109,11 @@ class Leases:
         """The workers that have a lease: their pushes are neither committed nor dropped."""
         return tuple(self._busy)
 
+    @property
+    def awaited(self) -> list[int]:
+        """The busy workers whose shares nobody else may have; all busy ones if there is none."""
+        return [worker for worker, busy in self._busy.items() if not busy.is_free] or [*self._busy]
+
     def shares_of(self, worker: int) -> range:
         """Return the shares that are leased to a worker; none if none are or they are free for others."""
         return self._busy[worker].held if worker in self._busy else range(0)
@@ -232,11 +237,12 @@ class Leases:
         self.sent = dict.fromkeys(joined, version)
 
     def overdue(self, now: float, timeout: float) -> list[int]:
-        """Return the workers whose leases are `timeout` seconds old or older."""
+        """Return the workers with leases `timeout` seconds old or older of shares that nobody else may have."""
         # One from before the first call begins then.
         for busy in self._busy.values():
             busy.since = min(busy.since, now)
-        return [worker for worker, busy in self._busy.items() if now - busy.since >= timeout]
+        held = ((worker, busy.since) for worker, busy in self._busy.items() if not busy.is_free)
+        return [worker for worker, since in held if now - since >= timeout]
 
     def behind(self, workers: Iterable[int], version: int) -> list[int]:
         """Return which workers were sent no weights of `version` or newer."""
