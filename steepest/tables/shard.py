@@ -458,7 +458,10 @@ class TableShard(ShardRows):
         rows = RowCut(self._blocks, self.version, since, table)
         self._cuts.add(rows)
         gone = self._removals.since(_BOUNDLESS if since is None else since)
-        lost = self._index.find(gone.tables, gone.ids)[0] < 0
+        if table is None:  # kept rows are among the rows of a state, and of its base
+            lost = self._find_all(gone.tables, gone.ids)[0] < 0
+        else:
+            lost = self._index.find(gone.tables, gone.ids)[0] < 0
         counted = self._admission.exact()
         removed = gone.tables[lost], gone.ids[lost]
         known: list[Any] = [*counted, *removed]

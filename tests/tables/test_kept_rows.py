@@ -44,7 +44,8 @@ def test_with_all_rows_kept_values_are_those_of_a_table_that_evicts_none(
     described = table(keep_evicted=1000, **HOW, **FORGETS[kind], dtype=dtype)
     shard, whole = TableShard([described]), TableShard([table(**HOW, dtype=dtype)])
     random, every = np.random.default_rng(0), (np.zeros(120, np.int32), np.arange(120))
-    before = shard.export()
+    before = chain = shard.export()
+    at = 0  # the version of `chain`, of which each increment is one of the last
     for version in range(1, 100):
         ids = np.unique(random.integers(0, 120, 8))
         gradients = random.normal(size=(len(ids), 4)).astype(np.float32)
@@ -54,6 +55,9 @@ def test_with_all_rows_kept_values_are_those_of_a_table_that_evicts_none(
             each.evict(version)
             each.end_lives(version)
         assert np.array_equal(shard.pull(*every), whole.pull(*every))
+        if random.random() < 0.4:
+            chain, at = increased(chain, shard.export(since=at)), version
+            assert same(chain, _without_removed(shard.export()))
         if version % 20 == 0:
             state, since = shard.export(), shard.export(since=version - 20)
             assert same(increased(before, since), _without_removed(state))
@@ -62,6 +66,7 @@ def test_with_all_rows_kept_values_are_those_of_a_table_that_evicts_none(
             again.load([state], version, shard.clock)
             assert same(again.export(), _without_removed(state))
             shard, before = again, again.export()
+            chain, at = before, version
     seen = dict(zip(*_of(whole, "ids", "sightings"), strict=True))
     assert dict(zip(*_of(shard, "ids", "sightings"), strict=True)) == seen
     assert len(shard) < len(whole) == len(seen)
@@ -86,6 +91,7 @@ def test_those_evicted_last_are_kept(most: int) -> None:
     rows: OrderedDict[int, int] = OrderedDict()
     kept: OrderedDict[int, int] = OrderedDict()
     random, came_back = np.random.default_rng(most), 0
+    chain = shard.export()
     for version in range(1, 200):
         ids = np.unique(random.integers(0, 40, 5)).tolist()
         push(shard, ids, version)
@@ -102,6 +108,8 @@ def test_those_evicted_last_are_kept(most: int) -> None:
             kept.popitem(last=False)
         rows |= dict.fromkeys(ids, version)
         state = shard.export()
+        chain = increased(chain, shard.export(since=version - 1))
+        assert same(chain, _without_removed(state))
         assert state.ids[state.kept == 0].tolist() == sorted(rows)
         assert state.ids[state.kept > 0].tolist() == sorted(kept)
         assert state.kept[state.kept > 0].tolist() == [kept[id] for id in sorted(kept)]
