@@ -119,6 +119,20 @@ def _moved(
     return found
 
 
+def resumed(state: Mapping[str, torch.Tensor], now: int) -> dict[str, torch.Tensor]:
+    """Return optimizer state ("parameter/key") whose rows' lives go on now, in seconds since the epoch.
+
+    The time since its last update is no part of any row's time to live.
+    """
+    found = dict(state)
+    for shard, arrays in by_shard(state).items():
+        if "clock" in arrays and (pause := now - int(arrays["clock"])) > 0:
+            found[f"{TABLES}{shard}/clock"] = torch.tensor([now])
+            if (until := arrays.get("until")) is not None:
+                found[f"{TABLES}{shard}/until"] = torch.where(until > 0, until + pause, until)
+    return found
+
+
 def unpushed(
     states: Mapping[int, Mapping[str, torch.Tensor]],
     saved: Sequence[Sequence[Any]],

@@ -13,7 +13,7 @@ import torch
 
 from steepest.checkpoint import files
 from steepest.checkpoint.replicated_tables import described_replicated, with_tables_of
-from steepest.checkpoint.rows import together
+from steepest.checkpoint.rows import resumed, together
 from steepest.core.data.sampler import epoch_ends
 from steepest.core.engine.client import read_log
 from steepest.core.engine.commit_log import Commit, CommitLog, Unpushed
@@ -24,6 +24,7 @@ from steepest.core.models.names import plainly
 from steepest.core.optim.portable import Record
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.strategies.strategy import Strategy
+from steepest.core.system import system
 from steepest.core.tensors.dtypes import LOOP_STATE, Tensors
 from steepest.embedding.job_tables import dealing_of
 from steepest.embedding.row_messages import Bases
@@ -310,6 +311,11 @@ class StateTransfer:
             CheckpointError: it is of another model, optimizer or data set, or holds what no job
                 does; nothing has changed.
         """
+        state = resumed(saved.optimizer, int(system().time()))
+        self._place(replace(saved, optimizer=state), where, data)
+
+    def _place(self, saved: files.Checkpoint, where: object, data: str = "continue") -> None:
+        """Continue from a checkpoint as of now, see `place`."""
         cluster = self._cluster
         try:
             spec = cluster.job.description.optimizer_spec
@@ -358,7 +364,7 @@ class StateTransfer:
         with to_come.given_up_on_error():
             state = {**saved.optimizer, **together(list(RowsAsTheyCome(to_come)))}
         state, replaced = with_imported(state, dealing, table, given)
-        self.place(replace(saved, optimizer=state), "hand")
+        self._place(replace(saved, optimizer=state), "hand")
         log.warning(
             "table %r has %d imported rows, %d of them in place of others; their slots begin anew",
             name, len(given.ids), replaced,

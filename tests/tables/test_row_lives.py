@@ -189,6 +189,32 @@ def test_rows_that_no_push_has_for_a_time_go_and_a_replay_makes_the_same(
     assert same_rows({n: v for n, v in state.items() if n.startswith("tables/")}, rows)
 
 
+def test_the_time_between_a_checkpoint_and_its_restore_does_not_count(tmp_path: Path) -> None:
+    create = words(torch.arange(24), ttl="1m")  # each step has 6 ids, and each epoch every id
+
+    def go_on(sgd: Any) -> list[int]:
+        """Step half a life after the fifth step; it was three quarters after the fourth."""
+        wait(0.5 * MINUTE)
+        sgd.step()
+        ids: list[int] = sgd.export_table("words").ids.tolist()
+        return ids
+
+    with trainer(create) as sgd:
+        sgd.fit(steps=4, progress=False)
+        wait(0.75 * MINUTE)
+        sgd.step()
+        sgd.save(tmp_path)
+        expected = go_on(sgd)
+        wait(10 * MINUTE)
+        sgd.restore(tmp_path)
+        assert go_on(sgd) == expected
+    with trainer(create) as sgd:  # of another program
+        wait(10 * MINUTE)
+        sgd.restore(tmp_path)
+        assert go_on(sgd) == expected
+    assert len(expected) == 12
+
+
 def test_commits_say_no_time_where_no_table_needs_it() -> None:
     with trainer(words(), run_config=run_config(keep_log=True)) as sgd:
         sgd.fit(steps=2, progress=False)
