@@ -31,6 +31,10 @@ class DistinctIds(NamedTuple):
     least: int
     most: int
 
+    def at_most(self, limit: int) -> DistinctIds:
+        """Return the same of which there are no more than a limit."""
+        return DistinctIds(*(min(each, limit) for each in self))
+
 
 def distinct_ids(counts: Counts, times: float) -> DistinctIds:
     """Return how many distinct ids data have that are `times` a sample, at least 1.

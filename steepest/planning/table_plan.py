@@ -32,7 +32,8 @@ class TableForecast:
     Attributes:
         sample: of its ids.
         look_ups: of ids in the whole data, one epoch of it.
-        rows: distinct ids of the whole data; no more than the table's capacity, where it has one.
+        rows: distinct ids of the whole data; no more than the table has and keeps, by its capacity, `keep_evicted` and
+            `num_embeddings`.
         bytes: of a row.
     """
 
@@ -258,11 +259,13 @@ def of_samples(
 
 
 def _forecast(part: IdSample, times: float) -> TableForecast:
-    rows, capacity = distinct_ids(part.counts, times), part.table.capacity
-    if capacity is not None:
-        rows = DistinctIds(*(min(each, capacity) for each in rows))
+    rows, table = distinct_ids(part.counts, times), part.table
+    if table.capacity is not None:
+        rows = rows.at_most(table.capacity + (table.keep_evicted or 0))
+    if table.num_embeddings is not None:
+        rows = rows.at_most(table.num_embeddings)
     look_ups = round(int(part.counts.sum()) * times)
-    return TableForecast(part, look_ups, rows, RowBytes.of(part.table))
+    return TableForecast(part, look_ups, rows, RowBytes.of(table))
 
 
 def _row(each: TableForecast) -> list[str]:

@@ -115,6 +115,23 @@ def test_bytes_are_those_of_shards() -> None:
     assert plan_tables({plain: ids}, memory=115_000).servers == 2
 
 
+@pytest.mark.parametrize(
+    ("limits", "rows"),
+    [
+        ({}, 2000),
+        ({"num_embeddings": 1700}, 1700),
+        ({"capacity": 500, "eviction": LFU()}, 500),
+        ({"capacity": 500, "eviction": LFU(), "keep_evicted": 700}, 1200),
+        ({"capacity": 500, "eviction": LFU(), "keep_evicted": 10**9}, 2000),
+        ({"capacity": 500, "eviction": LFU(), "keep_evicted": 700, "num_embeddings": 900}, 900),
+    ],
+)
+def test_rows_are_no_more_than_a_table_has_and_keeps(limits: dict[str, Any], rows: int) -> None:
+    (found,) = plan_tables({Table("t", 16, **limits): np.arange(4000) % 2000}, samples=10**6).tables
+    assert found.rows == (rows, rows, rows)
+    assert found.memory == rows * found.bytes.memory
+
+
 class Bought(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
