@@ -7,8 +7,8 @@ from typing import Any
 
 from steepest.core.data.protocol import Indices, Source
 from steepest.core.data.sampler import Remaining, SamplePlan
+from steepest.data.drawn import Drawn
 from steepest.errors import ConfigurationError
-from steepest.loop.drawn import Drawn
 
 #: Batches of one sum of gradients; a loop that takes more without a step evaluates by them.
 MOST_AGAIN = 1024

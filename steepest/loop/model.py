@@ -26,9 +26,9 @@ from steepest.core.optim.torch_without_compiler import spare_compiler
 from steepest.core.protocol.commit_rules import CommitAll, CommitRule
 from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ChunkSpec
+from steepest.data.drawn import Drawn
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ModelError, UnfrozenError
-from steepest.loop.drawn import Drawn
 from steepest.loop.kept import pack, unpack
 from steepest.loop.lockstep import Steps
 from steepest.loop.overlap import Overlap

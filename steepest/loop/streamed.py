@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from steepest.core.data.protocol import DRAWN, Blocks, Indices
 from steepest.core.data.sampler import even_share, step_seed
 from steepest.core.models.losses import samples_of
-from steepest.loop.drawn import DRAWS, Drawn
+from steepest.data.drawn import DRAWS, Drawn
+from steepest.data.passes import DataPass, runs
 from steepest.loop.lockstep import Lockstep
-from steepest.loop.passes import DataPass, runs
 
 _KEPT_STEPS = 2  # of which samples are kept: a step may be dealt out once more
 
@@ -23,7 +23,7 @@ _KEPT_STEPS = 2  # of which samples are kept: a step may be dealt out once more
 class Stream:
     """The samples of a loader's iterable data set, by their numbers in each pass.
 
-    A pass begins with all generators seeded by the job's seed and its number, see `steepest.loop.passes`.
+    A pass begins with all generators seeded by the job's seed and its number, see `steepest.data.passes`.
 
     Args:
         loader: whose data set yields samples; or batches, each of which counts as one, where it has no batch size.
@@ -89,7 +89,7 @@ class Stream:
 
 
 class StreamedSource:
-    """An iterable data set that says its length as a source of numbered samples; see `steepest.loop.drawn`.
+    """An iterable data set that says its length as a source of numbered samples; see `steepest.data.drawn`.
 
     Args:
         stream: the data set.

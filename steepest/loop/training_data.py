@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from steepest.core.data.protocol import Source
-from steepest.core.data.sources import as_source
 from steepest.core.models.step_size import step_size
+from steepest.data.drawn import as_drawn
 from steepest.errors import ConfigurationError
-from steepest.loop.drawn import DrawnSource, has_own_sampler
 from steepest.loop.streamed import Stream, StreamedSource
 from steepest.loop.user_loop import UserLoop, outside
 
@@ -54,9 +53,4 @@ def training_data(loader: DataLoader[Any], loop: UserLoop) -> TrainingData:
         if stream.size is None:
             return TrainingData(batch_size, None, stream)
         return TrainingData(batch_size, StreamedSource(stream, whole.of(batch_size)))
-    if has_own_sampler(loader):
-        return TrainingData(batch_size, DrawnSource(loader, loop.seed))
-    source, batch_size = as_source(loader, None)
-    if type(loader.sampler) is SequentialSampler and not hasattr(source, "blocks"):
-        vars(source)["blocks"] = 1  # samples come in the order of the data set, in each epoch
-    return TrainingData(batch_size, source)
+    return TrainingData(batch_size, as_drawn(loader, loop.seed))

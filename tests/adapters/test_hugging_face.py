@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import steepest
 from steepest import DistributedSGD, HuggingFaceModel
+from steepest.adapters.hugging_face_trainer import (
+    FOLLOWED,
+    OF_EVALUATION,
+    OF_USERS,
+    REFUSED,
+    WITHOUT_EFFECT,
+    methods_of,
+    overridden,
+)
 from steepest.errors import ConfigurationError, ModelError
 from tests.page_examples import said_by
 from tests.reference import difference, snapshot
@@ -161,10 +171,163 @@ def test_a_trainer_with_nearly_default_arguments_trains_as_by_itself(
     assert "eval_strategy" not in said
 
 
-def test_a_training_step_of_ones_own_is_refused(tmp_path: Path) -> None:
-    kind = type("Own", (Weighted,), {"training_step": lambda self, *batch: None})
-    with pytest.raises(ModelError, match="Own overrides training_step, which is not called"):
+class Drawing(torch.utils.data.Sampler[int]):
+    """Draws some rows more often than others; as many rows as there are."""
+
+    def __iter__(self) -> Any:
+        return iter([3, 3, 0, 11, 3, 5, 7, 7, 0, 1, 3, 2])
+
+    def __len__(self) -> int:
+        return 12
+
+
+class InOrder(transformers.Trainer):
+    """A Trainer with samples in order, as users write it; it notes where each loss was computed."""
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **settings: Any) -> Any:
+        state = self.state
+        self.noted = (state.global_step, round(state.epoch, 9), state.max_steps, model.training)
+        SEEN.append(self.noted)
+        assert type(inputs) is transformers.BatchEncoding
+        return super().compute_loss(model, inputs, *args, **settings)
+
+
+class Drawn(InOrder):
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        return Drawing()
+
+
+class Loading(InOrder):
+    """Its loader, not wrapped by accelerate, has a batch size of its own."""
+
+    def get_train_dataloader(self) -> Any:
+        size = self.args.per_device_train_batch_size // 3
+        collate = self.data_collator
+        return torch.utils.data.DataLoader(
+            self.train_dataset, batch_size=size, sampler=Drawing(), collate_fn=collate
+        )
+
+
+class Preparing(InOrder):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)
+        inputs["labels"] = inputs["labels"].clone()
+        inputs["labels"][:, :2] = -100
+        return inputs
+
+
+SEEN: list[Any] = []
+
+
+def collate(rows: list[Any]) -> Any:
+    found = transformers.default_data_collator(rows)
+    return transformers.BatchEncoding({name: found[name] for name in ("input_ids", "labels")})
+
+
+@pytest.mark.parametrize("kind", [InOrder, Drawn, Loading, Preparing])
+def test_what_a_trainer_overrides_is_followed(tmp_path: Path, kind: Any) -> None:
+    """Samplers, loaders and what is done to a batch; it says to its loss at which step it is, in training mode."""
+
+    def make(batch: int) -> Any:
+        batch *= 3 if kind is Loading else 1
+        settings = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": batch}
+        made = trainer(tmp_path, kind, **settings)
+        made.data_collator = collate
+        made.model.eval()  # as `from_pretrained` leaves it
+        return made
+
+    SEEN.clear()
+    theirs = make(4)
+    theirs.train()
+    expected, SEEN[:] = list(SEEN), []
+    assert expected[-1] == (5, pytest.approx(5 / 3), 6, True)
+    with (
+        Simulation(1).running(),
+        DistributedSGD(
+            lambda *_: HuggingFaceModel(make(2)), 2, strategy="ps", run_config=run_config()
+        ) as sgd,
+    ):
+        sgd.fit(steps=6, progress=False)
+        assert difference(sgd.weights(), snapshot(theirs.model)) < 1e-6
+    assert sorted(set(SEEN)) == expected
+    assert len(SEEN) == 2 * len(expected)
+
+
+def test_every_method_that_may_be_overridden_is_on_one_list() -> None:
+    """A release of transformers with a new one fails here, and such an override is refused."""
+    lists = [FOLLOWED, OF_USERS, OF_EVALUATION, WITHOUT_EFFECT, frozenset(REFUSED)]
+    known = methods_of(transformers.Trainer) | methods_of(transformers.Seq2SeqTrainer)
+    assert sorted(name for each in lists for name in each) == sorted(known)
+
+
+def test_what_counts_as_overridden(tmp_path: Path) -> None:
+    assert list(overridden(trainer(tmp_path))) == []
+    made = trainer(tmp_path, Drawn)
+    made.log = print
+    assert list(overridden(made)) == ["_get_train_sampler", "compute_loss", "log"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("training_step", "override compute_loss, create_optimizer or create_scheduler"),
+        ("_clip_grad_norm", "set max_grad_norm, or a strategy's clip_norm"),
+        ("train", "write a loop of your own"),
+    ],
+)
+def test_a_method_that_is_not_called_is_refused(tmp_path: Path, name: str, says: str) -> None:
+    kind = type("Own", (Weighted,), {name: lambda self, *batch: None})
+    with pytest.raises(
+        ModelError, match=f"Own overrides {name}, which is not called here: .*{says}"
+    ):
         HuggingFaceModel(trainer(tmp_path, kind))
+    made = trainer(tmp_path)
+    setattr(made, name, print)
+    with pytest.raises(ModelError, match=f"Trainer overrides {name}"):
+        HuggingFaceModel(made)
+
+
+def test_what_has_no_effect_is_named(tmp_path: Path) -> None:
+    kind = type("Own", (Weighted,), dict.fromkeys(["_save_checkpoint", "prediction_step"], print))
+    made = trainer(tmp_path, kind)
+    made.add_callback(transformers.EarlyStoppingCallback)
+    model = HuggingFaceModel(made)
+    assert "the callbacks EarlyStoppingCallback (instead: fit(callbacks=[...]))" in model.notice
+    assert "its own _save_checkpoint (instead: fit(" in model.notice
+    with pytest.raises(ModelError, match="Own overrides prediction_step, which is not called"):
+        model.evaluate(next(model.data.open([np.arange(2)])))
+
+
+class Batches(torch.utils.data.BatchSampler):
+    """Batches that no sampler's samples make."""
+
+
+@pytest.mark.parametrize(
+    ("loader", "says"),
+    [
+        (
+            torch.utils.data.DataLoader(examples(), batch_sampler=Batches(Drawing(), 2, False)),
+            "a Batches, whose batches cannot be dealt out",
+        ),
+        (
+            torch.utils.data.DataLoader(
+                examples(), sampler=torch.utils.data.DistributedSampler(examples(), 2, 0)
+            ),
+            "DistributedSampler, which divides samples by itself",
+        ),
+        ([examples()], "get_train_dataloader returned a list: return a torch.utils.data"),
+    ],
+)
+def test_a_loader_that_cannot_be_dealt_out_is_refused(
+    tmp_path: Path, loader: Any, says: str
+) -> None:
+    made = trainer(tmp_path)
+    made.get_train_dataloader = lambda: loader
+    with pytest.raises((ModelError, ConfigurationError), match=says):
+        HuggingFaceModel(made)
 
 
 def test_a_stream_of_samples_is_trained_on(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 
 import steepest
+from steepest.data.drawn import DrawnSource
 from steepest.errors import ConfigurationError, ModelRaisedError
-from steepest.loop.drawn import DrawnSource
 from tests.own_loop_runs import STRATEGIES, InterruptedRunError, Interrupts, run, without
 from tests.own_loops import Parts, Script, plain, several_passes
 from tests.reference import difference, samples, sgd

@@ -18,11 +18,11 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from steepest.core.data.protocol import DRAWN, Blocks, Indices
+from steepest.core.data.protocol import DRAWN, Blocks, Indices, Source
 from steepest.core.data.sampler import step_seed
-from steepest.core.data.sources import DatasetSource
+from steepest.core.data.sources import DatasetSource, as_source
+from steepest.data.passes import DataPass, runs
 from steepest.errors import ConfigurationError
-from steepest.loop.passes import DataPass, runs
 
 #: A replica's number in seeds, which no replica has.
 DRAWS = (1 << 32) - 1
@@ -72,8 +72,8 @@ class DrawnSource:
         name = type(self._sampler).__name__
         if isinstance(self._sampler, DistributedSampler):
             raise ConfigurationError(
-                f"the DataLoader has a {name}, which divides samples by itself: leave it out; steepest.prepare() deals "
-                "them out, to any number of workers (shuffle=True shuffles them)"
+                f"the DataLoader has a {name}, which divides samples by itself: leave it out; steepest deals them "
+                "out, to any number of workers (shuffle=True shuffles them)"
             )
         try:
             self.size: int | None = len(self._sampler)
@@ -128,6 +128,27 @@ class DrawnSource:
             )
 
         return DataPass(begin, seed, self.size, wrong, ahead=_AT_A_TIME, keeps=_AT_A_TIME)
+
+
+def as_drawn(loader: DataLoader[Any], seed: int) -> Source:
+    """Return the data of a loader as a source whose samples come as the loader draws them.
+
+    They are shuffled anew in each epoch (``shuffle=True``), come in the data set's order, or are what the loader's own
+    sampler draws; then the source yields `Drawn`.
+
+    Args:
+        loader: with a batch size, unless it has a batch sampler of its own.
+        seed: of the job.
+
+    Raises:
+        ConfigurationError: its sampler has no length, or divides samples itself; the data are empty.
+    """
+    if has_own_sampler(loader):
+        return DrawnSource(loader, seed)
+    source, _ = as_source(loader, None)
+    if type(loader.sampler) is SequentialSampler and not hasattr(source, "blocks"):
+        vars(source)["blocks"] = 1
+    return source
 
 
 def has_own_sampler(loader: DataLoader[Any]) -> bool:
