@@ -530,7 +530,10 @@ class Cluster(JobContext):
         if runtime().is_up:
             for end in self.ending:
                 end()
-            for actor in [*self.actors.values(), *(each.actor for each in self._leaving)]:
+            processes = [*self.actors.values(), *(each.actor for each in self._leaving)]
+            if not dropped:
+                runtime().show_output(processes)
+            for actor in processes:
                 runtime().end(actor)
             self.starting, self.members = {}, {}
             self.placement.release()

@@ -120,6 +120,9 @@ class JobRuntime(Protocol):
     def end(self, process: Any) -> None:
         """Kill a process, without waiting."""
 
+    def show_output(self, processes: Collection[Any]) -> None:
+        """Return when all that processes have printed is on this process' terminal, or after some seconds."""
+
     def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Call:
         """Run a function on a node."""
 

@@ -73,6 +73,7 @@ from steepest.runtime.scheduling import give_way
 from steepest.runtime.state_reader import read_state
 from steepest.runtime.survivors import Survivor, catch_up, state_of
 from steepest.runtime.ways import make_transport
+from steepest.runtime.worker_output import log_file, write_marks
 from steepest.runtime.worker_state import WorkerState, worker_state
 from steepest.tls.connections import Identity
 
@@ -148,7 +149,7 @@ class ProcessActor:
         self._take_name(name)
         if program is not None:
             program.enter()
-        logs = dict.fromkeys(_log_file(number) for number in (1, 2))
+        logs = dict.fromkeys(log_file(number) for number in (1, 2))
         self._place = Place(
             runtime().node,
             runtime().host,
@@ -606,6 +607,10 @@ class ProcessActor:
         ring = self._spans
         return (number, b"") if ring is None else ring.since(number, least)
 
+    def mark_output(self, token: str) -> list[str]:
+        """Write marks behind what the process has printed, see `write_marks`; also amid a step."""
+        return write_marks(token)
+
     def stop(self) -> None:
         """Close every channel and end the router's thread."""
         self.router.stop()
@@ -635,11 +640,3 @@ def _resident_bytes() -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-def _log_file(descriptor: int) -> str:
-    try:
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
-        return ""
-    return path if path.startswith("/") and os.path.isfile(path) else ""

@@ -16,11 +16,15 @@ from typing import Any
 
 import ray
 
+from steepest.config.run import environment_variable
 from steepest.errors import ConfigurationError
 from steepest.prefork import worker_start
 from steepest.prefork.template import TESTED
+from steepest.runtime.worker_output import Arrived
 
 log = logging.getLogger(__name__)
+_LOGS, _REPEATED = "ray._private.ray_logging", "RAY_DEDUP_LOGS"
+_PRINTS = "ray_print_logs"  # Ray's name of what prints workers' lines
 _WISH = "_soft_target_node_id"
 
 
@@ -155,6 +159,39 @@ _SMALLER: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("ray._private.services", "_build_python_executable_command_memory_profileable", _agent_start),
     ("ray._private.ray_constants", "SETUP_WORKER_FILENAME", _worker_start),
 )
+
+
+def printed_lines() -> Arrived | None:
+    """Return what hears the lines that workers print; None where Ray shows none here, as with ``log_to_driver=False``.
+
+    It takes the place of Ray's own handler of them, which it calls.
+    """
+    try:
+        dispatcher = _look_up("ray._private.worker", "global_worker_stdstream_dispatcher")
+        with dispatcher._lock:
+            found = dict(dispatcher.handlers).get(_PRINTS)
+            if found is None or isinstance(found, Arrived):
+                return found
+            arrived = Arrived(found)
+            dispatcher.handlers = [
+                (name, arrived if handler is found else handler)
+                for name, handler in dispatcher.handlers
+            ]
+            return arrived
+    except (ConfigurationError, AttributeError) as error:
+        log.warning("what workers print last may not be shown: %s", error)
+        return None
+
+
+def show_repeated_lines() -> None:
+    """Have Ray show each line that workers print, also what several print, unless RAY_DEDUP_LOGS asks for less."""
+    if environment_variable(_REPEATED) is None:
+        try:
+            _look_up(_LOGS, _REPEATED)
+        except ConfigurationError as error:
+            log.warning("lines that several workers print may be shown once: %s", error)
+            return
+        setattr(importlib.import_module(_LOGS), _REPEATED, False)
 
 
 def name_process(name: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
+import secrets
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,6 +32,9 @@ from steepest.runtime import places, ray_private
 from steepest.runtime.connection import ensure_ray
 from steepest.runtime.job_runtime import Call, Group
 
+_MARK_SECONDS = 2.0  # in which processes answer
+_PRINTED_SECONDS = 5.0  # in which what they have printed comes to the driver
+log = logging.getLogger(__name__)
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
 
 
@@ -84,7 +89,9 @@ class RayRuntime:
     def connect(self, cpus: int | None = None, *, verbose: bool = False) -> bool:
         """Connect, see `ensure_ray`, to a Ray that has all that is needed."""
         ray_private.check()
-        return ensure_ray(cpus, verbose=verbose)
+        began = ensure_ray(cpus, verbose=verbose)
+        ray_private.show_repeated_lines()
+        return began
 
     def shutdown(self) -> None:
         """Disconnect."""
@@ -116,6 +123,23 @@ class RayRuntime:
     def end(self, process: Any) -> None:
         """Kill an actor."""
         ray.kill(process, no_restart=True)
+
+    def show_output(self, processes: Collection[Any]) -> None:
+        """Wait for Ray's log monitor."""
+        if (arrived := ray_private.printed_lines()) is None:
+            return
+        token = secrets.token_hex(8)
+        refs = [process.mark_output.remote(token) for process in processes]
+        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=_MARK_SECONDS)
+        marks = set[str]()
+        for ref in answered:
+            with contextlib.suppress(ray.exceptions.RayError):  # it is dead, and marks nothing
+                marks.update(ray.get(ref))
+        if not arrived.wait(marks, _PRINTED_SECONDS):
+            log.warning(
+                "what workers have printed last may be missing here: Ray has not sent it within %g s; "
+                "it is in Ray's logs", _PRINTED_SECONDS,
+            )  # fmt: skip
 
     def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Call:
         """Run a task on a node."""

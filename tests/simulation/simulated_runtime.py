@@ -79,6 +79,9 @@ class SimulatedRuntime:
         self.world.event()
         process.actor.kill()
 
+    def show_output(self, processes: Collection[Handle]) -> None:
+        """Do nothing: processes are threads of this one."""
+
     def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Call:
         """Run a function somewhere."""
         ref, sent = Ref(self.store, "a task"), self.store.dump(arguments)
