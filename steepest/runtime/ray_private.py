@@ -20,7 +20,7 @@ from steepest.config.run import environment_variable
 from steepest.errors import ConfigurationError
 from steepest.prefork import worker_start
 from steepest.prefork.template import TESTED
-from steepest.runtime.worker_output import Arrived
+from steepest.runtime.worker_output import PrintedLines
 
 log = logging.getLogger(__name__)
 _LOGS, _REPEATED = "ray._private.ray_logging", "RAY_DEDUP_LOGS"
@@ -161,7 +161,7 @@ _SMALLER: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 )
 
 
-def printed_lines() -> Arrived | None:
+def printed_lines() -> PrintedLines | None:
     """Return what hears the lines that workers print; None where Ray shows none here, as with ``log_to_driver=False``.
 
     It takes the place of Ray's own handler of them, which it calls.
@@ -170,9 +170,9 @@ def printed_lines() -> Arrived | None:
         dispatcher = _look_up("ray._private.worker", "global_worker_stdstream_dispatcher")
         with dispatcher._lock:
             found = dict(dispatcher.handlers).get(_PRINTS)
-            if found is None or isinstance(found, Arrived):
+            if found is None or isinstance(found, PrintedLines):
                 return found
-            arrived = Arrived(found)
+            arrived = PrintedLines(found)
             dispatcher.handlers = [
                 (name, arrived if handler is found else handler)
                 for name, handler in dispatcher.handlers

@@ -42,7 +42,7 @@ def _has_lines(path: str) -> bool:
         return any(not line.startswith(b":") for line in file)
 
 
-class Arrived:
+class PrintedLines:
     """The marks that have come to this driver.
 
     Args:

@@ -13,7 +13,7 @@ import pytest
 from ray._private import ray_logging, worker
 
 from steepest.runtime import ray_private
-from steepest.runtime.worker_output import Arrived
+from steepest.runtime.worker_output import PrintedLines
 
 WORKER = """
 import sys
@@ -49,7 +49,7 @@ def test_lines_before_a_mark_are_shown_when_it_has_come_and_the_mark_is_not(tmp_
     marks, shown = told.read_text().split(), list[dict[str, Any]]()
     assert len(marks) == 1
     assert (tmp_path / "err").read_text() == ":actor_name:a worker\n"
-    arrived = Arrived(shown.append)
+    arrived = PrintedLines(shown.append)
     assert not arrived.wait(marks, 0)
     data = {"pid": 7, "lines": out.read_text().splitlines()}
     sender = Thread(target=arrived, args=(data,))
