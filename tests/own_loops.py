@@ -328,6 +328,20 @@ def adversarial(alternate: int = 1) -> None:
     FOUND["adversarial"] = snapshot(nn.ModuleList([generator, critic]))
 
 
+def of_some_samples(parts: Parts, epochs: int, lacking: list[bool]) -> None:
+    """Learns of some samples alone: a part of the whole batch may have none of them, and no gradient."""
+    for _ in steepest.epochs(epochs):
+        for x, y in parts.loader:
+            parts.optimizer.zero_grad()
+            wanted = x[:, 0] > 0
+            lacking.append(not wanted.any())
+            if wanted.any():
+                (
+                    nn.functional.mse_loss(parts.model(x), y, reduction="none").mean(1) * wanted
+                ).mean().backward()
+            parts.optimizer.step()
+
+
 def clipped_apart() -> None:
     """Two networks with an optimizer each, both clipped before both step."""
     columns = samples(SAMPLES)

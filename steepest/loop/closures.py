@@ -17,9 +17,9 @@ import torch
 from steepest.errors import ConfigurationError
 from steepest.loop.losses import Losses
 
-#: Where an optimizer is to step without a gradient.
+#: Where an optimizer is to step by gradients that no worker has; takes where that was found.
 NO_GRADIENT = (
-    "optimizer.step() was called, and no parameter has a gradient: call loss.backward() before it, and zero_grad() "
+    "optimizer.step() was called{}, and no parameter has a gradient: call loss.backward() before it, and zero_grad() "
     "before that"
 )
 
@@ -123,11 +123,6 @@ class ByClosure:
             parameter.grad = parameter.detach() - values
         return found
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether one of its parameters has a gradient."""
-        return any(p.grad is not None for p in self.parameters)
-
     def lay_out(self) -> None:
         """Have parameters be the values that are tried."""
         for parameter, values in self.aside.items():
@@ -198,8 +193,6 @@ def step_by_closure(
             push()
             return loss
         steps.check_may_step()
-        if closure is None and not by.has_gradient:
-            raise ConfigurationError(NO_GRADIENT)
         steps.trying = by
         loss = by.step(partial(_evaluated, loop, by, closure), steps.end_trial)
         del loop.losses.found[1:]
@@ -214,10 +207,13 @@ def step_by_closure(
 def _evaluated(loop: Trying, by: ByClosure, closure: Callable[[], Any] | None) -> torch.Tensor:
     """Evaluate the loss; return its mean over the workers by weight, and leave the gradients' means.
 
-    Without a closure the gradients are there, and the loss is not asked for.
+    Without a closure the gradients are there, and the loss is not asked for. ConfigurationError: no worker has one.
     """
     loss = torch.zeros(())
     if closure is not None:
         with torch.enable_grad():
             loss = torch.as_tensor(closure()).detach()
-    return loop.gatherer.average(loss, by.parameters)
+    mean = loop.gatherer.average(loss, by.parameters)
+    if closure is None and all(parameter.grad is None for parameter in by.parameters):
+        raise ConfigurationError(NO_GRADIENT.format(""))
+    return mean

@@ -90,6 +90,9 @@ class LoopSteps:
         self.clips: dict[int, float] = {}
         self.overflowed = self.is_left_out = False
         self.stepping: set[int] = set()
+        self._has_trained = False  # whether this worker had a gradient in a step
+        # until then: the parameters, and their values in its first step
+        self._first_weights: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def take_over(self, prepared: Prepared) -> None:
         """Have what the user calls of optimizers be done here."""
@@ -183,8 +186,22 @@ class LoopSteps:
                 "loop, so that a worker that joins later knows where the job is"
             )
 
+    def _look_for_gradients(self, prepared: Prepared) -> None:
+        """Note whether this worker has a gradient; before its first one, what the weights were in its first step."""
+        # In a single step it may lack one that others have: of a batch with nothing to learn from.
+        if prepared.has_gradients:
+            self._has_trained, self._first_weights = True, None
+        elif self._first_weights is None:
+            trained = [parameter for each in prepared.trained() for parameter in each]
+            self._first_weights = [(each, each.detach().clone()) for each in trained]
+
     def check_any_taken(self, epoch: int) -> None:
-        """Check, at the end of an epoch, that a loop with backward passes has stepped; else ConfigurationError."""
+        """Check, at the end of an epoch, that the loop trains; else ConfigurationError.
+
+        It does not if it has backward passes and no step, or steps without a gradient on any worker.
+        """
+        if self._first_weights and all(torch.equal(*each) for each in self._first_weights):
+            raise ConfigurationError(NO_GRADIENT.format(f" up to the end of epoch {epoch}"))
         if not self.stepping and self._loop.losses.found:
             raise ConfigurationError(
                 f"the loop called loss.backward() and came to the end of epoch {epoch} without optimizer.step(): "
@@ -207,8 +224,8 @@ class LoopSteps:
             return
         self.check_may_step()
         prepared.check_groups()
-        if not _has_gradient(optimizer):
-            raise ConfigurationError(NO_GRADIENT)
+        if not self._has_trained:
+            self._look_for_gradients(prepared)
         loop.begin_step()
         changed = prepared.model.optimizer_spec.changed(prepared.groups)
         self.hyper, self.changed = changed if any(changed) else None, changed
@@ -298,15 +315,6 @@ class LoopSteps:
         """By what a step's gradients are multiplied, for the update that is their mean by samples to be the sum."""
         loop = self._loop
         return (loop.whole or 1) / loop.samples if loop.sums and loop.samples else 1.0
-
-
-def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether any of an optimizer's parameters has a gradient."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                return True
-    return False
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:

@@ -43,6 +43,7 @@ from tests.own_loops import (
     clipped_apart,
     clipping,
     meeting,
+    of_some_samples,
     penalised,
     plain,
     rollout,
@@ -172,6 +173,39 @@ def test_a_sum_by_hand_that_is_said_to_be_one_equals_one_process() -> None:
         found = run(script, 2)
     assert difference(found.weights, script.alone(2)) < 1e-12
     assert all(math.isfinite(step["loss"]) for step in found.steps)
+
+
+@pytest.mark.parametrize(
+    ("workers", "strategy"), [(1, "ps"), (2, "ps"), (3, "allreduce"), (2, "simple")]
+)
+def test_a_batch_without_a_gradient_counts_as_zero(workers: int, strategy: str) -> None:
+    """On the worker that has it, as samples do of which nothing is learned beside others in one batch."""
+    lacking = []
+
+    def loop(parts: Parts, epochs: int) -> None:
+        of_some_samples(parts, epochs, lacking)
+
+    script = Script(loop, optimizer=sgd(momentum=0.9))
+    assert difference(run(script, workers, strategy).weights, script.alone(workers)) < 1e-12
+    assert True in lacking
+    assert False in lacking
+
+
+def test_a_worker_may_learn_nothing_at_all() -> None:
+    def loop(parts: Parts, epochs: int) -> None:
+        for _ in steepest.epochs(epochs):
+            for x, y in parts.loader:
+                parts.optimizer.zero_grad()
+                if steepest.rank() != 1:
+                    nn.functional.mse_loss(parts.model(x), y).backward()
+                parts.optimizer.step()
+
+    script = Script(loop, data=samples(4), epochs=1)
+    half = Task(optimizer=sgd(0.05), data=script.data, batch_size=2)
+    x, y = script.data
+    first = SamplePlan(4, 4, 0).share(0, 0, 2)  # worker 0's, whose mean is half of the update
+    expected = replace(half, data=(x[first], y[first])).train(1, 1)
+    assert difference(run(script, 2).weights, expected) < 1e-12
 
 
 def clipping_all() -> None:

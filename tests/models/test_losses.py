@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -176,6 +176,35 @@ def test_sums_make_the_updates_of_one_process(config: Any, settings: dict[str, A
     trace = task.trace(math.prod(options.values()), 9)
     assert difference(cluster.weights(), trace[-1]) < 1e-12
     assert results[0].loss == pytest.approx(_mean_of(task, trace[0], results[0].samples), rel=1e-9)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("config", [ParameterServerStrategy(), AllreduceStrategy()])
+def test_a_batch_with_nothing_to_learn_from_counts_as_zero(config: Any, workers: int) -> None:
+    """On the worker that has it, as its samples do beside others in one batch. A first one is taken for a mistake."""
+    x, y = samples(24)
+    x[SamplePlan(24, 2 * workers, 0).share(0, 0, 1)] = 1.0
+    lacking = []
+
+    def wanted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        mask = target[:, 0] > 0
+        lacking.append(not mask.any())
+        if lacking[-1]:
+            return torch.zeros((), dtype=output.dtype)
+        return (F.mse_loss(output, target, reduction="none").mean(1) * mask).mean()
+
+    y[:, 0] = x[:, 0]
+    task = Task(loss=wanted, data=(x, y), batch_size=2, optimizer=sgd(0.1))
+    cluster = InProcessCluster(task.creator(), num_workers=workers, strategy=config)
+    results = cluster.step(9)
+    assert all(isinstance(result, Result) for result in results)
+    assert True in lacking
+
+    def alone(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return wanted(output, target) + 0.0 * output.sum()
+
+    expected = replace(task, loss=alone).train(workers, 9)
+    assert difference(cluster.weights(), expected) < 1e-12
 
 
 def _mean_of(task: Task, weights: Any, count: int) -> float:

@@ -133,6 +133,7 @@ class TorchModel:
     _gates: Gates | None = None
     _weight = 0.0  # of the present batch
     _looked_for_sums = False
+    _has_learned = False  # whether the loss of any batch has depended on a trained parameter
     #: of the layout, see `steepest.core.tensors.layout`; a subclass' model may have some
     opaque_chunks = 0
 
@@ -446,7 +447,8 @@ class TorchModel:
         arrive(None)
         try:
             weighed = weigh(batch, result, self._share, self._sums)
-            if not weighed.loss.requires_grad:
+            # of a later batch it may be so on this worker alone: one with nothing to learn from
+            if not weighed.loss.requires_grad and (self._own_backward or not self._has_learned):
                 raise ModelError(
                     "the loss does not depend on any trainable parameter (was it detached?)"
                 )
@@ -454,7 +456,9 @@ class TorchModel:
             if self._own_backward:
                 raise ModelError(called_backward(self._own_backward)) from error
             raise
-        if not self._looked_for_sums and not isinstance(result, tuple):
+        self._has_learned = True
+        alone = not isinstance(result, tuple) and weighed.loss.requires_grad
+        if not self._looked_for_sums and alone:
             self._look_for_sums(weighed)
         return weighed
 
@@ -474,6 +478,8 @@ class TorchModel:
         self._missing = {self.layout.index[name]: view for name, view in self._gradients.items()}
         for name in self._gradients:
             self._parameters[name].grad = None
+        if not loss.requires_grad:
+            return
         self._ready = ready
         try:
             scale = self._loss_scale * factor
