@@ -15,8 +15,10 @@ from steepest.tables.table import Table
 
 #: The bytes of values up to which the tables of a model are replicated by themselves, smallest first.
 REPLICATED_BYTES = 2 << 20
-#: The gradient of a row that a batch had, where all others of it are 0: no update is large enough to show it.
+#: The mark of a row that a batch had, in place of the first element of its gradient if all of that is 0. Sums and
+#: means over workers keep it, and add nothing to another worker's gradient; `take_touched` takes it out.
 TOUCHED = 1e-30
+_MOST_MARK = 1e-26  # a sum of marks is no more; a gradient that is no more is 0
 
 
 def replicated(tables: Iterable[Table]) -> tuple[Table, ...]:
@@ -51,7 +53,8 @@ def take_touched(
 ) -> int:
     """Copy the rows whose gradient is not all zeros, in a table of (n, dim) values; return how many there are.
 
-    Their numbers, (n,), values with slots, (n, dim + k), and gradients are written to the beginnings of the last three.
+    Their numbers, (n,), values with slots, (n, dim + k), and gradients without marks are written to the beginnings of
+    the last three.
     """
     count, dim = 0, values.shape[1]
     for row in range(len(gradients)):
@@ -62,6 +65,8 @@ def take_touched(
                 for each in range(dim):
                     mine[count, each] = gradient[each]
                     rows[count, each] = values[row, each]
+                if abs(gradient[0]) <= _MOST_MARK:
+                    mine[count, 0] = 0.0
                 for each in range(slots.shape[1]):
                     rows[count, dim + each] = slots[row, each]
                 count += 1

@@ -21,8 +21,8 @@ from steepest.embedding.collection import EmbeddingCollection
 from steepest.embedding.modules import Embedding, EmbeddingBag, hold_replicated
 from steepest.embedding.row_rule import RowRule
 from steepest.errors import CheckpointError, ConfigurationError, ModelRaisedError
-from steepest.tables import SGD, Adagrad, Adam, Constant, RowWiseAdagrad
-from steepest.tables.replicated import REPLICATED_BYTES, first_values, replicated
+from steepest.tables import FTRL, SGD, Adagrad, Adam, Constant, RowWiseAdagrad, Zeros
+from steepest.tables.replicated import REPLICATED_BYTES, TOUCHED, first_values, replicated
 from steepest.tables.row_optimizers import RowOptimizer
 from steepest.tables.shard import TableShard
 from steepest.testing import InProcessCluster, replay
@@ -247,6 +247,61 @@ def test_rows_without_a_gradient_stay_to_the_bit(optimizer: RowOptimizer) -> Non
         shard.push([0, 0], [3, 17], gradient[[3, 17]].numpy(), version, optimizer.lr * factor)
     assert (values != before).any(1).nonzero().flatten().tolist() == [3, 17]
     assert torch.equal(values, torch.from_numpy(shard.pull([0] * 40, range(40))))
+
+
+BY_THEMSELVES = [Adam(lr=0.3), SGD(lr=0.3, momentum=0.9), SGD(lr=0.3, weight_decay=0.1), FTRL()]
+
+
+@pytest.mark.parametrize("optimizer", BY_THEMSELVES, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_mark_of_a_row_is_no_gradient(optimizer: RowOptimizer, dtype: str) -> None:
+    """Rows of zeros stay, where servers' do, and others move on by themselves."""
+    for initial in (Zeros(), Constant(0.5)):
+        table = Table("t", 3, num_embeddings=9, optimizer=optimizer, initial=initial, dtype=dtype)
+        values, state = torch.from_numpy(first_values(table, 0)), dict[str, Any]()
+        shard = TableShard([table])
+        pushed = torch.zeros(9, 3, dtype=values.dtype)
+        pushed[4] = torch.tensor([0.0, 0.25, -1.0])
+        for version in range(1, 5):
+            marked = pushed.clone()
+            marked[[2, 4], 0] = 3 * TOUCHED / version  # of several workers, weighed
+            RowRule(table).update(values, marked, state, 1.0)
+            shard.push([0, 0], [2, 4], pushed[[2, 4]].numpy(), version, optimizer.lr)
+            assert torch.equal(values, torch.from_numpy(shard.pull([0] * 9, range(9))))
+            pushed[4] = 0.0
+
+
+class Products(nn.Module):
+    """Factors of two tables, as generalised matrix factorisation has them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        how = {"num_embeddings": USERS, "initial": Zeros(), "optimizer": Adam(lr=0.1)} | settings
+        self.one, self.other = Embedding(Table("a", 4, **how)), Embedding(Table("b", 4, **how))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = (self.one(ids) * self.other(ids)).sum(-1) + self.bias
+        return found
+
+
+@pytest.mark.parametrize("replicate", [True, False])
+def test_rows_at_a_saddle_stay_there(replicate: bool) -> None:
+    """The gradient of a product of zeros is zero: a row that moved by any little would leave with Adam's speed."""
+
+    def create(worker_index: int, device_index: int) -> TorchModel:
+        return TorchModel(
+            Products(replicate=replicate),
+            loss=nn.functional.mse_loss,
+            data=(torch.arange(24) % USERS, torch.ones(24)),
+            batch_size=6,
+            optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+        )
+
+    with trainer(create) as sgd:
+        sgd.fit(steps=6, progress=False)
+        for name in "ab":
+            assert not sgd.export_table(name).look_up(torch.arange(24)).any()
 
 
 def test_small_tables_are_held_by_workers_smallest_first() -> None:
