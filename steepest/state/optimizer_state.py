@@ -36,6 +36,8 @@ Own = Mapping[int, Mapping[str, torch.Tensor]]
 Apart = Mapping[str, torch.Tensor]  # a checkpoint's tensors by replica, and others
 _CHANGE = "change/"  # before the names of what was left out under local SGD, which is of weights
 _OWN, _OUTER, _LEFT_OUT, _ROWS = "local:", "outer:", "compression:", "rows:"
+#: In a checkpoint, the name of the state of a worker that has none: of how many workers a state is has to be known.
+_NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class OptimizerState:
             return cls(on_servers, plain, schedule, left_out=left_out, rows=rows)
         inner = {worker: each.inner for worker, each in workers.items() if each.inner is not None}
         mean, plain, schedule = mean_inner(list(inner.values()))
-        own = {worker: state for worker, (state, _, _) in inner.items() if state}
+        own = {worker: state for worker, (state, _, _) in inner.items()}
+        own = own if any(own.values()) else {}
         return cls(mean, plain, schedule, own, on_servers, left_out, rows)
 
     @classmethod
@@ -99,7 +102,9 @@ class OptimizerState:
             for key, value in apart.items():
                 if key.startswith(prefix):
                     worker, _, name = key.removeprefix(prefix).partition("/")
-                    found.setdefault(int(worker), {})[name] = value
+                    state = found.setdefault(int(worker), {})
+                    if name != _NOTHING:
+                        state[name] = value
             return found
 
         outer = {k.removeprefix(_OUTER): v for k, v in apart.items() if k.startswith(_OUTER)}
@@ -116,7 +121,7 @@ class OptimizerState:
             f"{prefix}{worker}/{name}": value
             for prefix, own in parts
             for worker, state in own.items()
-            for name, value in state.items()
+            for name, value in (state or {_NOTHING: torch.empty(0)}).items()
         }
 
     def renumbered(self, numbers: Mapping[int, int]) -> OptimizerState:
@@ -183,7 +188,7 @@ class OptimizerState:
             }
             for worker, state in self.left_out.items()
         }
-        return {worker: state for worker, state in found.items() if state}
+        return found if any(found.values()) else {}
 
     def rows_for(self, job: Job) -> dict[int, Tensors]:
         """Return by worker of a job the gradients of rows that it is to push.
@@ -204,8 +209,9 @@ class OptimizerState:
 
 
 def _exchanged(workers: Mapping[int, WorkerState], what: str) -> dict[int, Tensors]:
-    """Return a part of what workers' exchanges have, by worker, of those that have it."""
-    return {w: each.exchanged[what] for w, each in workers.items() if what in each.exchanged}
+    """Return a part of what workers' exchanges have, by worker, unless none has anything."""
+    found = {w: each.exchanged[what] for w, each in workers.items() if what in each.exchanged}
+    return found if any(found.values()) else {}
 
 
 def mean_inner(found: Sequence[InnerOptimizerState]) -> InnerOptimizerState:
@@ -232,12 +238,11 @@ def _can_be_averaged(values: Sequence[torch.Tensor]) -> bool:
 
 def _mean_own_weights(own: Own) -> Tensors:
     """Return the mean of the weights that workers have of their own, for one that has none."""
+    states = [state for state in own.values() if state]  # not of those that have not begun yet
     names = (
-        set.intersection(*(set(filter(is_own_weight, state)) for state in own.values()))
-        if own
-        else ()
+        set.intersection(*(set(filter(is_own_weight, state)) for state in states)) if states else ()
     )
-    found = [{name: state[name] for name in sorted(names)} for state in own.values()]
+    found = [{name: state[name] for name in sorted(names)} for state in states]
     return mean_states(found, [1.0] * len(found)) if names else Tensors()
 
 
@@ -248,5 +253,7 @@ def _mean_left_out(own: Own) -> dict[str, torch.Tensor]:
     for name in sorted(names):
         parts = [state[name] for state in own.values() if name in state]
         mean[name] = torch.stack(parts).sum(0).div_(len(own))
-    factors = {name: value for name, value in own[min(own)].items() if not name.startswith("left/")}
+    factors: dict[str, torch.Tensor] = {}
+    for _, state in sorted(own.items(), reverse=True):  # the first worker's that has one
+        factors |= {name: value for name, value in state.items() if not name.startswith("left/")}
     return {**mean, **factors}

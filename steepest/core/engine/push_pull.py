@@ -243,9 +243,9 @@ class PushPull:
         return Arrived(complete, weights.skipped if self._answers(weights) else None)
 
     def state(self, step: int) -> dict[str, Tensors]:
-        """Return what compression has left out of the gradients so far, if it has."""
-        left_out = None if self._compressor is None else self._compressor.state()
-        return {COMPRESSION: Tensors(left_out)} if left_out else {}
+        """Return what compression has left out of the gradients so far, if they are compressed."""
+        compressor = self._compressor
+        return {} if compressor is None else {COMPRESSION: Tensors(compressor.state())}
 
     def load_state(self, what: str, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from what compression had left out, if gradients are compressed."""
