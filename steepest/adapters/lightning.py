@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from steepest.core.models.protocol import Computed
+from steepest.core.data.protocol import Source
+from steepest.core.models.protocol import Arrive, Computed, Ready, Where, all_here
 from steepest.core.models.scalars import describe
+from steepest.core.models.step_size import step_size
 from steepest.core.optim.detached_schedule import DetachedSchedule
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ConfigurationError, ModelError
@@ -21,9 +23,14 @@ _PACKAGES = ("lightning", "pytorch_lightning")
 _HOOKS = (  # besides those whose names begin with "on_"
     "backward", "configure_callbacks", "configure_gradient_clipping", "configure_model",
     "configure_sharded_model", "lr_scheduler_step", "optimizer_step", "optimizer_zero_grad",
-    "prepare_data", "setup", "teardown", "transfer_batch_to_device",
+    "prepare_data", "setup", "teardown",
 )  # fmt: skip
 _NOT_OF_FIT = ("on_test_", "on_predict_")
+_OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_OF_DATA = (
+    "state_dict",
+    "load_state_dict",
+)  # of a data module, with prepare_data, which is not called
 
 
 class LightningModel(TorchModel):
@@ -32,15 +39,19 @@ class LightningModel(TorchModel):
     Of the module's methods these are called: `configure_optimizers`, `training_step`,
     `validation_step` in `evaluate`, `train_dataloader` if no data are given. `log` and `log_dict`
     make metrics: means over the batch, of torchmetrics' objects the value for the batch. `batch_idx`
-    counts the replica's batches. `trainer` knows `max_epochs`, `num_training_batches` and
+    counts the replica's batches in the epoch, or in the evaluation. A batch whose `training_step` returns
+    None counts for nothing in its step; where all do, no weight changes. `on_before_batch_transfer`,
+    `transfer_batch_to_device` and `on_after_batch_transfer` are called, a data module's own before the module's.
+    `trainer` knows `max_epochs`, `num_training_batches` and
     `estimated_stepping_batches` where they are given; anything else asked of it is an error.
 
     Args:
         module: with automatic optimization.
-        data: training data as `TorchModel` takes them; None for the module's `train_dataloader()`.
+        data: training data as `TorchModel` takes them; None for the module's `train_dataloader()`; a
+            LightningDataModule for its own, after ``setup("fit")``. Its `prepare_data` is not called.
         batch_size: samples per replica and step; None with a DataLoader that has one.
         steps_per_epoch: steps of all replicas together in an epoch; needed for a schedule of
-            epochs, which is Lightning's default interval.
+            epochs, which is Lightning's default interval, or with a frequency.
         epochs: the epochs that are going to be trained.
         ignore_hooks: names of methods that the module overrides and that need not be called.
         autocast, loss_scale: see `TorchModel`.
@@ -76,7 +87,9 @@ class LightningModel(TorchModel):
         _, schedule = _configured(module, steps_per_epoch)
         self._logged: dict[str, Any] = {}
         self._step = "training_step"
-        self._batches = {"training_step": 0, "validation_step": 0}
+        self._index = {"training_step": 0, "validation_step": 0}
+        self._hooks_of, data = _of_data(module, data)
+        self._per_step = step_size().samples  # None where it is as many as all batches have
         super().__init__(
             module,
             data=module.train_dataloader() if data is None else data,
@@ -87,17 +100,52 @@ class LightningModel(TorchModel):
             loss_scale=loss_scale,
         )
 
-    def loss(self, batch: Any) -> torch.Tensor:
-        """Return the loss of the module's step, and keep what the step logs.
+    def take_place(self, where: Where, replica: int, replicas: int) -> None:
+        """Take the place of the next batch, see `steepest.core.models.protocol.FollowsData`."""
+        number, batches = where.part
+        each = max(batches // replicas, 1)  # of a replica in a step
+        steps = where.step
+        if where.epoch is not None:
+            whole = self._per_step or batches * self.batch_size
+            steps = where.ranges[0][0] // whole if where.ranges else 0
+        self._index["training_step"] = steps * each + number % each
+
+    def source(self, data: Any, batch_size: int) -> Source:
+        """Return a source of batches for `evaluate`, which begins."""
+        self._index["validation_step"] = 0
+        return super().source(data, batch_size)
+
+    def compute_gradients(
+        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = all_here
+    ) -> Computed:
+        """Run the module's `training_step` and a backward pass; its hooks see the batch before and after it moves."""
+        return super().compute_gradients(self._hooked(0, batch), ready, metrics, arrive)
+
+    def _hooked(self, number: int, batch: Any, *more: Any) -> Any:
+        """Return a batch as a hook of those of batches makes it, if it is overridden."""
+        name = _OF_BATCHES[number]
+        owner = next((each for each in self._hooks_of if _overrides(each, name)), None)
+        if owner is None:
+            return batch
+        with torch.autocast(self._device.type, enabled=False):
+            return getattr(owner, name)(batch, *more, 0)
+
+    def loss(self, batch: Any) -> Any:
+        """Return the loss of the module's step, and keep what the step logs; without a loss one that weighs nothing.
 
         Raises:
-            ModelError: the step has no loss, or logs something that is no mean over a batch.
+            ModelError: the step returns something else, or logs something that is no mean over a batch.
         """
         self._logged = {}
+        batch = self._hooked(2, self._hooked(1, batch, self._device))
         step = getattr(self.module, self._step)
-        index, self._batches[self._step] = self._batches[self._step], self._batches[self._step] + 1
+        index = self._index[self._step]
         with self._logging():
             result = step(batch, index) if _takes_index(step) else step(batch)
+        self._index[self._step] = index + 1
+        if result is None and self._step == "training_step":
+            self._logged = {}
+            return torch.zeros((), requires_grad=True), 0.0  # which no parameter has a gradient of
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if loss is None and self._step == "validation_step":
             losses = [value for name, value in self._logged.items() if name.endswith("loss")]
@@ -124,7 +172,7 @@ class LightningModel(TorchModel):
             raise ModelError(f"{type(self.module).__name__} has no validation_step: write one")
         self._step = "validation_step"
         try:
-            return super().evaluate(batch)
+            return super().evaluate(self._hooked(0, batch))
         finally:
             self._step = "training_step"
 
@@ -191,7 +239,8 @@ def _check_module(module: Any, ignored: Collection[str]) -> None:
     for needed in ("training_step", "configure_optimizers"):
         if not _overrides(module, needed):
             raise ModelError(f"{name} has no {needed}: write one")
-    begun = (n for n in dir(base) if n.startswith("on_") and not n.startswith(_NOT_OF_FIT))
+    others = (*_NOT_OF_FIT, *_OF_BATCHES)
+    begun = (n for n in dir(base) if n.startswith("on_") and not n.startswith(others))
     not_called = [
         hook
         for hook in sorted({*begun, *_HOOKS})
@@ -205,18 +254,34 @@ def _check_module(module: Any, ignored: Collection[str]) -> None:
         )
 
 
-def _base(module: Any) -> type | None:
-    """Return Lightning's own class among those of a module, or None."""
+def _of_data(module: Any, data: Any) -> tuple[tuple[Any, ...], Any]:
+    """Return who may override hooks of batches, and the training data, of a data module its own."""
+    # ModelError: it overrides what is not called.
+    if _base(data, "LightningDataModule") is None:
+        return (module,), data
+    name = type(data).__name__
+    if not_called := [hook for hook in _OF_DATA if _overrides(data, hook)]:
+        raise ModelError(
+            f"{name} overrides {', '.join(not_called)}, which is not called here: leave it out; the place in the data "
+            "is a checkpoint's"
+        )
+    data.setup("fit")
+    return (data, module), data.train_dataloader()
+
+
+def _base(module: Any, name: str = "LightningModule") -> type | None:
+    """Return Lightning's own class of a name among those of a module, or None."""
     for cls in type(module).__mro__:
-        if cls.__name__ == "LightningModule" and cls.__module__.split(".")[0] in _PACKAGES:
+        if cls.__name__ == name and cls.__module__.split(".")[0] in _PACKAGES:
             return cls
     return None
 
 
 def _overrides(module: Any, name: str) -> bool:
-    """Return whether a module has a method of its own of that name."""
+    """Return whether a module, or a data module, has a method of its own of that name."""
     own = getattr(type(module), name, None)
-    return own is not None and own is not getattr(_base(module), name, None)
+    base = _base(module) or _base(module, "LightningDataModule")
+    return own is not None and own is not getattr(base, name, None)
 
 
 def _takes_index(step: Any) -> bool:
@@ -261,12 +326,15 @@ def _schedule(module: Any, chosen: Any, steps_per_epoch: int | None) -> Detached
     settings = chosen if isinstance(chosen, Mapping) else {"scheduler": chosen}
     scheduler, every = settings.get("scheduler"), settings.get("frequency", 1)
     by_epoch = settings.get("interval", "epoch") == "epoch"
-    if by_epoch and not isinstance(scheduler, ReduceLROnPlateau):  # which is refused below
-        if steps_per_epoch is None:
-            raise ConfigurationError(
-                f"{type(scheduler).__name__} is stepped once per epoch: give "
-                "LightningModel(steps_per_epoch=), the steps of all replicas together, or return "
-                '{"scheduler": ..., "interval": "step"}'
-            )
-        every *= steps_per_epoch
-    return DetachedSchedule(scheduler, every, keep=(module,))  # type: ignore[arg-type]
+    if isinstance(scheduler, ReduceLROnPlateau) or not (by_epoch or every != 1):
+        return DetachedSchedule(scheduler, keep=(module,))  # type: ignore[arg-type]
+    if steps_per_epoch is None:
+        when = "per epoch" if by_epoch else f"in {every} steps of each epoch"
+        raise ConfigurationError(
+            f"{type(scheduler).__name__} is stepped once {when}: give "
+            "LightningModel(steps_per_epoch=), the steps of all replicas together, or return "
+            '{"scheduler": ..., "interval": "step"}'
+        )
+    if by_epoch:
+        return DetachedSchedule(scheduler, every * steps_per_epoch, keep=(module,))  # type: ignore[arg-type]
+    return DetachedSchedule(scheduler, every, steps_per_epoch, keep=(module,))  # type: ignore[arg-type]

@@ -49,7 +49,9 @@ class Net(lightning.LightningModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        if (self.hparams.form == "none" and batch_idx % 2) or self.hparams.form == "never":
+            return None
         x, y = batch
         output = self(x)
         loss = torch.nn.functional.mse_loss(output, y)
@@ -77,6 +79,9 @@ class Net(lightning.LightningModule):
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": one, "interval": "step"}}
         if self.hparams.form == "epoch":
             return [optimizer], [schedulers.ExponentialLR(optimizer, gamma=0.5)]
+        if self.hparams.form in ("third", "none"):  # 4 steps are an epoch
+            third = schedulers.ExponentialLR(optimizer, gamma=0.5)
+            return [optimizer], [{"scheduler": third, "interval": "step", "frequency": 3}]
         if self.hparams.form == "frequency":
             warm = schedulers.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.warm()))
             late = schedulers.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -94,13 +99,17 @@ def under_lightning(form: str, batches: list[Any]) -> dict[str, torch.Tensor]:
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(X, Y), batch_sampler=InTurn(batches)
     )
+    return fitted(module, loader)
+
+
+def fitted(module: Any, data: Any) -> dict[str, torch.Tensor]:
     trainer = lightning.Trainer(
         max_epochs=EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, loader)
+        trainer.fit(module, data)
     assert trainer.global_step == EPOCHS * STEPS
     return snapshot(module)
 
@@ -129,7 +138,15 @@ def creator(form: str, workers: int) -> Any:
 
 @pytest.mark.parametrize(
     ("form", "workers", "strategy"),
-    [("step", 2, "allreduce"), ("epoch", 3, "ps"), ("frequency", 2, "ps"), ("plain", 1, "ps")],
+    [
+        ("step", 2, "allreduce"),
+        ("epoch", 3, "ps"),
+        ("frequency", 2, "ps"),
+        ("plain", 1, "ps"),
+        ("third", 1, "ps"),
+        ("none", 2, "ps"),
+        ("none", 3, "allreduce"),
+    ],
 )
 def test_a_module_ends_with_the_weights_that_lightning_gives_it(
     form: str, workers: int, strategy: str
@@ -146,9 +163,10 @@ def test_a_module_ends_with_the_weights_that_lightning_gives_it(
     ):
         last = sgd.fit(epochs=EPOCHS, progress=False)
         assert difference(sgd.weights(), expected) < 1e-12
-        assert last.metrics.keys() == {"train_loss", "largest", "batch"}
-        assert last.metrics["train_loss"] == pytest.approx(last.loss, rel=1e-12)
-        assert last.metrics["batch"] == EPOCHS * STEPS - 1
+        if form != "none":  # its last batches have no loss
+            assert last.metrics.keys() == {"train_loss", "largest", "batch"}
+            assert last.metrics["train_loss"] == pytest.approx(last.loss, rel=1e-12)
+            assert last.metrics["batch"] == STEPS - 1
         found = sgd.evaluate((X, Y))
     module = Net(form)
     module.load_state_dict(expected, strict=False)
@@ -202,6 +220,7 @@ def changed(**methods: Any) -> Any:
         (changed(on_train_epoch_end=print), {}, ModelError, r"ignore_hooks=\['on_train_epoch_end'\]"),
         (changed(optimizer_step=print), {}, ModelError, "overrides optimizer_step"),
         (Net("epoch"), {}, ConfigurationError, r"LightningModel\(steps_per_epoch=\)"),
+        (Net("third"), {}, ConfigurationError, "ExponentialLR is stepped once in 3 steps of each"),
         (Net("step"), {"steps_per_epoch": 4}, ModelError, "'estimated_stepping_batches'"),
         (Net("plain"), {"epochs": 0}, ConfigurationError, "epochs=0"),
         (
@@ -222,7 +241,8 @@ def test_what_cannot_be_followed_is_refused(
 @pytest.mark.parametrize(
     ("step", "says"),
     [
-        (lambda self, batch: None, "training_step returned NoneType"),
+        (lambda self, batch: 1.0, "training_step returned float"),
+        (lambda self, batch: {"los": self(X).sum()}, "training_step returned dict"),
         (lambda self, batch: self.trainer.current_epoch, "asks its trainer for 'current_epoch'"),
         (lambda self, batch: self.log("most", 1.0, reduce_fx="max"), "reduce_fx='max'"),
         (lambda self, batch: self.logger.experiment, "asks its trainer for 'logger'"),
@@ -272,6 +292,107 @@ def test_a_step_may_return_a_dict_and_take_no_index_and_data_may_be_the_modules_
     assert "log" not in vars(model.module)
     with pytest.raises(ModelError, match="has no validation_step"):
         model.evaluate((X, Y))
+
+
+def test_a_worker_without_a_loss_counts_for_nothing() -> None:
+    plan = SamplePlan(len(X), STEP, seed=0)
+    expected = under_lightning("plain", [plan.share(n, 0, 2) for n in range(EPOCHS * STEPS)])
+
+    def create(worker_index: int, device_index: int) -> LightningModel:
+        form = "plain" if worker_index == 0 else "never"
+        return LightningModel(Net(form), data=(X, Y), batch_size=STEP // 2)
+
+    with Simulation(1).running(), DistributedSGD(create, 2, run_config=run_config()) as sgd:
+        sgd.fit(steps=EPOCHS * STEPS, progress=False)
+        assert difference(sgd.weights(), expected) < 1e-12
+
+
+class Boxed:
+    """A batch of a type that only `transfer_batch_to_device` knows."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+
+def boxed(rows: list[Any]) -> Boxed:
+    return Boxed(torch.utils.data.default_collate(rows))
+
+
+class Data(lightning.LightningDataModule):
+    """Data with hooks of their own."""
+
+    def __init__(self, **chosen: Any) -> None:
+        super().__init__()
+        self.chosen, self.rows = chosen, ()
+
+    def setup(self, stage: str) -> None:
+        self.rows = torch.utils.data.TensorDataset(X, Y)
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.rows, collate_fn=boxed, **self.chosen)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        assert dataloader_idx == 0
+        return Boxed((batch.rows[0] + 1, batch.rows[1]))
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return [each.to(device) for each in batch.rows]
+
+
+class Scaling(Net):
+    """Its hook is called, too, as the data module has none of this name."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return 2 * x, y
+
+
+def test_hooks_of_batches_are_called_those_of_a_data_module_first() -> None:
+    plan = SamplePlan(len(X), STEP, seed=0)
+    batches = [plan.share(n, 0, 1) for n in range(EPOCHS * STEPS)]
+    expected = fitted(Scaling("plain"), Data(batch_sampler=InTurn(batches)))
+
+    def create(worker_index: int, device_index: int) -> LightningModel:
+        return LightningModel(Scaling("plain"), data=Data(batch_size=STEP // 2))
+
+    with Simulation(1).running(), DistributedSGD(create, 2, run_config=run_config()) as sgd:
+        sgd.fit(epochs=EPOCHS, progress=False)
+        assert difference(sgd.weights(), expected) < 1e-12
+        loader = Data(batch_size=STEP)
+        loader.setup("validate")
+        found = sgd.evaluate(loader.train_dataloader())
+    module = Net("plain")
+    module.load_state_dict(expected)
+    loss = torch.nn.functional.mse_loss(module(2 * (X + 1)), Y)
+    assert found.loss == pytest.approx(loss.item(), rel=1e-9)
+    own = type("Own", (Data,), {"state_dict": lambda self: {}})()
+    with pytest.raises(ModelError, match="Own overrides state_dict, which is not called here"):
+        LightningModel(Net("plain"), data=own, batch_size=4)
+
+
+def test_a_batch_has_its_number_in_the_epoch_and_in_the_evaluation() -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Numbered(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(("t", batch_idx))
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(("v", batch_idx))
+            super().validation_step(batch, batch_idx)
+
+    with (
+        Simulation(1).running(),
+        DistributedSGD(
+            lambda *_: LightningModel(Numbered("plain"), data=(X, Y), batch_size=STEP // 2),
+            1, accumulate=2, run_config=run_config(),
+        ) as sgd,
+    ):  # fmt: skip
+        sgd.fit(epochs=2, progress=False)
+        for _ in range(2):
+            sgd.evaluate((X, Y), batch_size=len(X) // 3)
+    assert seen[-22:] == [("t", n) for n in range(8)] * 2 + [("v", n) for n in range(3)] * 2
 
 
 PAGE_SAYS = "equal to rounding: True ['train_accuracy', 'train_loss'] ['val_accuracy', 'val_loss']"

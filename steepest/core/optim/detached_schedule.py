@@ -37,6 +37,7 @@ class DetachedSchedule:
         scheduler: any of torch.optim.lr_scheduler that depends on the step alone, also one that
             consists of others, before its first step.
         every: training steps from one of its steps to the next.
+        within: training steps after which `every` is counted anew; None for never.
         keep: objects to which the scheduler's functions belong, and that are not copied.
 
     Raises:
@@ -54,10 +55,16 @@ class DetachedSchedule:
         (0.5, 1.0)
     """
 
-    def __init__(self, scheduler: LRScheduler, every: int = 1, keep: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        every: int = 1,
+        within: int | None = None,
+        keep: tuple[Any, ...] = (),
+    ) -> None:
         check_scheduler(scheduler, f"the scheduler is a {type(scheduler).__name__}")
         require_count("every", every)
-        self._every = every
+        self._every, self._within = every, within
         self._keep = keep
         self._groups = [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -76,20 +83,21 @@ class DetachedSchedule:
         for group, values in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(copy.deepcopy(values))
         scheduler = self._copy(self._scheduler, self, optimizer)
-        return scheduler if self._every == 1 else _Every(scheduler, self._every)
+        return scheduler if self._every == 1 else _Every(scheduler, self._every, self._within)
 
 
 class _Every(LRScheduler):
     """A scheduler that is stepped once in several steps."""
 
-    def __init__(self, scheduler: LRScheduler, every: int) -> None:
+    def __init__(self, scheduler: LRScheduler, every: int, within: int | None) -> None:
         self.optimizer = scheduler.optimizer
-        self._scheduler, self._every, self._steps = scheduler, every, 0
+        self._scheduler, self._every, self._within, self._steps = scheduler, every, within, 0
 
     def step(self, epoch: int | None = None) -> None:
         """Count a step, and step the scheduler if it is due."""
         self._steps += 1
-        if self._steps % self._every == 0:
+        counted = self._steps if self._within is None else (self._steps - 1) % self._within + 1
+        if counted % self._every == 0:
             self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
