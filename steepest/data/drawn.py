@@ -37,13 +37,6 @@ class Drawn(NamedTuple):
     samples: int
 
 
-class _Keys(list[Any]):
-    """What a data set is asked for."""
-
-    def tolist(self) -> list[Any]:
-        return list(self)
-
-
 class DrawnSource:
     """The draws of a sampler, or the batches of a batch sampler, as a source of numbered units.
 
@@ -66,6 +59,7 @@ class DrawnSource:
         self.of_batches = loader.batch_size is None
         self._sampler = cast(Any, loader.batch_sampler if self.of_batches else loader.sampler)
         self._seed = seed
+        self._is_told = False  # of epochs, by `enter`; otherwise each is told of when its draws begin
         self._inner = DatasetSource(loader.dataset, loader)
         self.drop_last, self.contents = self._inner.drop_last, self._inner.contents
         self._epochs: dict[int, DataPass] = {}
@@ -85,20 +79,25 @@ class DrawnSource:
         if not self.size:
             raise ConfigurationError(f"the DataLoader's sampler ({name}) draws nothing")
 
+    def enter(self, epoch: int) -> None:
+        """Have the sampler know the epoch that the loop enters, if it asks for that."""
+        self._is_told = True
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Drawn]:
         """Yield a batch for each share of units, which are numbered on from epoch to epoch."""
         counts: deque[int] = deque()
 
-        def chosen() -> Iterator[Any]:
+        def chosen() -> Iterator[list[Any]]:
             for share in shares:
                 drawn = [one for run in runs(share, self.size or 1) for one in self._draws(*run)]
                 if self.of_batches:
                     drawn = [key for batch in drawn for key in batch]
-                keys = _Keys(drawn)
-                counts.append(len(keys))
-                yield keys
+                counts.append(len(drawn))
+                yield drawn
 
-        for batch in self._inner.open(chosen(), prefetch):
+        for batch in self._inner.batches(chosen(), prefetch):
             yield Drawn(batch, counts.popleft())
 
     def _draws(self, epoch: int, begin: int, end: int) -> list[Any]:
@@ -117,7 +116,7 @@ class DrawnSource:
 
         def begin() -> Iterator[Any]:
             _seed_own(sampler, seed, set())
-            if hasattr(sampler, "set_epoch"):
+            if not self._is_told and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             return iter(sampler)
 

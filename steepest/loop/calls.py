@@ -108,8 +108,9 @@ def prepare(
     if data is not None:
         whole = lockstep.whole_batch(loop.size) if lockstep else step_size().of(data.batch_size)
         made[id(loaders[0])] = TrainingLoader(loaders[0], loop, data.size, whole)
+    sums, enter = reduction == "sum", (lambda _: None) if data is None else data.enter
     loop.prepare(
-        Prepared(model, servers, schedulers, lockstep, sums=reduction == "sum", closures=closures)
+        Prepared(model, servers, schedulers, lockstep, sums=sums, closures=closures, enter=enter)
     )
     found = tuple(made.get(id(each), each) for each in objects)
     return found[0] if len(found) == 1 else found
@@ -184,7 +185,7 @@ def _lockstep(
 
     None for any other.
     """
-    endless = data is not None and data.stream is not None
+    endless = data is not None and data.size is None
     if len(optimizers) == 1 and data is not None and not any_steps and not endless:
         return None
     what = "any_steps=True" if any_steps else "several optimizers"
@@ -210,7 +211,8 @@ def _lockstep(
                 "and let each worker make its part of them, by steepest.size()"
             )
         return Lockstep(None, 1, loop.seed)
-    if data.stream is not None:
+    if data.source is None:
+        assert data.stream is not None
         return StreamLockstep(data.stream, loop.seed, whole)
     return Lockstep(data.source, data.batch_size, loop.seed, whole)
 

@@ -15,23 +15,42 @@ from steepest.errors import ConfigurationError
 from steepest.loop.user_loop import UserLoop
 
 
-class TrainingLoader:
-    """The loader of the training data: its batches are this worker's of the present epoch.
-
-    Whatever else is asked of it is that of the loader that was given to `prepare`.
+class PreparedLoader:
+    """A loader in the place of one that was given to `prepare`, which has, and is given, all other attributes.
 
     Args:
         loader: that one.
-        loop: of the worker's function.
-        steps: returns the number of steps of an epoch.
     """
+
+    def __init__(self, loader: DataLoader[Any], **own: Any) -> None:
+        vars(self).update(own, loader=loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.loader, name, value)
+
+
+class TrainingLoader(PreparedLoader):
+    """The loader of the training data: its batches are this worker's of the present epoch.
+
+    Args:
+        loader: that was given to `prepare`.
+        loop: of the worker's function.
+        samples: of an epoch; None where nobody knows it.
+        whole: samples of a batch of all workers.
+    """
+
+    loader: DataLoader[Any]
+    _loop: UserLoop
+    _samples: int | None
+    _whole: int
 
     def __init__(
         self, loader: DataLoader[Any], loop: UserLoop, samples: int | None, whole: int
     ) -> None:
-        self.loader = loader
-        self._loop = loop
-        self._samples, self._whole = samples, whole
+        super().__init__(loader, _loop=loop, _samples=samples, _whole=whole)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches of the present epoch; at the beginning those that are left of it."""
@@ -45,9 +64,6 @@ class TrainingLoader:
                 "the loader has an iterable data set without __len__, of which nobody knows the number of batches"
             )
         return self._samples // whole if self.loader.drop_last else -(-self._samples // whole)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
 
 
 class _Pass(Iterator[Any]):
@@ -81,31 +97,32 @@ class _Pass(Iterator[Any]):
             self._counts = False
 
 
-class EvaluationLoader:
+class EvaluationLoader(PreparedLoader):
     """A loader for evaluations in the loop: each pass over it deals its samples out among the workers, each to one.
 
     The n-th batches of all workers are the n-th of one loader with as many times the batch size; all workers have as
     many batches, none of which is empty: what is left behind the last whole ones is a batch of its own if it has a
-    sample for each worker, and lengthens the last one otherwise. Whatever else is asked of it is that of the loader
-    that was given to `prepare`.
+    sample for each worker, and lengthens the last one otherwise.
 
     Args:
-        loader: that one.
+        loader: that was given to `prepare`.
         loop: of the worker's function.
 
     Raises:
         ConfigurationError: it has data without a length, or a sampler of its own that does not say its samples.
     """
 
-    def __init__(self, loader: DataLoader[Any], loop: UserLoop) -> None:
-        self.loader = loader
-        self._loop = loop
-        self._indices = _indices_of(loader)
-        self._source = DatasetSource(loader.dataset, loader)
+    loader: DataLoader[Any]
+    _loop: UserLoop
+    _source: DatasetSource
 
-    def _batches(self, size: int) -> list[tuple[int, int]]:
-        """Return the ranges of the batches of all workers together."""
-        count, whole = len(self._indices), (self.loader.batch_size or 1) * size
+    def __init__(self, loader: DataLoader[Any], loop: UserLoop) -> None:
+        _indices_of(loader)
+        super().__init__(loader, _loop=loop, _source=DatasetSource(loader.dataset, loader))
+
+    def _batches(self, count: int, size: int) -> list[tuple[int, int]]:
+        """Return the ranges of the batches of all workers together, of so many samples."""
+        whole = (self.loader.batch_size or 1) * size
         if count < size:
             raise ConfigurationError(
                 f"a loader of {count} samples for evaluations by {size} workers: leave it out of steepest.prepare(), "
@@ -123,26 +140,26 @@ class EvaluationLoader:
         """Yield this worker's batches of a pass."""
         loop, size = self._loop, self._loop.size
         order: list[list[int]] = [[] for _ in range(size)]
-        ranges = self._batches(size)
+        indices = _indices_of(self.loader)  # the data set may have grown
+        ranges = self._batches(len(indices), size)
         shares = [
             [even_share(end - begin, rank, size) for rank in range(size)] for begin, end in ranges
         ]
         mine = [
-            self._indices[begin + share[loop.rank][0] : begin + share[loop.rank][1]]
+            indices[begin + share[loop.rank][0] : begin + share[loop.rank][1]].tolist()
             for (begin, _), share in zip(ranges, shares, strict=True)
         ]
         loop.gatherer.order = order
-        for (begin, _), share, batch in zip(ranges, shares, self._source.open(mine), strict=True):
+        for (begin, _), share, batch in zip(
+            ranges, shares, self._source.batches(mine), strict=True
+        ):
             for rank, (first, last) in enumerate(share):
                 order[rank].extend(range(begin + first, begin + last))
             yield loop.on_device(batch)
 
     def __len__(self) -> int:
         """Return the number of batches of each worker."""
-        return len(self._batches(self._loop.size))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+        return len(self._batches(len(_indices_of(self.loader)), self._loop.size))
 
 
 def _indices_of(loader: DataLoader[Any]) -> Any:

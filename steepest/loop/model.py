@@ -26,9 +26,9 @@ from steepest.core.optim.torch_without_compiler import spare_compiler
 from steepest.core.protocol.commit_rules import CommitAll, CommitRule
 from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ChunkSpec
-from steepest.data.drawn import Drawn
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ModelError, UnfrozenError
+from steepest.loop.each_epoch import EachEpochSource, loaded
 from steepest.loop.kept import pack, unpack
 from steepest.loop.lockstep import Steps
 from steepest.loop.overlap import Overlap
@@ -90,7 +90,9 @@ class LoopModel(TorchModel):
         with _hooks_aside(optimizers):
             super().__init__(
                 module,
-                data=Steps() if data is None else data.source,
+                data=Steps()
+                if data is None or data.source is None
+                else EachEpochSource(data.source),
                 batch_size=1 if data is None else data.batch_size,
                 optimizer=chosen,
                 table_shards=table_shards,
@@ -117,7 +119,13 @@ class LoopModel(TorchModel):
 
     def on_device(self, batch: Any) -> Any:
         """Return a batch on the device of the model."""
-        return self._to_device(batch.batch if isinstance(batch, Drawn) else batch)
+        return self._to_device(loaded(batch)[0])
+
+    def loaded(self, batch: Batch) -> Batch:
+        """Return a batch that the loop takes with its data, on the device of the model."""
+        data, samples = loaded(batch.data)
+        samples = batch.samples if samples is None else samples
+        return Batch(self._to_device(data), batch.where, samples, batch.whole)
 
     def _take_array(self, array: Any) -> Any:
         """Return an array as it is: the loop gets what the loader's `collate_fn` returned."""
@@ -125,10 +133,13 @@ class LoopModel(TorchModel):
 
     def any_batch(self) -> Any:
         """Return a batch of the first samples of the training data."""
-        return self.on_device(self._batch_of(np.arange(min(self.batch_size, self.data.size or 1))))
+        batch, _ = self._batch_of(np.arange(min(self.batch_size, self.data.size or 1)))
+        return batch
 
-    def _batch_of(self, share: Indices) -> Any:
-        return next(iter(self.data.open([share], prefetch=False)))
+    def _batch_of(self, share: Indices) -> tuple[Any, int]:
+        """Return the batch of a share on the device of the model, and the number of its samples."""
+        batch, samples = loaded(next(iter(self.data.open([share], prefetch=False))))
+        return self._to_device(batch), len(share) if samples is None else samples
 
     def batch_before(self, step: int) -> Any:
         """Return the worker's last batch before a step of the job; another one if it had none, or is not known."""
@@ -138,7 +149,8 @@ class LoopModel(TorchModel):
         share = self._past_share(step - 1)
         if share is None or not share.batches:
             return self.any_batch()
-        return self.on_device(self._batch_of(share.batches[-1]))
+        batch, _ = self._batch_of(share.batches[-1])
+        return batch
 
     def _past_share(self, step: int) -> PastShare | None:
         return None if self._share_of is None else self._share_of(step)
@@ -149,9 +161,7 @@ class LoopModel(TorchModel):
         if share is None or len(share.batches) != 1:
             return None
         (indices,) = share.batches
-        batch = self._batch_of(indices)
-        samples = batch.samples if isinstance(batch, Drawn) else len(indices)
-        return Again(self.on_device(batch), samples, share.samples)
+        return Again(*self._batch_of(indices), share.samples)
 
     def full_step(self, step: int) -> int:
         """Return the number of samples of a step of the job, if it is not the last of its epoch; 0 if not known."""
@@ -364,12 +374,12 @@ class LoopModel(TorchModel):
         arrive(None)
         session, loop = self.session, self.loop
         samples, whole = (1, 1) if self._share is None else self._share
-        if isinstance(batch, Drawn):
-            samples = batch.samples
         self._begin_anew_if_undone()
         again = bool(self.tables) and session.awaits(self._where)
-        given = Batch(self.on_device(batch), self._where, samples, whole)
+        given = Batch(batch, self._where, samples, whole)
         stepped = self._in_turn(self._go_on_with, given, ready)
+        if loop.taken is not None and loop.taken.where == self._where:
+            samples = loop.taken.samples
         if stepped:
             self._check_trained()
             if self.tables:
@@ -545,6 +555,8 @@ class LoopModel(TorchModel):
         )
         vars(self).update({**vars(other), **{name: vars(self)[name] for name in staying}})
         self.optimizer_state = None
+        if isinstance(self.data, EachEpochSource) and isinstance(other.data, EachEpochSource):
+            self.data.inner = other.data.inner
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()

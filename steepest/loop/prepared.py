@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -30,9 +30,9 @@ class Ask(enum.Enum):
 class Batch(NamedTuple):
     """A batch that the engine has given, which the user's loop has yet to take."""
 
-    data: Any
+    data: Any  # of the source, see `steepest.loop.each_epoch.loaded`, until the loop takes it
     where: Where
-    samples: int
+    samples: int  # of the share until then
     whole: int  # samples of all workers
 
 
@@ -74,6 +74,7 @@ class Prepared:
         lockstep: where the loop is, if its steps are not one for each batch.
         closures: those that step in each worker, with the number of what servers have in their place.
         sums: whether losses add up samples; their gradients over workers are to be added up too.
+        enter: called with the number of each epoch that the loop enters, before it reads of its data.
     """
 
     model: Any
@@ -82,6 +83,7 @@ class Prepared:
     lockstep: Lockstep | None = None
     closures: Sequence[tuple[int, ByClosure]] = ()
     sums: bool = False
+    enter: Callable[[int], None] = lambda _: None
 
     @property
     def groups(self) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ class Stream:
         self.batch_size, self.drop_last = loader.batch_size or 1, loader.drop_last
         self._dataset: Any = loader.dataset
         self._batches = loader.batch_size is None
-        self._collate = loader.collate_fn
+        self._loader = loader
         self._seed, self._outside = seed, outside
         self.size: int | None = None
         if hasattr(self._dataset, "__len__"):
@@ -52,6 +52,12 @@ class Stream:
                 self.size = len(self._dataset)
         self._number, self._pass = -1, self._begun(-1)
         self.keeps = 0
+
+    def enter(self, epoch: int) -> None:
+        """Have the data set know the epoch that the loop enters, if it asks for that; its pass has yet to begin."""
+        self._number = -1
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
 
     def read(self, number: int, begin: int, end: int) -> list[Any]:
         """Return the samples from `begin` up to `end` of a pass; fewer at its end."""
@@ -63,11 +69,6 @@ class Stream:
     def _begun(self, number: int) -> DataPass:
         """Return a pass by its number."""
 
-        def begin() -> Iterator[Any]:
-            if hasattr(self._dataset, "set_epoch"):
-                self._dataset.set_epoch(number)
-            return iter(self._dataset)
-
         def wrong(found: str) -> str:
             return (
                 f"the iterable data set ({type(self._dataset).__name__}) says that it has {self.size} samples, and "
@@ -76,13 +77,13 @@ class Stream:
             )
 
         seed = step_seed(self._seed, number, DRAWS)
-        return DataPass(begin, seed, self.size, wrong, outside=self._outside)
+        return DataPass(lambda: iter(self._dataset), seed, self.size, wrong, outside=self._outside)
 
     def batch_of(self, samples: list[Any]) -> Drawn:
         """Return samples as the loader's batch."""
         if not self._batches:
-            return Drawn(self._collate(samples), len(samples))
-        batch = cast(Any, self._collate)(samples[0])
+            return Drawn(self._loader.collate_fn(samples), len(samples))
+        batch = cast(Any, self._loader.collate_fn)(samples[0])
         if isinstance(batch, torch.Tensor):
             return Drawn(batch, len(batch) if batch.dim() else 1)
         return Drawn(batch, samples_of(batch, None, weighed=True))

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from steepest.core.data.protocol import Source
 from steepest.core.models.step_size import step_size
-from steepest.data.drawn import as_drawn
+from steepest.data.drawn import DrawnSource, as_drawn
 from steepest.errors import ConfigurationError
 from steepest.loop.streamed import Stream, StreamedSource
 from steepest.loop.user_loop import UserLoop, outside
@@ -22,7 +22,7 @@ class TrainingData:
     Attributes:
         batch_size: samples in a worker's batch; batches, where these are what the data have.
         source: of them.
-        stream: instead, where nobody knows how many samples an epoch has.
+        stream: of iterable data sets; the source is None where nobody knows how many samples an epoch has.
     """
 
     batch_size: int
@@ -33,6 +33,12 @@ class TrainingData:
     def size(self) -> int | None:
         """The number of samples in an epoch; None where nobody knows it."""
         return None if self.source is None else self.source.size
+
+    def enter(self, epoch: int) -> None:
+        """Note that the loop enters an epoch, by the number that it sees, and has yet to read of it."""
+        data = self.source if self.stream is None else self.stream
+        if isinstance(data, DrawnSource | Stream):
+            data.enter(epoch)
 
 
 def training_data(loader: DataLoader[Any], loop: UserLoop) -> TrainingData:
@@ -52,5 +58,5 @@ def training_data(loader: DataLoader[Any], loop: UserLoop) -> TrainingData:
         stream = Stream(loader, loop.seed, outside)
         if stream.size is None:
             return TrainingData(batch_size, None, stream)
-        return TrainingData(batch_size, StreamedSource(stream, whole.of(batch_size)))
+        return TrainingData(batch_size, StreamedSource(stream, whole.of(batch_size)), stream)
     return TrainingData(batch_size, as_drawn(loader, loop.seed))

@@ -242,9 +242,9 @@ class UserLoop:
         """Yield the numbers of the epochs that are still to come, of `count`, where the user counts from `first`."""
         # meet: whether workers wait for each other behind each
         self.meets = self.together or (meet and self.local > 0)
-        return (first + epoch for epoch in self._epochs_of(count))
+        return self._epochs_of(count, first)
 
-    def _epochs_of(self, count: int) -> Iterator[int]:
+    def _epochs_of(self, count: int, first: int) -> Iterator[int]:
         if self.prepared is None:
             raise ConfigurationError(
                 "steepest.epochs() before steepest.prepare(): call that before"
@@ -263,7 +263,7 @@ class UserLoop:
         self._left = self.epoch - 1
         lockstep = self.prepared.lockstep
         if lockstep is not None:
-            yield from self._locked_epochs(lockstep, count)
+            yield from self._locked_epochs(lockstep, count, first)
             return
         from_the_start = self.arriving is None or not self.arriving["batches"]
         if self.arriving is not None and self.arriving["at"]:
@@ -274,18 +274,22 @@ class UserLoop:
         before = (self.job.passed if arrived or pending is None else pending.where.step) - 1
         self._begin_ticks(before)
         while self.epoch < count:
-            yield self.epoch
+            self.prepared.enter(first + self.epoch)
+            yield first + self.epoch
             if from_the_start:
                 self.steps.check_any_taken(self.epoch)
             self.epoch += 1
 
-    def _locked_epochs(self, lockstep: Lockstep, count: int) -> Iterator[int]:
+    def _locked_epochs(self, lockstep: Lockstep, count: int, first: int) -> Iterator[int]:
+        assert self.prepared is not None
         from_the_start = self.arriving is None or not self.arriving["batches"]
         if self.arriving is not None:
-            assert self.prepared is not None
             self.prepared.tell_schedulers()
             is_whole = True
             if (where := self.arriving["lockstep"]) is not None:
+                self.prepared.enter(
+                    first + where["epoch"]
+                )  # a stream may be read to see whether it is over
                 is_whole = lockstep.load(where, self.job.size)
                 self._tell_of_other_size(holds=not is_whole and where["is_sure"])
             if self.arriving["at"] == "end":
@@ -307,7 +311,8 @@ class UserLoop:
             self.batches += 1
             self._own_weight = None
             self._seed_for(lockstep.number, 0)
-            yield self.epoch
+            self.prepared.enter(first + self.epoch)
+            yield first + self.epoch
             # rounds of a loop without a loader may add up gradients for a step in a later one
             if from_the_start and (lockstep.has_loader or self.epoch == count - 1):
                 self.steps.check_any_taken(self.epoch)
@@ -446,6 +451,7 @@ class UserLoop:
         if self._generators is not None:
             restore(self._generators)
             self._generators = None
+        pending = self.prepared.model.loaded(pending)
         taken = None if self.taken is None else self.taken.where
         new = taken is None or taken.step != pending.where.step
         if self.local and not self.together:

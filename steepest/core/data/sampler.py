@@ -195,16 +195,19 @@ class SamplePlan:
         """Return numbers that go on from epoch to epoch."""
         return np.arange(epoch * self.samples + begin, epoch * self.samples + end, dtype=np.int64)
 
-    def shares(self, step: int, replica: int, replicas: int, count: int = 1) -> Iterator[Indices]:
-        """Yield the non-empty shares of one replica from a step on, without end.
+    def shares(
+        self, step: int, replica: int, replicas: int, count: int = 1, end: int | None = None
+    ) -> Iterator[Indices]:
+        """Yield the non-empty shares of one replica from a step on.
 
         Args:
             step: the first step.
             replica: the number of the replica, or of the first of its micro-batches.
             replicas: number of parts of a step.
             count: number of micro-batches of the replica.
+            end: the step before which they end; None for without end.
         """
-        while True:
+        while end is None or step < end:
             for one in range(replica, replica + count):
                 share = self.share(step, one, replicas)
                 if len(share):

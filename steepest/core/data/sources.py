@@ -77,34 +77,66 @@ class DatasetSource:
         self.drop_last = loader is not None and loader.drop_last
         self.contents = self._dataset = dataset
         self._loader = loader
+        self._keys = _Keys()
+        self._persistent: DataLoader[Any] | None = None  # with processes that stay
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
-        """Yield collated batches, prefetched by the loader's worker processes where it has any."""
+        """Return what yields collated batches, prefetched by the loader's worker processes where it has any.
+
+        Raises:
+            ConfigurationError: the data set has another length by now.
+        """
+        if (length := len(self._dataset)) != self.size:
+            raise ConfigurationError(
+                f"the data set ({type(self._dataset).__name__}) had {self.size} samples when training began, and has "
+                f"{length} now: keep its length. To train on samples that come later, give the loader a sampler that "
+                "draws equally many in each epoch, such as RandomSampler(data, replacement=True, num_samples=1000)"
+            )
+        return self.batches(map(np.ndarray.tolist, shares), prefetch)
+
+    def batches(self, keys: Iterable[Sequence[Any]], prefetch: bool = True) -> Iterator[Any]:
+        """Yield a collated batch of the samples of each list of keys, see `open`."""
         loader = self._loader
         if loader is not None and loader.num_workers and prefetch:
-            generator = torch.Generator()  # from which the loader seeds its processes
-            generator.set_state(torch.get_rng_state())
-            again = DataLoader(
-                self._dataset,
-                batch_sampler=cast(Any, (share.tolist() for share in shares)),
-                num_workers=loader.num_workers,
-                collate_fn=loader.collate_fn,
-                pin_memory=loader.pin_memory,
-                timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
-                multiprocessing_context=loader.multiprocessing_context,
-                generator=generator,
-                prefetch_factor=loader.prefetch_factor,
-            )
+            self._keys.lists = keys
+            again = self._processes(loader) if self._persistent is None else self._persistent
             yield from again
             return
         collate = default_collate if loader is None else loader.collate_fn
         many = getattr(self._dataset, "__getitems__", None)
-        for share in shares:
-            indices = share.tolist()
-            yield collate(
-                many(indices) if many is not None else [self._dataset[i] for i in indices]
-            )
+        for each in keys:
+            yield collate(many(each) if many is not None else [self._dataset[i] for i in each])
+
+    def _processes(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return a loader with worker processes as the user's has."""
+        generator = torch.Generator()  # from which the loader seeds its processes
+        generator.set_state(torch.get_rng_state())
+        found = DataLoader(
+            self._dataset,
+            batch_sampler=cast(Any, self._keys),
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+        if loader.persistent_workers:
+            self._persistent = found
+        return found
+
+
+class _Keys:
+    """The keys of batches, list by list, as a sampler of batches."""
+
+    def __init__(self) -> None:
+        self.lists: Iterable[Sequence[Any]] = ()
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        return iter(self.lists)
 
 
 class IndexedStream:

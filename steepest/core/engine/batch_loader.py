@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from steepest.core.data.stream_place import StreamPlace
 
 
+_ENDED = object()  # in place of a further batch of a source
+
+
 @dataclass(frozen=True)
 class _Loaded:
     """A batch that was loaded before its turn."""
@@ -173,20 +176,17 @@ class BatchLoader:
         kept, source, places = self._batches[replica], self._models[replica].data, self.places
         step, plan = places.step_of(number), places.plan
         if kept is None or (plan is not None and kept[0] != (number, micro)):
-            if (divide := getattr(source, "divide", None)) is not None:
-                divide(self._division[0] + replica, self._division[1])
-            if plan is None and _divides(source):
-                self._streams.begin(replica, source, step, micro)
-            shares = places.indices((number, replica, micro))
-            kept = (number, micro), source.open(shares, prefetch=not self._leased)
+            kept = (number, micro), self._open((number, replica, micro))
         self._batches[replica] = None  # an iterator that raises is exhausted
-        try:
-            batch = next(kept[1])
-        except StopIteration:
+        batch = next(kept[1], _ENDED)
+        if batch is _ENDED and getattr(source, "each_epoch", False):
+            kept = (number, micro), self._open((number, replica, micro))
+            batch = next(kept[1], _ENDED)
+        if batch is _ENDED:
             raise ModelError(
                 "the source of the training data ended: its open() must yield a batch for each "
                 "share"
-            ) from None
+            )
         if plan is None and _divides(source):
             first, replicas = self._division
             self._streams.took(
@@ -196,6 +196,17 @@ class BatchLoader:
         following = (number, micro + 1) if micro + 1 < count else (number + places.shares, 0)
         self._batches[replica] = (following, kept[1])
         return batch
+
+    def _open(self, place: Place) -> Iterator[Any]:
+        """Open the source of a place's replica for the batches from that place on."""
+        (number, replica, micro), places = place, self.places
+        source = self._models[replica].data
+        if (divide := getattr(source, "divide", None)) is not None:
+            divide(self._division[0] + replica, self._division[1])
+        if places.plan is None and _divides(source):
+            self._streams.begin(replica, source, places.step_of(number), micro)
+        shares = places.indices(place, of_epoch=getattr(source, "each_epoch", False))
+        return source.open(shares, prefetch=not self._leased)
 
 
 def _divides(source: Any) -> bool:

@@ -49,13 +49,17 @@ class SamplePlaces:
         more = place[2] + 1 < self.counts(place[0])[place[1]]
         return Where(step, position.epoch, part, position.ranges, last, more)
 
-    def indices(self, place: Place, plan: SamplePlan | None = None) -> Iterator[Indices]:
+    def indices(
+        self, place: Place, plan: SamplePlan | None = None, *, of_epoch: bool = False
+    ) -> Iterator[Indices]:
         """Yield the samples of a replica's batches from that of a place on; nothing without a plan."""
+        # of_epoch: up to the end of the place's epoch, otherwise without end
         plan = plan or self.plan
         if plan is None:
             return iter(())
         step, first = self.step_of(place[0]), self.part_of((*place[:2], 0))
-        return plan.shares(step, first, self._parts, self.micros)
+        end = plan.end_of(plan.position(step).epoch) if of_epoch else None
+        return plan.shares(step, first, self._parts, self.micros, end)
 
     def counts(self, number: int) -> list[int]:
         """Return the number of each replica's micro-batches in a share that are not empty; empty ones come last."""
