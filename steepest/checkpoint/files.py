@@ -29,10 +29,10 @@ from steepest.checkpoint import rows
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
 from steepest.checkpoint.safetensors_file import read_tensors, write_tensors
 from steepest.checkpoint.table_moves import changes_of_tables, require_tables
+from steepest.core.data.fingerprint import Fingerprint, differences
 from steepest.core.optim.spec import stateful
 from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ParameterLayout
-from steepest.data.fingerprint import Fingerprint, differences
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
 from steepest.storage.blocks import Progress, no_progress
 from steepest.storage.files import storage_of

@@ -120,7 +120,7 @@ def _is_base(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether a value is (dtype, shape, hash) of an array, see `steepest.data.fingerprint`."""
+    """Return whether a value is (dtype, shape, hash) of an array, see `steepest.core.data.fingerprint`."""
     fits = isinstance(value, list) and len(value) == 3
     return fits and _is_name(value[0]) and _is_list(value[1], _is_count) and _is_name(value[2])
 

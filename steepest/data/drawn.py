@@ -59,7 +59,7 @@ class DrawnSource:
         self.of_batches = loader.batch_size is None
         self._sampler = cast(Any, loader.batch_sampler if self.of_batches else loader.sampler)
         self._seed = seed
-        self._is_told = False  # of epochs, by `enter`; otherwise each is told of when its draws begin
+        self._is_told = False  # of epochs, by `enter`; else when draws begin
         self._inner = DatasetSource(loader.dataset, loader)
         self.drop_last, self.contents = self._inner.drop_last, self._inner.contents
         self._epochs: dict[int, DataPass] = {}

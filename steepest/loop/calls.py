@@ -13,10 +13,11 @@ from steepest.core.models.step_size import step_size
 from steepest.errors import ConfigurationError
 from steepest.loop.bare_tensors import BareTensors, bare_tensors
 from steepest.loop.closures import ByClosure, needs_closure, steps_in_workers
+from steepest.loop.each_epoch import EachEpochSource
 from steepest.loop.gathering import alone
 from steepest.loop.kept import Kept
 from steepest.loop.loaders import EvaluationLoader, TrainingLoader
-from steepest.loop.lockstep import Lockstep
+from steepest.loop.lockstep import Lockstep, Steps
 from steepest.loop.model import LoopModel
 from steepest.loop.prepared import Prepared
 from steepest.loop.streamed import StreamLockstep
@@ -100,7 +101,8 @@ def prepare(
         )
     data = None if not loaders else training_data(loaders[0], loop)
     lockstep = _lockstep(loop, servers, data, any_steps=any_steps)
-    model = LoopModel(loop, module, servers, None if lockstep else data, project, table_shards)
+    shares = _shares(data, loaders, alike=lockstep is None)
+    model = LoopModel(loop, module, servers, shares, project, table_shards)
     _check_tables(model, alike=lockstep is None and not closures)
     # where workers do not wait for each other, each reads all of a further loader
     further = loaders[1:] if loop.together else []
@@ -114,6 +116,15 @@ def prepare(
     )
     found = tuple(made.get(id(each), each) for each in objects)
     return found[0] if len(found) == 1 else found
+
+
+def _shares(
+    data: TrainingData | None, loaders: Sequence[DataLoader[Any]], *, alike: bool
+) -> TrainingData:
+    """Return training data of which each share is a batch of the loop's; unless steps are `alike`, one of its steps."""
+    if alike and data is not None and data.source is not None:
+        return TrainingData(data.batch_size, EachEpochSource(data.source))
+    return TrainingData(1, Steps(loaders[0].dataset if loaders else None))
 
 
 def _at_servers(

@@ -15,10 +15,17 @@ MOST_AGAIN = 1024
 
 
 class Steps:
-    """Training data of which each share is one step of a loop: the loop has its samples from elsewhere."""
+    """Training data of which each share is one step of a loop: the loop has its samples from elsewhere.
+
+    Args:
+        contents: the data set that the loop reads; None without one.
+    """
 
     size: int | None = None
     divides = True  # see `steepest.core.engine.job.Description`
+
+    def __init__(self, contents: Any = None) -> None:
+        self.contents = contents
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[None]:
         """Yield None without end."""

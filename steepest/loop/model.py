@@ -30,7 +30,6 @@ from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ModelError, UnfrozenError
 from steepest.loop.each_epoch import EachEpochSource, loaded
 from steepest.loop.kept import pack, unpack
-from steepest.loop.lockstep import Steps
 from steepest.loop.overlap import Overlap
 from steepest.loop.prepared import Batch, Progress, Reported
 from steepest.loop.projected import Projected, Projection
@@ -62,7 +61,7 @@ class LoopModel(TorchModel):
         module, optimizers: that it has given there.
         project: what is done to parameters after each update, see `prepare`.
         table_shards: see `steepest.TorchModel`.
-        data: whose batches are one for each step; None where they are not.
+        data: of which each share is a batch of the loop's, or one of its steps.
 
     Attributes:
         hyper, take_back: see `steepest.core.models.protocol.Model`.
@@ -77,7 +76,7 @@ class LoopModel(TorchModel):
         loop: UserLoop,
         module: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        data: TrainingData | None,
+        data: TrainingData,
         project: Projection | None = None,
         table_shards: int = 8,
     ) -> None:
@@ -90,10 +89,8 @@ class LoopModel(TorchModel):
         with _hooks_aside(optimizers):
             super().__init__(
                 module,
-                data=Steps()
-                if data is None or data.source is None
-                else EachEpochSource(data.source),
-                batch_size=1 if data is None else data.batch_size,
+                data=data.source,
+                batch_size=data.batch_size,
                 optimizer=chosen,
                 table_shards=table_shards,
             )

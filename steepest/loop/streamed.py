@@ -42,7 +42,7 @@ class Stream:
         outside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self.batch_size, self.drop_last = loader.batch_size or 1, loader.drop_last
-        self._dataset: Any = loader.dataset
+        self.contents = self._dataset = cast(Any, loader.dataset)
         self._batches = loader.batch_size is None
         self._loader = loader
         self._seed, self._outside = seed, outside
@@ -101,6 +101,7 @@ class StreamedSource:
 
     def __init__(self, stream: Stream, whole: int) -> None:
         self.size, self.drop_last, self._stream = stream.size, stream.drop_last, stream
+        self.contents = stream.contents
         stream.keeps = _KEPT_STEPS * whole
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Drawn]:

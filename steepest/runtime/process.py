@@ -55,7 +55,6 @@ from steepest.core.tensors.shared_memory import AVAILABLE, segment_of
 from steepest.core.transport.channel import Address
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
-from steepest.data.fingerprint import fingerprint
 from steepest.embedding.row_files import PackedPiece, RowFiles, use_row_files
 from steepest.embedding.table_counts import table_counts
 from steepest.errors import PeerLostError, ShutdownError, describe_error
@@ -280,8 +279,6 @@ class ProcessActor:
         self._models, description = build_models(
             model_creator, worker, devices, seed, cut, size, EXTENSIONS
         )
-        if worker == 0:
-            description = replace(description, fingerprint=fingerprint(self._models[0].data))
         warn_if_short(
             2 * description.layout.nbytes,
             f"memory for the weights and gradients of worker {worker}",

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from steepest import Checkpoints, DistributedSGD, IndexedStream, TorchModel
 from steepest.checkpoint import files
+from steepest.core.data.fingerprint import differences, fingerprint
 from steepest.core.data.sources import as_source
-from steepest.data.fingerprint import differences, fingerprint
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.storage.places import place_of
 from tests.reference import Weights, difference, same_bits, samples, sgd, snapshot

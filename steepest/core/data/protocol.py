@@ -29,7 +29,7 @@ class Source(Protocol):
     begin a pass in its middle has attributes `begin` and `passes`, see
     `steepest.core.data.streams.StreamSource`. One of which users should know something has it as
     `notice`, logged once by the driver. One with `contents`, arrays or a data set, is told from
-    others by them, see `steepest.data.fingerprint`. One whose data may change between two epochs has
+    others by them, see `steepest.core.data.fingerprint`. One whose data may change between two epochs has
     `each_epoch=True`: it is opened anew for each, with the shares of that epoch alone.
     """
 

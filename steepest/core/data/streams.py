@@ -30,6 +30,7 @@ class StreamSource:
         divided: the data set that the batches read, if it is divided among replicas.
 
     Attributes:
+        contents: the data set that is divided, see `steepest.core.data.fingerprint`.
         notice: what users should know of it.
         begin: batches, those of all replicas, that the next `open` leaves out; if a pass has fewer,
             the next one leaves out the rest.
@@ -47,6 +48,7 @@ class StreamSource:
         self.begin = self.passes = self.left_out = self.shift = 0
         self._make = make
         self._divided = divided
+        self.contents = None if divided is None else data
         how = (
             "samples are divided among replicas by position"
             if divided is not None

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from heapq import nsmallest
-from typing import Any
 
 import torch
 
+from steepest.core.data.fingerprint import Fingerprint, RowHashes, first_difference
 from steepest.core.data.protocol import Blocks
 from steepest.core.data.sampler import Remaining, SamplePlan
 from steepest.core.engine.opaque_parts import OpaqueParts
@@ -59,8 +59,9 @@ class Description:
     notice: str = ""  # what users should know of the data and the model, which the driver logs
     # what the models have beside the flat vector; None for nothing
     opaque: OpaqueParts | None = None
-    # of the data, see `steepest.data.fingerprint`, as worker 0 has it; empty where nobody asks for one
-    fingerprint: dict[str, Any] = field(default_factory=dict, hash=False)
+    # of the data, see `steepest.core.data.fingerprint`; worker 0's counts
+    fingerprint: Fingerprint = field(default_factory=dict, hash=False)
+    row_hashes: RowHashes = field(default_factory=dict, hash=False)
     # the greatest norm of a gradient, unless the strategy says another
     clip_norm: float | None = None
     # whether a `global_batch_size` is divided by the data: what is a batch to them is none of the job's
@@ -437,4 +438,12 @@ def check_agreement(
             f"replicas disagree: {first_name} has {difference} ({other_name}); model_creator must "
             "build the same "
             "model for every worker and device"
+        )
+    if (found := first_difference(first.row_hashes, other.row_hashes)) is not None:
+        name, row = found
+        raise ModelError(
+            f"replicas disagree: sample {row} is another one in the data of {first_name} than in those of {other_name} "
+            f"(row {row} of {name}). Workers read shares of the same data by their numbers: give all of them the "
+            "same in the same order, with sorted(...) around what glob(), os.listdir() or a set gives, and all of it, "
+            f"not a part for each. If {name} is no part of the samples, make it when the first of them is read"
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from steepest.core.data.fingerprint import described as described_data
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.job import Description, ModelCreator, check_agreement
@@ -76,9 +77,11 @@ def build_models(
             _opaque(m, extensions),
             clip_norm=m.clip_norm if isinstance(m, AsksForClipping) else None,
             divides=bool(getattr(m.data, "divides", False)),
+            fingerprint=told,
+            row_hashes=rows,
             sums=isinstance(m, AddsUpSamples) and m.sums_samples,
         )
-        for m in models
+        for m, (told, rows) in ((model, described_data(model.data)) for model in models)
     ]
     for device, other in enumerate(described):
         check_agreement(

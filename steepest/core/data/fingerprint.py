@@ -1,8 +1,8 @@
-"""A fingerprint of training data: what arrays they have, and a hash of a few rows of each.
+"""A fingerprint of training data: what arrays they have, and hashes of a few rows of each.
 
-It tells other data of the same length from those with which a checkpoint was written. Nothing is
-asked of a data set but the arrays, tensors and lists that it has as attributes: its samples may cost
-much to read, differ each time they are read, or not yet be there.
+It tells other data of the same length from those with which a checkpoint was written, and data of one worker from those
+of another that come in another order. Nothing is asked of a data set but the arrays, tensors and lists that it has as
+attributes: its samples may cost much to read, differ each time they are read, or not yet be there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 #: By name of an array: its dtype, its shape, and a hash of some rows.
 Fingerprint = dict[str, tuple[str, tuple[int, ...], str]]
 
+#: By name of an array: a short hash of each of some rows, by the row's number.
+RowHashes = dict[str, dict[int, str]]
+
 _ROWS = 32  # of each array, evenly spread
 _ELEMENTS = 1024  # of each row
 _ARRAYS = 64  # and as many data sets within data sets
@@ -28,15 +31,37 @@ _ARRAYS = 64  # and as many data sets within data sets
 
 def fingerprint(source: Any) -> Fingerprint:
     """Return the fingerprint of a source's data; it takes some milliseconds, however many they are."""
-    # source: its attribute `contents` has the arrays or the data set; without one the fingerprint is empty, as that of
-    # data without arrays.
+    return described(source)[0]
+
+
+def described(source: Any) -> tuple[Fingerprint, RowHashes]:
+    """Return the fingerprint of a source's data, and the hashes of the rows that it is made of."""
+    # source: its attribute `contents` has the arrays or the data set; without one both are empty, as those of data
+    # without arrays.
     found: Fingerprint = {}
+    rows: RowHashes = {}
     try:
         for name, array in islice(_arrays(getattr(source, "contents", None), "", set()), _ARRAYS):
-            found[name] = _of_array(array)
+            each = array if isinstance(array, _Samples) else _rows_of(array)
+            found[name] = each.dtype, each.shape, _hash(each.joint.join(each.rows.values()))
+            rows[name] = {number: _hash(row)[:8] for number, row in each.rows.items()}
     except Exception as error:  # noqa: BLE001 - data sets and arrays of any library
         log.debug("the fingerprint of the data ends here: %s", error)
-    return found
+    return found, rows
+
+
+def first_difference(one: RowHashes, other: RowHashes) -> tuple[str, int] | None:
+    """Return the name of an array that both data have, and the number of the first row compared that differs, or None.
+
+    Example:
+        >>> first_difference({"files": {0: "a", 9: "b"}}, {"files": {0: "a", 9: "c"}})
+        ('files', 9)
+    """
+    for name in one.keys() & other.keys():
+        for number, row in one[name].items():
+            if other[name].get(number, row) != row:
+                return name, number
+    return None
 
 
 def differences(theirs: Mapping[str, Sequence[Any]], mine: Fingerprint) -> list[str]:
@@ -66,8 +91,15 @@ def _arrays(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
         for index, part in enumerate(value):
             yield from _arrays(part, f"{name or 'column'} {index}", seen)
     elif isinstance(value, (list, tuple)):
-        if (parts := _some_samples(value)) is not None:
-            yield name or "the list", _Samples(len(value), parts)
+        if (samples := _some_samples(value)) is not None:
+            yield name or "the list", samples
+        else:  # data sets, perhaps
+            for index, part in enumerate(islice(value, _ARRAYS)):
+                yield from _arrays(part, f"{name} {index}".strip(), seen)
+    elif hasattr(value, "iloc") and hasattr(value, "to_numpy"):  # a table of pandas
+        rows = {i: np.asarray(value.iloc[i]).reshape(-1).tolist() for i in _spread(len(value))}
+        if (samples := _samples(len(value), rows)) is not None:
+            yield name or "the table", samples
     elif not isinstance(value, type) and id(value) not in seen and len(seen) < _ARRAYS:
         seen.add(id(value))
         for key, part in getattr(value, "__dict__", {}).items():
@@ -75,18 +107,25 @@ def _arrays(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 class _Samples(NamedTuple):
-    """A list of samples: its length, and some of them as bytes."""
+    """Some rows of an array, or samples of a list, as bytes by their numbers."""
 
-    length: int
-    parts: bytes
+    dtype: str
+    shape: tuple[int, ...]
+    rows: dict[int, bytes]
+    joint: bytes  # between two of them
 
 
-def _some_samples(samples: Sequence[Any]) -> bytes | None:
-    """Return some samples of a list as bytes; None if they are not made of numbers, texts, arrays."""
-    leaves = [list(islice(_leaves(samples[index]), _ELEMENTS)) for index in _spread(len(samples))]
-    if not leaves or any(None in each for each in leaves):
+def _some_samples(samples: Sequence[Any]) -> _Samples | None:
+    """Return some samples of a list; None if they are not made of numbers, texts, arrays."""
+    return _samples(len(samples), {index: samples[index] for index in _spread(len(samples))})
+
+
+def _samples(length: int, some: Mapping[int, Any]) -> _Samples | None:
+    leaves = {index: list(islice(_leaves(each), _ELEMENTS)) for index, each in some.items()}
+    if not leaves or any(None in each for each in leaves.values()):
         return None
-    return b";".join(b",".join(leaf or b"" for leaf in each) for each in leaves)
+    rows = {index: b",".join(leaf or b"" for leaf in each) for index, each in leaves.items()}
+    return _Samples("list", (length,), rows, b";")
 
 
 def _leaves(value: Any) -> Iterator[bytes | None]:
@@ -107,15 +146,16 @@ def _leaves(value: Any) -> Iterator[bytes | None]:
         yield None
 
 
-def _of_array(array: Any) -> tuple[str, tuple[int, ...], str]:
-    """Return the dtype, the shape and a hash of some rows of an array, or of samples."""
-    if isinstance(array, _Samples):
-        return "list", (array.length,), hashlib.sha256(array.parts).hexdigest()[:16]
-    digest = hashlib.sha256()
-    for row in (array[i] for i in _spread(len(array))) if array.ndim else (array,):
-        digest.update(_row_bytes(row))
+def _rows_of(array: Any) -> _Samples:
+    """Return some rows of an array."""
+    some = {i: array[i] for i in _spread(len(array))} if array.ndim else {0: array}
+    rows = {index: _row_bytes(row) for index, row in some.items()}
     dtype = str(array.dtype).removeprefix("torch.")
-    return dtype, tuple(map(int, array.shape)), digest.hexdigest()[:16]
+    return _Samples(dtype, tuple(map(int, array.shape)), rows, b"")
+
+
+def _hash(value: bytes) -> str:
+    return hashlib.sha256(value).hexdigest()[:16]
 
 
 def _row_bytes(row: Any) -> bytes:
