@@ -28,6 +28,7 @@ a deadline or a dead process as a step can.
 from __future__ import annotations
 
 import itertools
+import os
 import traceback
 from collections.abc import Iterable, Mapping
 from types import FrameType
@@ -211,9 +212,18 @@ def _of_user(packages: list[str]) -> list[bool]:
 
 def _message_of(error: BaseException) -> str:
     try:
-        return str(error)
+        return f"{error}{_directory_of(error)}"
     except BaseException as failure:  # noqa: BLE001 - the user's `__str__` may do anything
         return f"(its __str__ raised {type(failure).__name__})"
+
+
+def _directory_of(error: BaseException) -> str:
+    """Return where a file was looked for that was not found, if its path is relative: a worker may be elsewhere."""
+    if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
+        return ""
+    if not error.filename or os.path.isabs(error.filename):
+        return ""
+    return f" (seen from {os.getcwd()}, the directory of this process: give an absolute path)"
 
 
 def _shortened(text: str, limit: int) -> str:

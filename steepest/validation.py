@@ -123,17 +123,38 @@ def require_model_creator(model_creator: object) -> None:
         ConfigurationError: it cannot.
     """
     wanted = "give a function of (worker_index, device_index) that returns a model"
-    if not callable(model_creator):
-        raise ConfigurationError(f"model_creator={model_creator!r}: {wanted}")
+    _require_called_with("model_creator", model_creator, (0, 0), wanted)
+
+
+def require_function(function: object) -> None:
+    """Check that a function that trains can be called without arguments.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    wanted = "give a function without arguments that trains, such as functools.partial(train, 0.1)"
+    _require_called_with("function", function, (), wanted)
+
+
+def _require_called_with(
+    name: str, function: object, arguments: tuple[object, ...], wanted: str
+) -> None:
+    """Check that a function can be called with such arguments; ConfigurationError: it cannot, and what is wanted."""
+    if hasattr(function, "named_parameters"):  # modules are called with their input
+        raise ConfigurationError(
+            f"{name} is a module itself ({type(function).__name__}), which each worker is to make anew: {wanted}"
+        )
+    if not callable(function):
+        raise ConfigurationError(f"{name}={function!r:.200}: {wanted}")
     try:
-        signature = inspect.signature(model_creator)
+        signature = inspect.signature(function)
     except ValueError:  # some callables that are written in C have no signature
         return
     try:
-        signature.bind(0, 0)
+        signature.bind(*arguments)
     except TypeError as error:
         raise ConfigurationError(
-            f"model_creator={model_creator!r} takes {signature}, {error}: {wanted}"
+            f"{name}={function!r:.200} takes {signature}, {error}: {wanted}"
         ) from None
 
 

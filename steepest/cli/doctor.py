@@ -9,6 +9,7 @@ import platform
 import sys
 import threading
 import time
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from steepest import __version__
@@ -52,28 +53,29 @@ class _Checkup:
 
     def __init__(self) -> None:
         self._say = _Stopwatch()
+        self._doing = ""  # what was announced last and is not done yet
         self._untried = list(_TRIED)
         self._failed = False
 
     def run(self) -> int:
         """Do all; return the exit status."""
         say = self._say
-        say("importing torch and Ray")
+        # what can be said without imports, which may take all the time on a busy machine
+        machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
+        say(f"steepest {__version__}, Python {platform.python_version()} on {machine}")
+        self._begin(f"importing torch {_installed('torch')} and Ray {_installed('ray')}")
         import torch
 
         from steepest.runtime.connection import describe_cluster, free_cpus, ray_session
 
-        machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
-        say(f"steepest {__version__}, Python {platform.python_version()} on {machine}")
         say(
             f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
             f"{torch.cuda.device_count()} GPUs"
         )
-        say("connecting to Ray" if cluster_address() else "starting Ray")
+        self._begin("connecting to Ray" if cluster_address() else "starting Ray")
         with ray_session():
             say(describe_cluster())
-            load, processors = os.getloadavg()[0], os.cpu_count() or 1
-            busy = load > processors
+            load, busy = _load()
             if busy:
                 say(f"this machine is busy (load {load:.1f}): one worker instead of two")
             self._try_strategies(1 if busy else max(1, min(2, free_cpus())))
@@ -101,7 +103,7 @@ class _Checkup:
         # each change of strategy is news to a user of a trainer, but not here
         logging.getLogger("steepest").setLevel(logging.ERROR)
         sgd, shown = None, f"{workers} {'worker' if workers == 1 else 'workers'}"
-        self._say(f"starting {shown}")
+        self._begin(f"starting {shown}")
         try:
             while self._untried and self._say.seconds < _LAST_SECONDS:
                 strategy = self._untried[0]
@@ -125,6 +127,11 @@ class _Checkup:
             if sgd is not None:
                 sgd.shutdown()
 
+    def _begin(self, what: str) -> None:
+        """Announce what is done next."""
+        self._doing = what
+        self._say(what)
+
     def give_up(self) -> None:
         """Say what there was no time for, and end this process."""
         status = self._conclude()
@@ -143,10 +150,30 @@ class _Checkup:
             self._say("what was tried works: all is well")
             self._say(_next_step())
         else:
+            load, busy = _load()
             self._say(
-                "nothing was tried, so nothing is known: run it again when this machine is less busy"
+                f"no strategy was tried; {self._doing} took too long"
+                + (
+                    f" on a busy machine (load {load:.1f}): run it again when that is less"
+                    if busy
+                    else ""
+                )
             )
         return 0 if well else 1
+
+
+def _installed(name: str) -> str:
+    """Return the version of a package that is installed, without importing it."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _load() -> tuple[float, bool]:
+    """Return how many processes want to run on this machine, and whether these are more than it has processors."""
+    load = os.getloadavg()[0]
+    return load, load > (os.cpu_count() or 1)
 
 
 def _next_step() -> str:

@@ -33,6 +33,7 @@ from steepest.driver.timeline import Timeline, recorded
 from steepest.driver.training import Training
 from steepest.errors import ConfigurationError, PeerLostError, ShutdownError, UnfrozenError
 from steepest.observe.history import History
+from steepest.observe.page.document import chart_script
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, ProcessInfo, Stats, StepResult
 from steepest.observe.timeline.trace_file import check_target
@@ -127,6 +128,8 @@ class DistributedSGD:
         checkpoints: Checkpoints | None = None,
     ) -> None:
         require_model_creator(model_creator)
+        if run_config is not None and run_config.page:
+            chart_script()  # without it there is no page
         if checkpoints is not None:
             require_instance("checkpoints", checkpoints, Checkpoints)
         run_config = RunConfig() if run_config is None else run_config

@@ -92,13 +92,7 @@ def prepare(
     servers, closures = _at_servers(loop, optimizers, reduction)
     any_steps = any_steps or len(servers) < len(optimizers)
     module = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
-    if reduction not in ("mean", "sum"):
-        raise ConfigurationError(f"reduction={reduction!r:.80}: give 'mean' or 'sum'")
-    if reduction == "sum" and loaders and loaders[0].batch_size is None:
-        raise ConfigurationError(
-            "reduction='sum' with a loader that has a batch_sampler, or batch_size=None: nobody knows how many samples "
-            "a whole step has; divide the loss by the samples of the batch, and leave reduction out"
-        )
+    _check_reduction(reduction, loaders)
     data = None if not loaders else training_data(loaders[0], loop)
     lockstep = _lockstep(loop, servers, data, any_steps=any_steps)
     shares = _shares(data, loaders, alike=lockstep is None)
@@ -110,11 +104,10 @@ def prepare(
     if data is not None:
         whole = lockstep.whole_batch(loop.size) if lockstep else step_size().of(data.batch_size)
         made[id(loaders[0])] = TrainingLoader(loaders[0], loop, data.size, whole)
-    sums, enter = reduction == "sum", (lambda _: None) if data is None else data.enter
-    loop.prepare(
-        Prepared(model, servers, schedulers, lockstep, sums=sums, closures=closures, enter=enter)
-    )
     found = tuple(made.get(id(each), each) for each in objects)
+    sums, enter = reduction == "sum", (lambda _: None) if data is None else data.enter
+    given = (*objects, *found)
+    loop.prepare(Prepared(model, servers, schedulers, lockstep, closures, sums, enter, given))
     return found[0] if len(found) == 1 else found
 
 
@@ -154,9 +147,25 @@ def _check_given(objects: Sequence[Any], known: Sequence[Any]) -> None:
     """Check that each object is of a known kind; else ConfigurationError."""
     for each in objects:
         if not any(each is one for one in known):
-            raise ConfigurationError(
-                f"steepest.prepare() was given a {type(each).__name__}: give {_ORDER}"
+            kept = (
+                "; what else is to be kept with the job's state goes to steepest.register(name=object)"
+                if hasattr(each, "state_dict")
+                else ""
             )
+            raise ConfigurationError(
+                f"steepest.prepare() was given a {type(each).__name__}: give {_ORDER}{kept}"
+            )
+
+
+def _check_reduction(reduction: str, loaders: Sequence[DataLoader[Any]]) -> None:
+    """Check what is said of losses; else ConfigurationError."""
+    if reduction not in ("mean", "sum"):
+        raise ConfigurationError(f"reduction={reduction!r:.80}: give 'mean' or 'sum'")
+    if reduction == "sum" and loaders and loaders[0].batch_size is None:
+        raise ConfigurationError(
+            "reduction='sum' with a loader that has a batch_sampler, or batch_size=None: nobody knows how many samples "
+            "a whole step has; divide the loss by the samples of the batch, and leave reduction out"
+        )
 
 
 def _check_enough(

@@ -8,7 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -606,6 +606,8 @@ class LoopCreator:
         paced: whether a worker makes as many of them in a round as it manages.
         ahead: whether it begins a round before it is known whether the one before counts.
     """
+
+    given_as: ClassVar[str] = "the function that trains"  # what errors call it
 
     function: Callable[[], Any]
     seed: int = 0

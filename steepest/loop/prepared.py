@@ -73,6 +73,7 @@ class Prepared:
         schedulers: that it steps too.
         lockstep: where the loop is, if its steps are not one for each batch.
         closures: those that step in each worker, with the number of what servers have in their place.
+        given: what `prepare` was given, and has returned.
         sums: whether losses add up samples; their gradients over workers are to be added up too.
         enter: called with the number of each epoch that the loop enters, before it reads of its data.
     """
@@ -84,6 +85,7 @@ class Prepared:
     closures: Sequence[tuple[int, ByClosure]] = ()
     sums: bool = False
     enter: Callable[[int], None] = lambda _: None
+    given: Sequence[object] = ()
 
     @property
     def groups(self) -> list[dict[str, Any]]:

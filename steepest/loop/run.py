@@ -28,6 +28,7 @@ from steepest.observe.results import StepResult
 from steepest.observe.timeline.trace_file import check_target
 from steepest.runtime.remote_functions import name_of
 from steepest.strategies.named import as_strategy
+from steepest.validation import require_function
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,7 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
             "steepest.run() was called in a worker of a run: start a script that calls it by `python`; for `steepest "
             "run`, `compare` and `plan` the script calls its function in place of steepest.run(function, ...)"
         )
-    if not callable(function):
-        raise ConfigurationError(
-            f"steepest.run() was given {function!r:.200}: give a function without arguments that trains"
-        )
+    require_function(function)
     if timeline is not None:
         check_target(timeline)
     chosen = as_strategy(strategy)

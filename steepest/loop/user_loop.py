@@ -26,6 +26,7 @@ from steepest.loop.lockstep import Lockstep
 from steepest.loop.loop_states import LoopStates, Rounds
 from steepest.loop.loop_steps import LoopSteps
 from steepest.loop.losses import Losses, watched
+from steepest.loop.mistakes import explained
 from steepest.loop.outgoing_reports import OutgoingReports
 from steepest.loop.prepared import Ask, Batch, Prepared, Reported
 from steepest.loop.report_calls import ReportCalls
@@ -38,7 +39,6 @@ from steepest.loop.unseen import Unseen, noted
 from steepest.loop.window import Window
 
 _local = threading.local()
-_ONLY_IN_MAIN_THREAD = "signal only works in main thread"  # Python's words
 
 
 class UserLoop:
@@ -213,13 +213,10 @@ class UserLoop:
             if error.code not in (None, 0):
                 raise
             return None
-        except ValueError as error:
-            if str(error).startswith(_ONLY_IN_MAIN_THREAD):
-                raise ConfigurationError(
-                    "signal.signal() in the function of a worker, which runs on a thread of the worker's process, "
-                    "while Python sets handlers in main threads alone: set them in the program that calls "
-                    "steepest.run(), or under `if threading.current_thread() is threading.main_thread():`"
-                ) from error
+        except Exception as error:
+            given = () if self.prepared is None else self.prepared.given
+            if (told := explained(error, given)) is not None:
+                raise told from error
             raise
         finally:
             _local.loop = None

@@ -18,6 +18,7 @@ from steepest.observe.results import EvaluationResult, StepResult
 
 _WINDOW_SECONDS = 10.0  # over which rates are means
 _PAUSE_STEPS = 10  # a pause takes longer than so many steps, and than the window
+_LONGEST_SECONDS = 1000 * 3600.0  # beyond which nobody waits for the end
 
 #: Steps that are granted to a run which ends by itself.
 ENDLESS = 1 << 40
@@ -97,11 +98,12 @@ class Meter:
         seconds = max(now - since, 1e-9)
         self._marks.append((now, self._samples, self.done))
         left = (self.steps - self.done) * seconds / max(self.done - done, 1)
-        times = f"took {_clock(seconds)}" if ended else f"{_clock(left)} left"
+        until = f", {_clock(left)} left" if left < _LONGEST_SECONDS else ""  # a sampler without end
+        times = f", took {_clock(seconds)}" if ended else until
         parts = [] if last.epoch is None else [f"epoch {last.epoch}"]
-        counted = f" ({self.done}/{self.steps}, {times})"
+        counted = f" ({self.done}/{self.steps}{times})"
         if self.steps >= ENDLESS:
-            counted = f" ({times})" if ended else ""
+            counted = f" ({times.removeprefix(', ')})" if ended else ""
         parts += [f"step {last.step}{counted}", f"loss {last.loss:.4f}"]
         parts += [f"{name} {value:.3f}" for name, value in last.metrics.items()]
         if (found := self.evaluation) is not None:

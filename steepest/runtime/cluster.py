@@ -128,7 +128,9 @@ class Cluster(JobContext):
         return count
 
     def _start(self, model_creator: ModelCreator, num_workers: int, config: Strategy) -> None:
-        creator = self.creator = travelling("model_creator", model_creator)
+        creator = self.creator = travelling(
+            getattr(model_creator, "given_as", "model_creator"), model_creator
+        )
         cut = config.cut
         devices, seed = self.chosen.devices_per_worker, self.chosen.seed
         batches = num_workers * devices * self.chosen.accumulate

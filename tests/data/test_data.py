@@ -151,6 +151,26 @@ def test_columns_that_are_no_arrays_are_refused(data: Any) -> None:
     assert samples_in_a_tuple.size == 2
 
 
+ROWS, PAIRS = [[1.0, 2.0, 3.0]] * 4, [([1.0, 2.0], 1)] * 4
+
+
+@pytest.mark.parametrize(
+    "data",
+    [ROWS, [ROWS, [1, 2, 3, 4]], PAIRS, tuple(PAIRS), [{"x": [1, 2], "y": 1}], [[[1, 2], 0]]],
+)
+def test_samples_with_lists_of_numbers_are_refused(data: Any) -> None:
+    message = refused(data)
+    assert (
+        f"data is a {type(data).__name__} of {len(data)} whose first sample has a list" in message
+    )
+    assert "(torch.as_tensor(inputs), torch.as_tensor(targets))" in message
+
+
+@pytest.mark.parametrize("data", [[(1.0, 2)], [1.0, 2.0], ["a", "b"], [("a", [torch.ones(2)])]])
+def test_samples_of_numbers_texts_and_tensors_are_taken(data: Any) -> None:
+    assert as_source(data, 1)[0].size == len(data)
+
+
 # -- datasets -------------------------------------------------------------------------------------
 
 

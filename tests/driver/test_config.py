@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import steepest
-from steepest import errors
+from steepest import DistributedSGD, errors
 from steepest.config.run import DeadlineConfig, FailureConfig, ResourceConfig, RunConfig
 from steepest.errors import ConfigurationError, SteepestError
 from steepest.strategies.allreduce import AllreduceStrategy
@@ -31,6 +32,27 @@ def refused(make: Callable[[], object]) -> str:
     with pytest.raises(ConfigurationError) as caught:
         make()
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("creator", "words"),
+    [
+        (torch.nn.Linear(3, 2), "model_creator is a module itself (Linear), which each worker is"),
+        (lambda worker: None, "too many positional arguments: give a function of (worker_index,"),
+        (None, "model_creator=None: give a function of (worker_index, device_index)"),
+    ],
+)
+def test_what_is_no_function_that_makes_models_is_refused(creator: Any, words: str) -> None:
+    assert words in refused(lambda: DistributedSGD(creator))
+
+
+def test_a_page_without_plotly_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("steepest.observe.page.document.find_spec", lambda name: None)
+    config = RunConfig(page=True)
+    words = "plotly, which is not installed: pip install 'steepest[page]'"
+    assert words in refused(lambda: DistributedSGD(lambda worker, device: None, run_config=config))
 
 
 # -- strategies -----------------------------------------------------------------------------------

@@ -149,6 +149,17 @@ def told_of(function: Callable[[], Any]) -> dict[str, str]:
     return describe_error(error)
 
 
+@pytest.mark.parametrize(("path", "is_told"), [("data/train.pt", True), ("/data/train.pt", False)])
+def test_of_a_relative_path_that_is_not_there_the_directory_is_told(
+    path: str, *, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = told_of(lambda: torch.load(path))["error"]
+    assert found.startswith("FileNotFoundError")
+    assert path in found
+    assert (f"seen from {tmp_path}, the directory of this process" in found) == is_told
+
+
 def test_what_led_to_user_code_is_left_out_and_causes_are_kept() -> None:
     def chained() -> None:
         try:

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -568,6 +569,28 @@ def by_sample(parts: Parts, epochs: int) -> None:
             parts.optimizer.step()
 
 
+def in_another_order(misuse: str = "iterate") -> None:
+    model = perceptron()
+    loader = DataLoader(TensorDataset(*samples(4)), batch_size=2)
+    model, loader, optimizer = steepest.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+    )
+    for _ in steepest.epochs(1):
+        if misuse == "iterate":
+            for _ in loader:
+                pass
+        elif misuse == "call":
+            optimizer(torch.zeros(3))
+        else:
+            optimizer.zero_grad()
+
+
+def with_a_scaler() -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steepest.prepare(model, optimizer, torch.amp.GradScaler("cpu"))
+
+
 def without_step(parts: Parts, epochs: int) -> None:
     for _ in steepest.epochs(epochs):
         for x, y in parts.loader:
@@ -665,6 +688,15 @@ WRONG = {
     "worker of a run: start a script that calls it by `python`": nested,
     r"step\(\) was called twice for one batch": Script(twice),
     "no parameter has a gradient: call loss.backward": Script(without_backward),
+    r"'SGD' object is not iterable: steepest.prepare\(\) returns its arguments": in_another_order,
+    r"'TrainingLoader' object is not callable: .* in the order": partial(in_another_order, "call"),
+    r"'DataLoader' object has no attribute 'zero_grad': .* order": partial(
+        in_another_order, "zero"
+    ),
+    r"a GradScaler: .*goes to steepest.register\(name=object\)": with_a_scaler,
+    r"function is a module itself \(Linear\)": nn.Linear(3, 2),
+    r"function=<function squares .*missing a required argument: 'model'": squares,
+    r"function=3: give a function without arguments": 3,
     r"signal.signal\(\) in the function of a worker": Script(handling),
     r"a loss of shape \(2, 2\): give one number, the mean of the batch": Script(by_sample),
     r"came to the end of epoch 0 without optimizer.step\(\)": Script(without_step),

@@ -127,6 +127,17 @@ def test_of_a_run_that_ends_by_itself_nothing_is_left(
     assert re.match(r"epoch 0, step 3 \((3/1000, )?took 00:01\), loss 0.3333", last)
 
 
+def test_of_a_sampler_without_end_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = stderr(monkeypatch, terminal=False)
+    clock = [0.0]
+    take(ProgressLines(clock=lambda: clock[0]), clock, steps=3)
+    shown = ProgressLines(clock=lambda: clock[0])
+    shown.on_fit_begin(Trainer, 10**10)
+    clock[0] += 0.005
+    shown.on_step(Trainer, step(1))
+    assert file.getvalue().splitlines()[-1].startswith("epoch 0, step 1 (1/10000000000), loss")
+
+
 def test_steps_that_are_taken_again_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     file = stderr(monkeypatch, terminal=False)
     clock = [0.0]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import runpy
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -18,7 +20,10 @@ NEXT = (
     "next: steepest demo; then a script of your own by "
     "steepest run train.py --workers 2 (steepest run --help)"
 )
-NOTHING = "nothing was tried, so nothing is known: run it again when this machine is less busy"
+NOTHING = (
+    "no strategy was tried; starting Ray took too long on a busy machine (load 99.0): run it again "
+    "when that is less"
+)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +48,29 @@ def test_what_it_says_when_its_time_is_over(
     monkeypatch.setattr(doctor, "find_spec", lambda name: name)  # the extra `demo` is installed
     monkeypatch.setattr(os, "_exit", statuses.append)
     checkup = doctor._Checkup()
-    checkup._untried, checkup._failed = untried, failed
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    checkup._untried, checkup._failed, checkup._doing = untried, failed, "starting Ray"
     checkup.give_up()
     assert statuses == [status]
     lines = capsys.readouterr().out.splitlines()
     assert [re.sub(r"^ *[0-9.]+ s  ", "", line) for line in lines] == said
+
+
+def test_what_needs_no_imports_is_said_before_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # an import that goes no further
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    checkup = doctor._Checkup()
+    with pytest.raises(ImportError):
+        checkup.run()
+    checkup.give_up()
+    first, second, _, last = capsys.readouterr().out.splitlines()
+    assert f"steepest {__version__}, Python {platform.python_version()} on " in first
+    importing = f"importing torch {version('torch')} and Ray {version('ray')}"
+    assert second.endswith(importing)
+    assert last.endswith(f"no strategy was tried; {importing} took too long")
 
 
 def test_what_to_do_next_names_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,6 +298,7 @@ def _are_columns(data: Sequence[Any]) -> bool:
                 "give a list of samples"
             )
     if not data or not all(arrays):
+        _check_samples(given, data)
         return False
     if isinstance(data, list):
         lengths = [len(array) if array.ndim else 0 for array in data]
@@ -314,6 +315,29 @@ def _are_columns(data: Sequence[Any]) -> bool:
                 "columns with a row per sample"
             )
     return True
+
+
+def _check_samples(given: str, samples: Sequence[Any]) -> None:
+    """Check that samples in a tuple or list hold no lists of numbers; else ConfigurationError."""
+    # torch's collation makes of lists of equal length a list of their first numbers, one of their second ones, ...
+    first = samples[0] if samples else None
+    parts = list(first.values()) if isinstance(first, Mapping) else first
+    if _are_numbers(first, list) or (
+        isinstance(parts, (list, tuple)) and any(_are_numbers(part, list, tuple) for part in parts)
+    ):
+        raise ConfigurationError(
+            f"{given} whose first sample has a list of numbers, which batches take apart into columns: give arrays or "
+            "tensors with a row per sample, as (torch.as_tensor(inputs), torch.as_tensor(targets)), or samples of "
+            "tensors"
+        )
+
+
+def _are_numbers(value: Any, *kinds: type) -> bool:
+    """Return whether a value is a container, of some class, of plain numbers, or of such containers."""
+    if not (type(value) in kinds and value):
+        return False
+    inner = value[0]
+    return isinstance(inner, (int, float)) or _are_numbers(inner, list, tuple)
 
 
 def _as_it_is(batch: Any) -> Any:

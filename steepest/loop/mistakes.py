@@ -1,0 +1,38 @@
+"""Mistakes of users' functions that Python tells in words which do not say what to do here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from steepest.errors import ConfigurationError
+
+_NO_SIGNALS = (
+    "signal.signal() in the function of a worker, which runs on a thread of the worker's process, while Python sets "
+    "handlers in main threads alone: set them in the program that calls steepest.run(), or under `if "
+    "threading.current_thread() is threading.main_thread():`"
+)
+_ORDER = (
+    "steepest.prepare() returns its arguments in the order in which they were given: write `model, optimizer, loader = "
+    "steepest.prepare(model, optimizer, loader)`"
+)
+#: What is no model, optimizer or loader, as Python says it of one that was taken for another.
+_ANOTHER = re.compile(
+    r"'(\w+)' object (?:is not (?:iterable|callable)|has no attribute '(?:step|zero_grad)')"
+)
+
+
+def explained(error: Exception, prepared: Collection[object]) -> ConfigurationError | None:
+    """Return an error that says what to do about one that a user's function has raised; None where it says enough.
+
+    Args:
+        error: that the function has raised.
+        prepared: what it has given to `prepare`, and got.
+    """
+    text = str(error)
+    if isinstance(error, ValueError) and text.startswith("signal only works in main thread"):
+        return ConfigurationError(_NO_SIGNALS)
+    found = _ANOTHER.match(text) if isinstance(error, (TypeError, AttributeError)) else None
+    if found and found[1] in {type(each).__name__ for each in prepared}:
+        return ConfigurationError(f"{text}: {_ORDER}")
+    return None
