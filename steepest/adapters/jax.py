@@ -79,6 +79,9 @@ class JaxModel:
         ['w']
     """
 
+    #: read by the job, see `steepest.core.models.protocol.HasNotice`
+    notice = ""
+
     def __init__(  # noqa: PLR0913 - keywords of a user, most of them optional
         self,
         params: Any,
@@ -131,7 +134,9 @@ class JaxModel:
         Args:
             module: a `flax.linen.Module`, or a `flax.nnx.Module`, which is not changed. An argument
                 of its `__call__` that tells training from evaluation is set; an nnx module's `rngs`
-                is an `nnx.Rngs` of the step and the share of the samples.
+                is an `nnx.Rngs` of the step and the share of the samples. An nnx module, and a linen
+                module's field that tells them apart, is trained as it was given (call an nnx
+                module's `train` before), and set to evaluation mode in `evaluate`.
             variables: of the linen module, as its `init` returns them; what is not in "params" is
                 state. Dropout gets its key in each step.
             loss: called as ``loss(output, target)``, returns the batch's mean.
@@ -139,11 +144,13 @@ class JaxModel:
         """
         from steepest.adapters.flax import parts_of
 
-        params, state, run = parts_of(module, variables, loss)
+        parts = parts_of(module, variables, loss)
         metrics = settings.pop("metrics", None) or {}
         _check_functions(loss, metrics, None, None)
         by_target = {name: _of_target(metric) for name, metric in metrics.items()}
-        return cls(params, loss=run, state=state, metrics=by_target, **settings)
+        model = cls(parts.params, loss=parts.loss, state=parts.state, metrics=by_target, **settings)
+        model.notice = parts.notice
+        return model
 
     @staticmethod
     def named(tree: Any) -> dict[str, torch.Tensor]:

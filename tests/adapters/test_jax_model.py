@@ -202,6 +202,28 @@ class NnxOfArguments(Nnx):
         return self.last(self.dropout(hidden, deterministic=not train, rngs=rngs))
 
 
+class Fixed(Nnx):
+    """Fine-tuning: the batch norm keeps its running averages, and nothing is dropped out."""
+
+    def __init__(self, rate: float = 0.5) -> None:
+        super().__init__(rate)
+        self.norm = nnx.BatchNorm(4, use_running_average=True, rngs=nnx.Rngs(0))
+        self.norm.mean[...] += 0.5
+        self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(0))
+
+
+class OfField(linen.Module):
+    """The mode is a field, as many examples have it."""
+
+    train: bool
+    body: Any = None
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        x = x if self.body is None else self.body(x)
+        return linen.Dense(2)(linen.Dropout(0.5, deterministic=not self.train)(linen.Dense(64)(x)))
+
+
 def mean_squares(output: Any, target: Any) -> Any:
     return jnp.mean((output - target) ** 2)
 
@@ -215,20 +237,20 @@ def of_flax(kind: str, rate: float = 0.5, **options: Any) -> JaxModel:
         "metrics": {"error": lambda output, target: jnp.abs(output - target).mean()},
     } | options
     if kind != "linen":
-        module = NnxOfArguments(rate) if kind == "nnx-arguments" else Nnx(rate)
+        module = {"nnx-arguments": NnxOfArguments, "nnx": Nnx, "nnx-fixed": Fixed}[kind](rate)
         return JaxModel.from_flax(module, **settings)
     module = Linen(rate)
     return JaxModel.from_flax(module, module.init(jax.random.key(0), X, train=False), **settings)
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("kind", ["linen", "nnx", "nnx-fixed"])
 def test_modules_of_flax_train_as_in_a_plain_loop(kind: str) -> None:
     """Batch statistics are those of the plain loop, too; without dropout, whose keys are ours."""
     cluster = InProcessCluster(lambda worker, device: of_flax(kind, rate=0.0))
     cluster.step(5)
     plan, transformation = SamplePlan(12, 4, 0), optax.sgd(0.1, momentum=0.9)
-    if kind == "nnx":
-        module = Nnx(0.0)
+    if kind != "linen":
+        module = Fixed(0.0) if kind == "nnx-fixed" else Nnx(0.0)
         optimizer = nnx.Optimizer(module, transformation, wrt=nnx.Param)
         for step in range(5):
             x, y = X[plan.share(step, 0, 1)], Y[plan.share(step, 0, 1)]
@@ -280,6 +302,38 @@ def test_modules_of_flax_evaluate_without_dropout_and_change_nothing(kind: str) 
     assert compute(given, batch) == trained  # the same key for the same step and share
     torch.manual_seed(4)
     assert given.compute_gradients(batch, lambda *_: None, True) != trained
+
+
+def test_modes_of_an_nnx_module_are_kept_in_training_and_named() -> None:
+    assert of_flax("nnx").notice == ""
+    assert "norm.use_running_average=True" in of_flax("nnx-fixed").notice
+    module = Nnx()
+    module.eval()
+    settings = {"loss": mean_squares, "optimizer": optax.sgd(0.1), "data": (X, Y), "batch_size": 4}
+    given = JaxModel.from_flax(module, **settings)
+    said = "Nnx is trained with dropout.deterministic=True, norm.use_running_average=True, as it"
+    assert given.notice.startswith(said)
+
+
+def test_modes_that_are_fields_of_a_linen_module_are_set_in_evaluation_and_named() -> None:
+    settings = {"loss": mean_squares, "optimizer": optax.sgd(0.1), "data": (X, Y), "batch_size": 4}
+    variables = OfField(train=False).init(jax.random.key(0), X)
+    given = JaxModel.from_flax(OfField(train=True), variables, **settings)
+    bound(given)
+    batch = batch_of(given)
+    right = mean_squares(OfField(train=False).apply(variables, batch[0]), batch[1])
+    assert given.evaluate(batch).loss == pytest.approx(float(right), rel=1e-6)
+    assert compute(given, batch).loss != pytest.approx(float(right), rel=1e-3)
+    assert (
+        "OfField has modes as fields: train=True is kept in training, and set for" in given.notice
+    )
+    inner = linen.Sequential([linen.Dense(4), linen.Dropout(0.5, deterministic=False)])
+    whole = OfField(train=False, body=inner)
+    variables = whole.init(jax.random.key(0), X)
+    given = JaxModel.from_flax(whole, variables, **settings)
+    assert (
+        "body.layers[1].deterministic=False is kept in training and in evaluation" in given.notice
+    )
 
 
 def test_what_is_no_module_of_flax_is_refused() -> None:
