@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from steepest.errors import ConfigurationError
-from steepest.observe.page.addresses import kept_addresses
+from steepest.observe.page.addresses import kept_addresses, redirecting_file
 from steepest.observe.page.run_files import WatchedRun
 from steepest.observe.page.server import PageServer
 
@@ -117,4 +117,4 @@ def _show(url: str, in_browser: bool) -> None:
     sys.stdout.write(f"{url}\n")
     sys.stdout.flush()
     if in_browser:
-        webbrowser.open(url)
+        webbrowser.open(redirecting_file(url).as_uri())

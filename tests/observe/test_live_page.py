@@ -14,6 +14,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 
@@ -45,7 +47,8 @@ from tests.step_callbacks import After
 @pytest.fixture(autouse=True)
 def _charts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Stands in for plotly, which is an extra; addresses are kept apart from those of real jobs."""
-    monkeypatch.setattr("steepest.observe.page.server.chart_script", lambda: "var Plotly = {};")
+    for user in ("driver.trainer", "observe.page.server"):
+        monkeypatch.setattr(f"steepest.{user}.chart_script", lambda: "var Plotly = {};")
     monkeypatch.setattr(addresses.tempfile, "gettempdir", lambda: str(tmp_path))
 
 
@@ -407,6 +410,23 @@ def test_watch_finds_the_page_of_a_live_job(
     server.close()
     assert main.main(["watch", server.url]) == 1
     assert "no job answers there" in capsys.readouterr().err
+
+
+def test_the_token_is_not_among_the_arguments_of_a_browser(
+    server: PageServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, opened = addresses.KeptAddress(server, None), list[str]()
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    for _ in range(2):
+        assert main.main(["watch", server.url, "--open"]) == 0
+    assert capsys.readouterr().out == f"{server.url}\n" * 2
+    assert [urlsplit(each).scheme for each in opened] == ["file", "file"]
+    assert not any(server.url.partition("#token=")[2] in each for each in opened)
+    file = Path(url2pathname(urlsplit(opened[-1]).path))
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert f'content="0; url={server.url}"' in file.read_text()
+    address.remove()
+    assert not file.exists()
 
 
 def test_addresses_are_kept_where_others_cannot_read_them(

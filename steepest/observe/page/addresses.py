@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import os
 import stat
 import tempfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from steepest.errors import ConfigurationError
 from steepest.observe.page.server import PageServer
@@ -28,6 +30,29 @@ def _folder() -> Path:
     return folder
 
 
+def _write(file: Path, text: str) -> None:
+    """Write a file anew that only this user can read."""
+    file.unlink(missing_ok=True)  # of a job that was killed
+    opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(opened, "w") as stream:
+        stream.write(text)
+
+
+def redirecting_file(url: str) -> Path:
+    """Return a file that leads a browser to a page: every user of a machine sees what a browser is started with.
+
+    Args:
+        url: of the page, with its token, which is in the file alone.
+    """
+    file = _folder() / f"{urlsplit(url).port}.html"
+    to = html.escape(url)
+    _write(
+        file,
+        f'<!doctype html><meta http-equiv="refresh" content="0; url={to}"><a href="{to}">the page</a>\n',
+    )
+    return file
+
+
 class KeptAddress:
     """The file of a page's address, `file`, until it is removed.
 
@@ -39,14 +64,12 @@ class KeptAddress:
     def __init__(self, page: PageServer, run: Path | None) -> None:
         self.file = _folder() / f"{page.port}.json"
         about = {"url": page.url, "pid": os.getpid(), "run": str(run.resolve()) if run else None}
-        self.file.unlink(missing_ok=True)  # of a job that was killed
-        opened = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(opened, "w") as file:
-            json.dump(about, file)
+        _write(self.file, json.dumps(about))
 
     def remove(self) -> None:
-        """Remove it."""
+        """Remove it, and what leads a browser to the page."""
         self.file.unlink(missing_ok=True)
+        self.file.with_suffix(".html").unlink(missing_ok=True)
 
 
 def kept_addresses() -> list[dict[str, Any]]:
