@@ -27,11 +27,16 @@ a deadline or a dead process as a step can.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class SteepestError(Exception):
@@ -250,6 +255,19 @@ def described_error(described: Mapping[str, str], prefix: str = "") -> SteepestE
     # None hides the exception that is being handled, Ray's, as `raise ... from None` does
     found.__cause__ = RemoteTraceback(described["traceback"]) if described["traceback"] else None
     return found
+
+
+def folds_frames(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a public function raise our errors without the frames inside of it, which tell a user nothing."""
+
+    @functools.wraps(function)
+    def called(*arguments: P.args, **named: P.kwargs) -> T:
+        try:
+            return function(*arguments, **named)
+        except SteepestError as error:
+            raise error.with_traceback(None)  # noqa: B904 - it is the same, with its own cause
+
+    return called
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - a carrier of text, not an error of its own

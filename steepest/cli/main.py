@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from steepest import __version__
 from steepest.cli import compare, completion, doctor, explain, launch, plan, report, run, watch
 from steepest.cli.scripts import TAKE_SCRIPTS
-from steepest.errors import SteepestError
+from steepest.errors import RemoteTraceback, SteepestError
 
 _ENOUGH = 0.95  # accuracy, of the demo
 _FIRST = """\
@@ -75,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = chosen.call(chosen)
         return status
     except SteepestError as error:
+        if isinstance(error.__cause__, RemoteTraceback):  # the frames of the user's own code
+            print(error.__cause__.text.rstrip(), file=sys.stderr)
         print(f"steepest: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

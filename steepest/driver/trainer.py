@@ -31,7 +31,13 @@ from steepest.driver.job_page import JobPage, open_page
 from steepest.driver.job_stats import job_stats
 from steepest.driver.timeline import Timeline, recorded
 from steepest.driver.training import Training
-from steepest.errors import ConfigurationError, PeerLostError, ShutdownError, UnfrozenError
+from steepest.errors import (
+    ConfigurationError,
+    PeerLostError,
+    ShutdownError,
+    UnfrozenError,
+    folds_frames,
+)
 from steepest.observe.history import History
 from steepest.observe.page.document import chart_script
 from steepest.observe.progress import Callback, EventFeed
@@ -113,6 +119,7 @@ class DistributedSGD:
         ...     print(sgd.evaluate(test_set))
     """
 
+    @folds_frames
     def __init__(  # noqa: PLR0913 - keywords of a user, most of them optional
         self,
         model_creator: ModelCreator,
@@ -268,6 +275,7 @@ class DistributedSGD:
 
     # -- training ------------------------------------------------------------------------------
 
+    @folds_frames
     def step(self, fetch_stats: bool = True) -> StepResult:
         """Take one step, and return its result when it is committed.
 
@@ -296,6 +304,7 @@ class DistributedSGD:
             self._train(self._training.one_more(), fetch_stats, results.append)
             return results[-1]
 
+    @folds_frames
     def fit(
         self,
         *,
@@ -390,6 +399,7 @@ class DistributedSGD:
 
     # -- looking -------------------------------------------------------------------------------
 
+    @folds_frames
     def evaluate(self, data: Any, batch_size: int | None = None) -> EvaluationResult:
         """Return loss and metrics over a data set, with the last committed weights.
 
@@ -473,6 +483,7 @@ class DistributedSGD:
             )
             self._keeping.changed()
 
+    @folds_frames
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Set some parameters by name on all servers and workers.
 
@@ -486,6 +497,7 @@ class DistributedSGD:
             self._calls.replacing(lambda: self._state.set_weights(weights, self._training.version))
             self._keeping.changed()
 
+    @folds_frames
     def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:
         """Run a function in every worker process, between steps; return the results, by worker.
 
@@ -501,6 +513,7 @@ class DistributedSGD:
                 self._calls.once, fn, view=True, what=f"run the function {name_of(fn)}"
             )
 
+    @folds_frames
     def foreach_model(self, fn: Callable[[Any], T]) -> list[T]:
         """Run a function on every replica, in its process, between steps; return the results.
 
@@ -514,17 +527,21 @@ class DistributedSGD:
             parts = self._on_workers(self._calls.once, remote_functions.on_models, fn, what=what)
             return [result for part in parts for result in part]
 
-    def _foreach_loop(self, fn: Callable[[Any], T], what: str) -> list[T]:
+    def _foreach_loop(self, fn: Callable[[Any], T], loop: str) -> list[T]:
         """Run a function on every replica, see `foreach_model`; again whenever a process dies meanwhile.
 
         It is for functions that give the same result when they are run again, see `steepest.loop.run`.
+
+        Args:
+            fn: has a user's loop go on.
+            loop: the name of that, for errors.
         """
         with self._idle("run"):
-            parts = self._on_workers(
-                self._calls.surviving, remote_functions.on_models, fn, what=what
-            )
+            again, on_models = self._calls.surviving, remote_functions.on_models
+            parts = self._on_workers(again, on_models, fn, loop, what=f"run {loop}")
             return [result for part in parts for result in part]
 
+    @folds_frames
     def for_model(self, fn: Callable[[Any], T]) -> T:
         """Run a function on the first replica only, and return its result.
 
@@ -541,6 +558,7 @@ class DistributedSGD:
             )
             return result
 
+    @folds_frames
     def warmup(self) -> None:
         """Compute a gradient on every replica and discard it, so that the first step is fast."""
         with self._idle("warmup"):
@@ -644,6 +662,7 @@ class DistributedSGD:
         found = self._keeping.best()
         return found if found is None or isinstance(found, Path) else str(found)
 
+    @folds_frames
     def save(self, path: str | Path) -> None:
         """Write a checkpoint: weights, optimizer state, buffers, and the position in the data.
 
@@ -658,6 +677,7 @@ class DistributedSGD:
         with self._idle("save"):
             self._keeping.save(path)
 
+    @folds_frames
     def restore(self, path: str | Path, data: str = "continue") -> None:
         """Continue from a checkpoint, at any number of workers and servers, under any strategy.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,12 +34,14 @@ from steepest.loop.kept import pack, unpack
 from steepest.loop.overlap import Overlap
 from steepest.loop.prepared import Batch, Progress, Reported
 from steepest.loop.projected import Projected, Projection
+from steepest.loop.script import UserScript
 from steepest.loop.session import Session
 from steepest.loop.table_rows import LoopRows
 from steepest.loop.training_data import TrainingData
 from steepest.loop.user_loop import UserLoop
 from steepest.loop.window import Again
 from steepest.loop.writes import Before, LoopWrites
+from steepest.runtime.remote_functions import name_of
 
 if TYPE_CHECKING:
     from steepest.embedding.modules import RowSource
@@ -615,6 +618,18 @@ class LoopCreator:
     local: int = 0
     paced: bool = False
     ahead: bool = False
+
+    @property
+    def name(self) -> str:
+        """What is run, for errors: a script's file, or the name of a function."""
+        if isinstance(self.function, UserScript):
+            return os.path.basename(self.function.path)
+        return f"the function {name_of(self.function)}"
+
+    @property
+    def building(self) -> str:
+        """What workers do before there is a model, for errors."""
+        return f"run {self.name} up to steepest.prepare()"
 
     def __call__(self, worker_index: int, device_index: int) -> LoopModel:
         """Begin the function in a worker's process; see `steepest.core.engine.job.ModelCreator`."""

@@ -16,7 +16,7 @@ from steepest.checkpoint.files import Checkpoints
 from steepest.config.run import FailureConfig, RunConfig
 from steepest.core.strategies.strategy import Strategy
 from steepest.driver.trainer import DistributedSGD
-from steepest.errors import ConfigurationError
+from steepest.errors import ConfigurationError, folds_frames
 from steepest.loop.model import LoopCreator, LoopModel
 from steepest.loop.prepared import Progress
 from steepest.loop.reports import Reports, read_reports, write_reports
@@ -26,7 +26,6 @@ from steepest.observe.history import History
 from steepest.observe.progress import Callback
 from steepest.observe.results import StepResult
 from steepest.observe.timeline.trace_file import check_target
-from steepest.runtime.remote_functions import name_of
 from steepest.strategies.named import as_strategy
 from steepest.validation import require_function
 
@@ -70,6 +69,7 @@ class _PausesAtEpochs(Callback):
         """Do nothing: that it is called makes the pause."""
 
 
+@folds_frames
 def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     function: Callable[[], Any],
     *,
@@ -119,10 +119,11 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
     local = chosen.updates if chosen.local else 0
     paced = chosen.local and chosen.updates_of_share < chosen.updates
     ahead = chosen.local and chosen.delay > 0
+    creator = LoopCreator(function, seed, chosen.rule, local, paced, ahead)
     with contextlib.ExitStack() as whole:
         sgd = whole.enter_context(
             DistributedSGD(
-                LoopCreator(function, seed, chosen.rule, local, paced, ahead),
+                creator,
                 num_workers,
                 gpu=gpu,
                 strategy=strategy,
@@ -140,10 +141,10 @@ def run(  # noqa: PLR0913 - keywords of a user, most of them optional
         sgd._hear_notes(
             reports.add_noted
         )  # at the end of a `fit` those of workers that live are asked for once more
-        numbers, what = itertools.count(), f"run the function {name_of(function)}"
+        numbers = itertools.count()
         ends = _StopsAtTheEnd()
         begun = 0  # epochs that `fit` was asked for; those of a checkpoint are the first of them
-        while (wanted := _advance(sgd, reports, next(numbers), what)) is not None:
+        while (wanted := _advance(sgd, reports, next(numbers), creator.name)) is not None:
             if wanted.in_lockstep:
                 shown = "lines" if progress is True else progress
                 sgd.fit(steps=ENDLESS, callbacks=[ends, *callbacks], progress=shown)
@@ -175,10 +176,10 @@ class _LoopNeeds:
     meets: bool
 
 
-def _advance(sgd: DistributedSGD, reports: Reports, number: int, what: str) -> _LoopNeeds | None:
+def _advance(sgd: DistributedSGD, reports: Reports, number: int, loop: str) -> _LoopNeeds | None:
     """Let all functions go on up to where they need batches; return what they want, or None if all have ended."""
     epoch = sgd.epoch or 0
-    found = sgd._foreach_loop(_Advance(epoch, number), what)
+    found = sgd._foreach_loop(_Advance(epoch, number), loop)
     for worker, progress in enumerate(found):
         reports.add(worker, progress.reports)
     going_on = [progress for progress in found if not progress.ended]

@@ -39,7 +39,7 @@ from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
-from steepest.errors import ConfigurationError, ModelRaisedError, SteepestError
+from steepest.errors import ConfigurationError, ModelRaisedError, RemoteTraceback, SteepestError
 from steepest.extensions import EXTENSIONS
 from steepest.loop.model import LoopModel
 from steepest.planning.profile import CodecCosts, Costs, Profile
@@ -308,8 +308,8 @@ class _MeasuredJob:
         outcome = self._client.outcomes.get()
         if isinstance(outcome, Failure):
             raise ModelRaisedError(
-                f"the model raised while it was measured: {outcome.error}\n{outcome.traceback}"
-            )
+                f"the model raised while it was measured: {outcome.error}"
+            ) from RemoteTraceback(outcome.traceback)
         assert isinstance(outcome, Result)
         if len(self._rows) == before or not outcome.samples:
             return False

@@ -97,7 +97,7 @@ class Applying:
                 raise PeerLostError(f"{', '.join(silent)} gave no sign of life")
         self._cluster.extend_deadline()
         workers = {peer: start for peer, start in starts.items() if peer.role == "worker"}
-        starting.check_models(workers, "build the model again")
+        starting.check_models(workers)
         return starts
 
     def _membership(

@@ -108,7 +108,7 @@ class Joining:
         cluster, actor = self._cluster, start.actor
         cluster.extend_deadline()
         life, timeout = cluster.members[peer].life + 1, cluster.run_config.deadlines.start
-        self._observation.starting.check_models({peer: start}, "build the model again")
+        self._observation.starting.check_models({peer: start})
 
         def get(call: Any, what: str) -> Any:
             return cluster.get([call], what, [peer])[0]

@@ -265,7 +265,7 @@ class Observation:
         if not all(start.is_up for start in joining.values()):
             return {}
         models = {worker_peer(number): start for number, start in joining.items()}
-        starting.check_models(models, "build the model")
+        starting.check_models(models)
         return joining
 
     # -- what is known ---------------------------------------------------------------------------

@@ -135,10 +135,11 @@ class Starting:
         """Return whether a process has not come up for so long that it is not awaited any more."""
         return system().now() - start.awaited > self.patience and not start.is_up
 
-    def check_models(self, starts: Mapping[Peer, Start], what: str) -> None:
+    def check_models(self, starts: Mapping[Peer, Start]) -> None:
         """Raise ModelError or ModelRaisedError unless workers that are up have built the job's model."""
         calls, job = [start.building[0] for start in starts.values()], self._cluster.job
-        for peer, described in zip(starts, self._cluster.get(calls, what, starts), strict=True):
+        found = self._cluster.get(calls, self._cluster.building, starts)
+        for peer, described in zip(starts, found, strict=True):
             check_agreement(job.description, described, "the job", str(peer))
 
     def lose(self, start: Start) -> None:

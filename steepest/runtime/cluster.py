@@ -131,6 +131,8 @@ class Cluster(JobContext):
         creator = self.creator = travelling(
             getattr(model_creator, "given_as", "model_creator"), model_creator
         )
+        #: what workers do then, for errors
+        self.building: str = getattr(model_creator, "building", "build the model")
         cut = config.cut
         devices, seed = self.chosen.devices_per_worker, self.chosen.seed
         batches = num_workers * devices * self.chosen.accumulate
@@ -145,7 +147,7 @@ class Cluster(JobContext):
                 runtime().call(w, "build", creator, i, devices, seed, cut, size)
                 for i, w in enumerate(workers)
             ],
-            "build the model",
+            self.building,
             map(worker_peer, range(num_workers)),
         )
         for i, other in enumerate(described):

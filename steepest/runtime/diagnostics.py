@@ -22,8 +22,7 @@ def update_error(
         "there is no snapshot to go back to, so this trainer can only be shut down: restore a "
         "checkpoint with a new one, and leave FailureConfig(snapshot_every=) as it is"
         if now is None
-        else f"the job is set back: weights and optimizer state are those after step {now}; mend it "
-        "and step again"
+        else f"the job is set back: weights and optimizer state are those after step {now}"
     )
     error = ModelRaisedError(
         f"{failure.peer}{f' on {place.host}' if place else ''}: the optimizer raised in step "

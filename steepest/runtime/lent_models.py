@@ -20,7 +20,7 @@ def lent_to(function: str, replicas: Replicas) -> Iterator[None]:
     Afterwards the models have the job's weights and settings, whatever the function wrote to them.
 
     Args:
-        function: its name, quoted, for errors.
+        function: its name, for errors, such as "the function 'f'".
         replicas: whose models it has.
 
     Raises:
@@ -43,7 +43,7 @@ def lent_to(function: str, replicas: Replicas) -> Iterator[None]:
     names += [entry.name for offset in offsets for entry in replicas.trained_behind(offset)]
     if names:
         raise ConfigurationError(
-            f"the function {function} has written to the trained parameter {names[0]!r}, which is "
+            f"{function} has written to the trained parameter {names[0]!r}, which is "
             "undone: the servers have the weights, and a model is a copy of them; call "
             "set_weights() on the driver, or give the model these values in model_creator"
         )
@@ -57,7 +57,7 @@ def _require_settings(function: str, replicas: Replicas) -> None:
         if (now := model.batch_size) != batch_size:
             model.batch_size = batch_size
             raise ConfigurationError(
-                f"the function {function} has set a model's batch_size to {now!r:.40}, but the "
+                f"{function} has set a model's batch_size to {now!r:.40}, but the "
                 f"job divides its samples into batches of {batch_size}: save, and restore with "
                 "a trainer whose model_creator gives the other one; evaluate(data, batch_size) "
                 "takes any"
@@ -65,7 +65,7 @@ def _require_settings(function: str, replicas: Replicas) -> None:
         if (other := model.data) is not data:
             model.data = data
             raise ConfigurationError(
-                f"the function {function} has set a model's data to a {type(other).__name__}, "
+                f"{function} has set a model's data to a {type(other).__name__}, "
                 "but the job has divided the samples of those that model_creator gave: save, and "
                 "restore(path, data='new') with a trainer whose model_creator gives the others"
             )

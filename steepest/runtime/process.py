@@ -569,7 +569,7 @@ class ProcessActor:
 
     def _view(self, replicas: Replicas, function: Callable[[WorkerView], Any]) -> Any:
         view = WorkerView(self._index, self._place.host, self._place.pid, replicas.models)
-        with lent_to(name_of(function), replicas):
+        with lent_to(f"the function {name_of(function)}", replicas):
             result = function(view)
         return sent(function, result)
 

@@ -56,16 +56,16 @@ def sent(fn: Callable[..., Any], result: Any) -> Call:
         ) from error
 
 
-def on_models(replicas: Replicas, fn: Callable[[Model], Any]) -> Call:
+def on_models(replicas: Replicas, fn: Callable[[Model], Any], name: str = "") -> Call:
     """Run a user's function on every replica; return the list of its results, see `sent`."""
-    with lent_to(name_of(fn), replicas):
+    with lent_to(name or f"the function {name_of(fn)}", replicas):
         results = [fn(model) for model in replicas.models]
     return sent(fn, results)
 
 
 def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> Call:
     """Run a user's function on the first replica; return its result, see `sent`."""
-    with lent_to(name_of(fn), replicas):
+    with lent_to(f"the function {name_of(fn)}", replicas):
         result = fn(replicas.models[0])
     return sent(fn, result)
 

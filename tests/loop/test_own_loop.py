@@ -21,7 +21,14 @@ import steepest
 from steepest import DeadlineConfig, ParameterServerStrategy
 from steepest.cli.main import main
 from steepest.core.data.sampler import SamplePlan
-from steepest.errors import ConfigurationError, DeadlineError, ModelError, ModelRaisedError
+from steepest.errors import (
+    ConfigurationError,
+    DeadlineError,
+    ModelError,
+    ModelRaisedError,
+    RemoteTraceback,
+)
+from steepest.loop.script import UserScript
 from steepest.loop.user_loop import current
 from steepest.observe.history_file import read_rows
 from steepest.observe.page.run_view import RunView
@@ -522,9 +529,47 @@ def raising(parts: Parts, epochs: int) -> None:
 
 
 def test_what_the_loop_raises_has_its_own_traceback_once() -> None:
-    with pytest.raises(ModelRaisedError, match="KeyError: 'mine'") as raised:
+    """No frame of the library's is in it, nor in that of the driver, but for the function that was called."""
+    with pytest.raises(ModelRaisedError, match=r"raised in step 1: KeyError: 'mine'") as raised:
         run(Script(raising), 2)
-    assert str(raised.value.__cause__).count('raise KeyError("mine")') == 1
+    text = str(raised.value.__cause__)
+    assert text.count('raise KeyError("mine")') == 1
+    own = str(Path(steepest.__file__).parent)
+    assert own not in text
+    assert [
+        Path(each.path).name for each in raised.traceback if str(each.path).startswith(own)
+    ] == ["errors.py"]
+
+
+def behind(parts: Parts, epochs: int) -> None:
+    plain(parts, epochs)
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("import nowhere", r"^worker 0, worker 1 could not run {} up to steepest.prepare\(\): "),
+        ("import steepest\nfrom tests.loop.test_own_loop import *\nScript(behind)()", "could not run {}: Key"),
+        ("import steepest\nfrom tests.loop.test_own_loop import *\nScript(raising)()", "raised in step 1: Key"),
+    ],
+)  # fmt: skip
+def test_a_script_is_named_where_it_raises(script: str, words: str, tmp_path: Path) -> None:
+    (path := tmp_path / "script.py").write_text(script)
+    with pytest.raises(ModelRaisedError, match=words.format(r"script\.py")) as raised:
+        run(UserScript.read(str(path)), 2)
+    assert f'File "{path}", line {script.count(chr(10)) + 1}' in str(raised.value.__cause__)
+
+
+def test_the_command_prints_the_frames_of_users_code_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Any) -> int:
+        raise ModelRaisedError("worker 0 could not run it") from RemoteTraceback("line 7\n")
+
+    monkeypatch.setattr("steepest.cli.report.run", fails)
+    assert main(["report", "run", "-o", "page"]) == 1
+    assert capsys.readouterr().err == "line 7\nsteepest: worker 0 could not run it\n"
 
 
 def test_another_status_of_sys_exit_is_what_a_function_has_raised() -> None:

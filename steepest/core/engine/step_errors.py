@@ -44,8 +44,7 @@ def raise_step_error(
         if isinstance(own, (ModelError, DataPlaneError)):
             raise own
         raise ModelRaisedError(
-            f"{who}: the model or its data raised in step {step}: {failure.error}; nothing of the "
-            "step was applied: mend them and step again"
+            f"{who} raised in step {step}: {failure.error}; nothing of the step was applied"
         ) from RemoteTraceback(failure.traceback)
     if failure.reason == "schedule":
         raise ModelRaisedError(
