@@ -17,7 +17,7 @@ from steepest.core.engine.client import Client
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.hosting import host_client, host_coordinator, host_server
 from steepest.core.engine.job import Description, Job, ModelCreator, check_agreement
-from steepest.core.engine.replica_states import mean_states
+from steepest.core.engine.replica_states import merged_states
 from steepest.core.engine.step_errors import raise_step_error
 from steepest.core.messages.driver import Failure, Result
 from steepest.core.messages.message import COORDINATOR, Peer, server_peer, worker_peer
@@ -380,13 +380,13 @@ class Trainer:
         return _KeptState(step, found.weights, found.records, kept, remaining, buffers)
 
     def _buffers(self) -> Tensors | None:
-        """Return the mean of the living workers' buffers; None if models have none, or no worker lives."""
+        """Return the buffers that stand for the living workers'; None if models have none, or no worker lives."""
         if not self._described.changing or not self._crew:
             return None
         asked = dict.fromkeys(self._crew.workers, ())
         states = self._crew.ask("send its buffers", "states", asked)
         each = [state for part in states for state in part]
-        return mean_states(each, [1.0] * len(each))
+        return merged_states(each, self._described.layout.index)
 
     # -- deaths --------------------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class Calls:
         names = frozenset[str]().union(*found)
         if not names:
             return
-        own = {name: value for name, value in state.mean_buffers().items() if name in names}
+        own = {name: value for name, value in state.merged_buffers().items() if name in names}
         if own:
             version = cluster.client.position.version
             self.replacing(lambda: state.set_weights(own, version))

@@ -426,7 +426,7 @@ class DistributedSGD:
         cluster = self._live()
 
         def evaluate() -> tuple[list[WorkerResult], int, int | None]:
-            about = data, batch_size, self.num_workers, self._state.mean_buffers()
+            about = data, batch_size, self.num_workers, self._state.merged_buffers()
             found = cluster.workers.call(remote_functions.evaluate, *about, what="evaluate")
             return found, *self._keeping.present()
 
@@ -457,7 +457,7 @@ class DistributedSGD:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters, under each of their names, and of buffers.
 
-        Buffers are averaged over replicas.
+        Running statistics, such as BatchNorm's, are averaged over replicas; other buffers are worker 0's.
 
         The plain module takes it: ``module.load_state_dict(sgd.state_dict())``.
         """

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from steepest.core.data.stream_place import StreamPlace
-from steepest.core.engine.replica_states import all_states, mean_states
+from steepest.core.engine.replica_states import all_states, merged_states
 from steepest.core.engine.replicas import Replicas
 from steepest.core.messages.message import Peer, worker_peer
 from steepest.core.system import system
@@ -115,7 +115,7 @@ class Joining:
 
         place = get(start.building[-1], "say where it is")
         states = self._states_of_the_others(missing)
-        mean = mean_states(states, [1.0] * len(states)) if states else None
+        mean = merged_states(states, cluster.job.description.layout.index) if states else None
         get(
             runtime().call(actor, "bind", cluster.stored_job, cluster.chosen.gpu),
             "bind the model again",

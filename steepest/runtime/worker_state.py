@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from steepest.core.engine.replica_states import mean_states
+from steepest.core.engine.replica_states import merged_states
 from steepest.core.engine.replicas import InnerOptimizerState, Replicas
 from steepest.core.system import system
 from steepest.core.tensors.dtypes import Tensors
@@ -45,7 +45,7 @@ def worker_state(replicas: Replicas, step: int, ledger: Sequence[int] | None = N
 def buffers_of(
     workers: Sequence[WorkerState], installed: dict[str, torch.Tensor]
 ) -> tuple[dict[int, Tensors], Tensors]:
-    """Return the buffers of all replicas by index, in the order of workers, and their mean."""
+    """Return the buffers of all replicas by index, in the order of workers, and what stands for all of them."""
     # installed: parameters by name, which replicas have that have not changed them.
     states = [state for worker in workers for state in worker.buffers]
     names = sorted(set().union(*states))
@@ -53,4 +53,4 @@ def buffers_of(
         {name: state[name] if name in state else installed[name] for name in names}
         for state in states
     ]
-    return dict(enumerate(states)), mean_states(whole, [1.0] * len(whole))
+    return dict(enumerate(states)), merged_states(whole, installed)

@@ -17,7 +17,12 @@ from steepest.checkpoint.rows import resumed, together
 from steepest.core.data.sampler import epoch_ends
 from steepest.core.engine.client import read_log
 from steepest.core.engine.commit_log import Commit, CommitLog, Unpushed
-from steepest.core.engine.replica_states import all_states, mean_states
+from steepest.core.engine.replica_states import (
+    all_states,
+    differing_buffers,
+    mean_states,
+    merged_states,
+)
 from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.models.names import plainly
@@ -55,7 +60,7 @@ class StateTransfer:
         self._logs: list[CommitLog | None] = []
         self._start = 0  # the version with which the log begins
         self._unpushed: Unpushed = {}  # gradients of rows that workers had then
-        self._told_of_schedule = False
+        self._told_of_schedule = self._told_of_buffers = False
         self._restored = 0  # checkpoints
         self._change = 0  # the number of the last change of the job's processes
         #: The state with which to continue when a change failed in the middle.
@@ -122,9 +127,9 @@ class StateTransfer:
             call(remote_functions.take_servers_weights, tuple(names))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return parameters, under all their names, and averaged buffers, as CPU copies."""
+        """Return parameters, under all their names, and buffers, see `merged_states`, as CPU copies."""
         layout = self._cluster.job.description.layout
-        state = self.snapshot("weights").named(layout) | self.mean_buffers()
+        state = self.snapshot("weights").named(layout) | self.merged_buffers()
         state.pop(LOOP_STATE, None)
         return state | {
             alias: state[entry.name] for entry in layout.entries for alias in entry.aliases
@@ -270,9 +275,21 @@ class StateTransfer:
         """Return each replica's buffers, and the frozen parameters that any replica has changed."""
         return all_states(self._cluster.workers.call)
 
-    def mean_buffers(self) -> Tensors:
-        """Return the mean of buffers over all replicas, which see equally many samples."""
-        return _mean(self.buffers())
+    def merged_buffers(self) -> Tensors:
+        """Return the buffers that stand for those of all replicas, see `merged_states`."""
+        return self._merged(self.buffers())
+
+    def _merged(self, states: Sequence[Tensors]) -> Tensors:
+        """Return the state that stands for those of replicas; warn once where it cannot."""
+        parameters = self._cluster.job.description.layout.index
+        if not self._told_of_buffers and (differing := differing_buffers(states, parameters)):
+            self._told_of_buffers = True
+            log.warning(
+                "the buffers %.200s differ between workers: state_dict() and the weights of checkpoints have worker "
+                "0's. A checkpoint has all workers' besides, which are restored with as many workers",
+                ", ".join(map(repr, differing)),
+            )
+        return merged_states(states, parameters)
 
     @owned(Moment.WHOLE)
     def ends(self) -> list[int]:
@@ -295,7 +312,7 @@ class StateTransfer:
             collected = OptimizerState.collect(job, shared, everybody, step, call)
             state = replace(
                 self.capture(shared, collected=collected),
-                collected_buffers=(dict(enumerate(states)), _mean(states)),
+                collected_buffers=(dict(enumerate(states)), self._merged(states)),
             )
             rates = cluster.rates.state(step)
             return state.checkpoint(self.signature(), self.ends(), rates), rows_to_come
@@ -464,7 +481,7 @@ class StateTransfer:
         else:
             call(Replicas.use_plan, *plan)
             if new and old:
-                mean = _mean(all_states(partial(call, workers=old)))
+                mean = self._merged(all_states(partial(call, workers=old)))
                 call(remote_functions.load_buffers, mean, workers=new)
         self._blank.clear()
 
@@ -502,11 +519,6 @@ class StateTransfer:
         return files.JobSignature(
             described.layout, *own, about, described.fingerprint, batch, replicated
         )
-
-
-def _mean(states: Sequence[Tensors]) -> Tensors:
-    """Return the mean of replicas' states, which see equally many samples."""
-    return mean_states(states, [1.0] * len(states))
 
 
 def _tensors(what: str, given: Any) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from steepest.core.engine.hosting import (
 )
 from steepest.core.engine.job import Job, ModelCreator, check_agreement
 from steepest.core.engine.model_building import build_models
-from steepest.core.engine.replica_states import all_states, mean_states
+from steepest.core.engine.replica_states import all_states, merged_states
 from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.server import Server
 from steepest.core.engine.shared_state import SharedState
@@ -344,7 +344,7 @@ class InProcessCluster:
         states = all_states(
             lambda function, *arguments: [function(each, *arguments) for each in replicas]
         )
-        return mean_states(states, [1.0] * len(states)) if states else {}
+        return merged_states(states, self.job.description.layout.index) if states else {}
 
     def disconnect(self, peer: Peer) -> None:
         """Close every channel of a worker, a server or the client, as its death would."""

@@ -22,7 +22,7 @@ from steepest.core.engine.job import Job, ModelCreator
 from steepest.core.engine.model_building import build_models
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.engine.push_pull import PushPull
-from steepest.core.engine.replica_states import all_states, mean_states
+from steepest.core.engine.replica_states import all_states, merged_states
 from steepest.core.engine.replicas import Replicas
 from steepest.core.engine.server import Server, ServerMode
 from steepest.core.messages import gradients
@@ -305,7 +305,7 @@ class _PartReplay:
         held = self._server.chunks.items()
         records = [(index, about, value) for index, chunk in held for about, value in chunk.state()]
         everything = _all(self._states, self._workers)
-        mean = mean_states(everything, [1.0] * len(everything))
+        mean = merged_states(everything, self._layout.index)
         own = {name: value for name, value in mean.items() if name in self._layout.index}
         if self._succeeded:
             _refuse_if(list(own), self._log)

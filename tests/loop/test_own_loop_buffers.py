@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,3 +93,58 @@ def test_a_successor_begins_with_those_of_the_others_at_that_place(
             assert torch.equal(means[own][-1], means[of_others][-1])
             return
     raise AssertionError("the successor had what only the dead worker has known")
+
+
+class Queued(nn.Module):
+    """It keeps the last keys that it has seen, as MoCo does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2).double()
+        self.norm = nn.BatchNorm1d(3).double()
+        self.register_buffer("queue", torch.zeros(8, 3, dtype=torch.float64))
+        self.register_buffer("pointer", torch.tensor(0))
+        self.register_buffer("full", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            for key in x.detach():
+                self.queue[int(self.pointer) % 8] = key
+                self.pointer += 1 + steepest.rank()
+            self.full |= bool(steepest.rank())
+        return self.layer(self.norm(x))
+
+
+#: By worker, the module's buffers at the end.
+BUFFERS: dict[int, dict[str, torch.Tensor]] = {}
+
+
+def queued() -> None:
+    model: Any = Queued()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(*samples(6 * BATCH)), batch_size=BATCH)
+    model, optimizer, loader = steepest.prepare(model, optimizer, loader)
+    for _ in steepest.epochs(1):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    BUFFERS[steepest.rank()] = {name: each.clone() for name, each in model.named_buffers()}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_what_is_no_running_statistic_is_worker_0s(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    BUFFERS.clear()
+    with caplog.at_level(logging.WARNING, "steepest.state.transfer"):
+        found = run(queued, workers, STRATEGIES["ps"]).weights
+    for name in ("queue", "pointer", "full"):
+        assert torch.equal(found[name], BUFFERS[0][name])
+        assert workers == 1 or not torch.equal(BUFFERS[0][name], BUFFERS[1][name])
+    for name in ("norm.running_mean", "norm.running_var"):
+        mean = torch.stack([each[name] for each in BUFFERS.values()]).mean(dim=0)
+        assert torch.allclose(found[name], mean, rtol=1e-12)
+    told = [r.getMessage() for r in caplog.records if "differ between workers" in r.getMessage()]
+    assert len(told) == (workers > 1)
+    assert all("'queue'" in each and "'norm" not in each for each in told)
