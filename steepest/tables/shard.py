@@ -66,7 +66,7 @@ class TableShard(ShardRows):
     makes the same state, to the bit. One thread at a time may use it.
 
     Attributes:
-        version: of the last push.
+        version: of the last push, `evict` or `end_lives`.
         seed: of first values and of admissions by chance.
         life: a random number, another one after each `load`: versions of one life are of one past.
         counts: by name, an int64 for each table: the ids that were "admitted", and those of them that "came_back"
@@ -175,7 +175,7 @@ class TableShard(ShardRows):
         Args:
             tables, ids: (n,), distinct.
             gradients: (n, dim), of the tables' dtype.
-            version: the number of this update, above that of the last push.
+            version: the number of this update, above the shard's.
             learning_rate: instead of the optimizer's.
             sightings: (n,), how often each id was in the batch; once, if it is not given.
             lives: (n,), int32 of at least 0, see `RowGradients`.
@@ -264,12 +264,13 @@ class TableShard(ShardRows):
         """Remove the rows whose time to live is over, see `Table.ttl`; return how many.
 
         Args:
-            version: of now, at least that of the last push.
+            version: of now, at least the shard's, which it becomes.
         """
+        self.version = require_count("version", version, self.version)
         numbers = self._lives.ended(self._blocks)
         of = self._blocks.tables[numbers]
         self.counts["evicted_ttl"] += np.bincount(of, minlength=len(self._tables))
-        self._remove(numbers, require_count("version", version, self.version))
+        self._remove(numbers, version)
         if len(numbers):
             for use in self._uses.values():
                 use.forget_free(self._blocks)
@@ -398,7 +399,7 @@ class TableShard(ShardRows):
         It looks at every row: call it now and then, ordered among the pushes.
 
         Args:
-            version: of now, at least that of the last push.
+            version: of now, at least the shard's, which it becomes.
 
         Returns:
             How many rows were removed.
@@ -409,7 +410,8 @@ class TableShard(ShardRows):
         ]
         if not any(ways):
             return 0
-        why = worn(ways, require_count("version", version, self.version), self._blocks)
+        self.version = require_count("version", version, self.version)
+        why = worn(ways, version, self._blocks)
         for reason, name in ((1, "evicted_age"), (2, "evicted_norm")):
             numbers = np.flatnonzero(why == reason).astype(np.int32)
             of = self._blocks.tables[numbers]

@@ -147,6 +147,21 @@ def test_a_cut_has_rows_as_they_were_when_they_come_back_or_go_for_good() -> Non
         assert np.array_equal(array[order], getattr(before, name)), name
 
 
+@pytest.mark.parametrize("forget", ["evict", "end_lives"])
+def test_rows_evicted_without_a_push_are_in_exports(forget: str) -> None:
+    """As they are in one's own process: a step pushes to the tables that it looked up, and evicts from all."""
+    described = table(keep_evicted=9, ttl=10, evict=(GlobalStepEvict(5),), **HOW)
+    shard = TableShard([described])
+    shard.note_time(1000)
+    push(shard, [1, 2], 1)
+    before = shard.export()
+    shard.note_time(2000)
+    assert getattr(shard, forget)(8) == 2
+    state, since = shard.export(), shard.export(since=1)
+    assert (state.ids.tolist(), state.kept.tolist()) == ([1, 2], [8, 8])
+    assert same(increased(before, since), _without_removed(state))
+
+
 def test_a_table_that_keeps_none_any_more_forgets_them() -> None:
     shard = TableShard([table(capacity=2, eviction=LRU(), keep_evicted=9, **HOW)])
     for version in range(1, 6):
