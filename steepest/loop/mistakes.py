@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from steepest.core.models.losses import ONE_SAMPLE, of_one_sample
 from steepest.errors import ConfigurationError
 
 _NO_SIGNALS = (
@@ -32,6 +33,8 @@ def explained(error: Exception, prepared: Collection[object]) -> ConfigurationEr
     text = str(error)
     if isinstance(error, ValueError) and text.startswith("signal only works in main thread"):
         return ConfigurationError(_NO_SIGNALS)
+    if of_one_sample(error):
+        return ConfigurationError(ONE_SAMPLE)
     found = _ANOTHER.match(text) if isinstance(error, (TypeError, AttributeError)) else None
     if found and found[1] in {type(each).__name__ for each in prepared}:
         return ConfigurationError(f"{text}: {_ORDER}")

@@ -596,6 +596,10 @@ def twice(parts: Parts, epochs: int) -> None:
             parts.optimizer.step()
 
 
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
 def without_backward(parts: Parts, epochs: int) -> None:
     for _ in steepest.epochs(epochs):
         for _ in parts.loader:
@@ -744,6 +748,7 @@ WRONG = {
     r"function=3: give a function without arguments": 3,
     r"signal.signal\(\) in the function of a worker": Script(handling),
     r"a loss of shape \(2, 2\): give one number, the mean of the batch": Script(by_sample),
+    r"BatchNorm got a batch of one sample.*drop_last=True": Script(plain, with_batch_norm),
     r"came to the end of epoch 0 without optimizer.step\(\)": Script(without_step),
     r"the end of epoch 0 without optimizer.step\(\): nothing": Script(without_step, any_steps=True),
     r"came to the end of epoch 2 without optimizer.step\(\)": without_step_or_loader,

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from steepest import TorchModel
 from steepest.core.data.sampler import SamplePlan
@@ -139,6 +139,26 @@ def test_what_is_no_loss_is_refused(
     model = TorchModel(module, loss=loss, data=data, batch_size=2, optimizer=sgd(), metrics=metrics)
     with pytest.raises(ModelError, match=message):
         model.evaluate(next(model.data.open([torch.arange(2).numpy()])))
+
+
+def test_a_last_batch_of_one_sample_is_told_to_be_left_out() -> None:
+    """Two samples are left, which one process could take: each of two workers has one."""
+    data = TensorDataset(*samples(10))
+
+    def train(drop_last: bool) -> Any:
+        def create(worker: int, device: int) -> TorchModel:
+            return TorchModel(
+                nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double(),
+                loss=nn.MSELoss(), optimizer=sgd(0.1), data=DataLoader(data, batch_size=2, drop_last=drop_last),
+            )  # fmt: skip
+
+        return InProcessCluster(create, num_workers=2).step(3)[-1]
+
+    failure = train(drop_last=False)
+    assert isinstance(failure, Failure)
+    assert failure.kind == "ModelError"
+    assert "drop_last=True" in failure.error
+    assert isinstance(train(drop_last=True), Result)
 
 
 # -- sums ------------------------------------------------------------------------------------------

@@ -15,6 +15,14 @@ from steepest.errors import ModelError
 #: Packages of which users' errors name no line.
 OURS = ("torch.", "steepest.")
 
+_ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's text
+#: what to do about that
+ONE_SAMPLE = (
+    "BatchNorm got a batch of one sample, which has no statistics: the last batch of an epoch, of which each worker "
+    "computes a part, is smaller than the others; leave it out by a DataLoader(..., drop_last=True), or give another "
+    "batch size"
+)
+
 #: A mean over a batch as a tensor with one number, or several of them by name.
 Loss = torch.Tensor | Mapping[str, torch.Tensor]
 
@@ -49,6 +57,11 @@ def users_line() -> str:
     if frame is None:
         return "?"
     return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+
+
+def of_one_sample(error: BaseException) -> bool:
+    """Return whether an error is BatchNorm's of a batch of a single sample, see `ONE_SAMPLE`."""
+    return isinstance(error, ValueError) and str(error).startswith(_ONE_VALUE)
 
 
 def called_backward(line: str) -> str:

@@ -24,10 +24,12 @@ from steepest.core.models.arguments import (
 )
 from steepest.core.models.containers import changed_parts
 from steepest.core.models.losses import (
+    ONE_SAMPLE,
     Loss,
     Weighed,
     call,
     called_backward,
+    of_one_sample,
     own_loss,
     users_line,
     weigh,
@@ -442,8 +444,13 @@ class TorchModel:
             arrive(None)
             arrive = all_here
         self._own_backward = ""
-        with self._writes.refused(), self._mixed(), self._gates.forward(arrive):
-            result = self.loss(batch)
+        try:
+            with self._writes.refused(), self._mixed(), self._gates.forward(arrive):
+                result = self.loss(batch)
+        except ValueError as error:
+            if of_one_sample(error):
+                raise ModelError(ONE_SAMPLE) from error
+            raise
         arrive(None)
         try:
             weighed = weigh(batch, result, self._share, self._sums)
