@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from steepest.loop.closures import NO_GRADIENT, ByClosure, Trying, step_by_closu
 from steepest.loop.job_view import JobView
 from steepest.loop.lockstep import Lockstep
 from steepest.loop.prepared import Ask, Batch, Prepared
+from steepest.loop.state_elsewhere import StateElsewhere, changed_state
 from steepest.loop.table_rows import Errand
 from steepest.validation import require_positive
 
@@ -74,7 +75,8 @@ class LoopSteps:
 
     def __init__(self, loop: SteppingLoop) -> None:
         self._loop = loop
-        self._stepped_by: list[set[int]] = []  # ids of each optimizer's parameters
+        self._groups: list[list[int]] = []  # ids of the parameters of all optimizers' groups
+        self._stepped_by: list[set[int]] = []  # the same by optimizer
         # ids of optimizers whose step() is that of all workers
         self._shared_steps: set[int] = set()
         self.trying: ByClosure | None = None
@@ -96,6 +98,7 @@ class LoopSteps:
 
     def take_over(self, prepared: Prepared) -> None:
         """Have what the user calls of optimizers be done here."""
+        self._groups = _groups_of(prepared.optimizers)
         self._stepped_by = [
             {id(p) for group in each.param_groups for p in group["params"]}
             for each in prepared.optimizers
@@ -110,6 +113,7 @@ class LoopSteps:
             optimizer._step_supports_amp_scaling = False  # else gradients come here multiplied
             if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
                 optimizer.zero_grad = partial(drop_gradients, each)
+            optimizer.state = StateElsewhere(name)
             optimizer.state_dict = partial(self._optimizer_state, each)
             optimizer.load_state_dict = partial(_refuse_state, name)
         for index, by in prepared.closures:
@@ -208,6 +212,14 @@ class LoopSteps:
                 "nothing is trained; call optimizer.step() after loss.backward(), at least once in an epoch"
             )
 
+    def _check_parameters(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Check that optimizers have the parameters that they had at `prepare`; else ConfigurationError."""
+        if _groups_of(optimizers) != self._groups:
+            raise ConfigurationError(
+                "the optimizer has got other parameters since steepest.prepare(): give it all of them before, frozen "
+                "ones too"
+            )
+
     def step(self, index: int = 0, stepping: set[int] | None = None) -> None:
         """Push the gradients of an optimizer's parameters; return when the update is committed.
 
@@ -223,7 +235,9 @@ class LoopSteps:
         if loop.passes_over_step(index):
             return
         self.check_may_step()
-        prepared.check_groups()
+        self._check_parameters(prepared.optimizers)
+        if type(optimizer.state) is not StateElsewhere:
+            raise ConfigurationError(changed_state(type(optimizer).__name__))
         if not self._has_trained:
             self._look_for_gradients(prepared)
         loop.begin_step()
@@ -315,6 +329,15 @@ class LoopSteps:
         """By what a step's gradients are multiplied, for the update that is their mean by samples to be the sum."""
         loop = self._loop
         return (loop.whole or 1) / loop.samples if loop.sums and loop.samples else 1.0
+
+
+def _groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[int]]:
+    """Return the ids of the parameters of optimizers' groups."""
+    found = []
+    for each in optimizers:
+        for group in each.param_groups:
+            found.append([*map(id, group["params"])])
+    return found
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:

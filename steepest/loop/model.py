@@ -32,6 +32,7 @@ from steepest.errors import ModelError, UnfrozenError
 from steepest.loop.each_epoch import EachEpochSource, loaded
 from steepest.loop.kept import pack, unpack
 from steepest.loop.overlap import Overlap
+from steepest.loop.parameter_places import ParameterPlaces
 from steepest.loop.prepared import Batch, Progress, Reported
 from steepest.loop.projected import Projected, Projection
 from steepest.loop.script import UserScript
@@ -98,6 +99,8 @@ class LoopModel(TorchModel):
                 table_shards=table_shards,
             )
         self._writes = LoopWrites()
+        given = {id(self._parameters[name]) for name in self.optimizer_spec.trainable()}
+        self._places = ParameterPlaces(module, given)
         self._overlap = Overlap()
         self._where = Where(0, 0, (0, 1))
         self._of_step: dict[str, torch.Tensor] = {}  # where the loop has begun its last step
@@ -294,7 +297,7 @@ class LoopModel(TorchModel):
         Return what the function returns.
 
         Raises:
-            ModelError: the loop has written to a trained parameter.
+            ModelError: the loop has written to a trained parameter, or put another in its place.
         """
         writes, trying = self._writes, self.loop.steps.trying
         begun = writes.begin()
@@ -305,16 +308,18 @@ class LoopModel(TorchModel):
         except BaseException:
             self._end_turn(writes, begun)
             raise
-        if (name := self._end_turn(writes, begun)) is not None:
-            raise ModelError(_WRITTEN.format(repr(name)))
+        if (wrong := self._end_turn(writes, begun)) is not None:
+            raise ModelError(wrong)
         return found
 
     def _end_turn(self, writes: LoopWrites, begun: Before) -> str | None:
-        """End a turn; return the name of a parameter that the loop has written to, or None."""
+        """End a turn; return in words what the loop has done to a parameter, or None."""
+        replaced = self._places.replaced()
         if self.loop.steps.trying is not None:
             self.loop.steps.trying.lay_aside()
             self.put_back()
-        return writes.end(begun)
+        name = writes.end(begun)
+        return replaced if name is None or replaced else _WRITTEN.format(repr(name))
 
     def expect_trials(self) -> None:
         """Expect that optimizers try values in this worker."""

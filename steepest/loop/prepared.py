@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from steepest.core.models.protocol import Where
 from steepest.core.optim.several import WHICH
-from steepest.errors import ConfigurationError
 from steepest.loop.closures import ByClosure
 from steepest.loop.lockstep import Lockstep
 
@@ -101,20 +99,6 @@ class Prepared:
         groups = [group for each in self.optimizers for group in each.param_groups]
         for (_, own), now, group in zip(spec.groups, changed, groups, strict=True):
             group.update({k: v for k, v in {**own, **now}.items() if k != WHICH or k in group})
-
-    def check_groups(self) -> None:
-        """Check that the optimizer has the parameters that it had, and trains the same; else ConfigurationError."""
-        sizes = [len(group["params"]) for each in self.optimizers for group in each.param_groups]
-        if sizes != self._sizes:
-            raise ConfigurationError(
-                "the optimizer has got other parameters since steepest.prepare(): give it all of them before, frozen "
-                "ones too"
-            )
-
-    @cached_property
-    def _sizes(self) -> list[int]:
-        """The numbers of parameters of the groups with which optimizers were given."""
-        return [len(names) for names, _ in self.model.optimizer_spec.groups]
 
     def trained(self) -> list[list[torch.nn.Parameter]]:
         """Return the parameters that are not frozen, by optimizer."""
