@@ -17,6 +17,7 @@ from steepest.checkpoint.rows import resumed, together
 from steepest.core.data.sampler import epoch_ends
 from steepest.core.engine.client import read_log
 from steepest.core.engine.commit_log import Commit, CommitLog, Unpushed
+from steepest.core.engine.job import Job
 from steepest.core.engine.replica_states import (
     all_states,
     differing_buffers,
@@ -339,6 +340,7 @@ class StateTransfer:
             saved = with_tables_of(saved, spec, dealing_of(cluster.job))
             about = saved.about
             self._owner(self.buffers()[0]).check(saved, data)
+            _check_place(about, cluster.job)
             self._unfreeze(about)
             state = JobState.saved(saved, cluster.job, data)
             records = state.optimizer.place(cluster)
@@ -518,6 +520,17 @@ class StateTransfer:
         replicated = described_replicated(spec)
         return files.JobSignature(
             described.layout, *own, about, described.fingerprint, batch, replicated
+        )
+
+
+def _check_place(about: Mapping[str, Any], job: Job) -> None:
+    """Check what a checkpoint says of a job's progress; CheckpointError: this job cannot be there."""
+    described, rates = job.description, about.get("rates")
+    if unknown := set(about.get("unfrozen", ())) - described.layout.index.keys():
+        raise CheckpointError(f"it trains {sorted(unknown)!r:.100}, which the model has not")
+    if rates is not None and len(rates) != (groups := len(described.optimizer_spec.groups)):
+        raise CheckpointError(
+            f"it has learning rates for {len(rates)} parameter groups, this job's optimizer has {groups}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,21 @@ FILES = {
 } | {TABLES: [{"name": "tables-3-0123abcd-0.safetensors", "sha256": "0" * 64, "dtypes": {}}]}
 ABOUT = {
     **about(),
+    "epoch": 2,
     "left": [[0, 1, 2]],
-    "begun": [[0, None], [1, 5], [2, [3, 4]]],
+    "begun": [[0, None], [1, 5], [2, [7, 9]]],
     "updates": 3,
-    "ends": [],
-    "result": None,
+    "ends": [1, 2],
+    "result": {
+        "step": 3,
+        "epoch": None,
+        "loss": math.inf,
+        "metrics": {"a": math.inf, "b": True},
+        "samples": 16,
+        "staleness": [0],
+        "gradient_norm": None,
+    },
+    "evaluations": [{"loss": 1.0, "metrics": {}, "samples": 1, "step": 3, "epoch": None}],
 }
 RAW = encode_manifest(FILES, ABOUT)
 
@@ -118,10 +129,15 @@ def test_another_format_is_refused_and_the_one_that_is_read_named(
 
 
 WRONG = {
-    "step": ["7", -1, 1.0, None, True], "epoch": [None, "0"], "offset": [[]], "samples": ["16", -1, 0.5], "seed": [-1],
+    "step": ["7", -1, 1.0, None, True, 1 << 40, 1 << 80], "epoch": [None, "0", 1 << 80],
+    "offset": [[], 1 << 70], "samples": ["16", -1, 0.5], "seed": [-1],
     "optimizer": [None, 3], "flags": [3, {"a": 1}, []], "plain": [3, [3]], "aliases": [{"a": "b"}, []],
-    "left": [3, [[1, 2]], [[1, 2, "3"]]], "begun": [[[0]], [[0, "1"]], [["0", 1]], {}], "updates": ["3"], "ends": [3],
-    "result": [3], "tables": [[["a", 1, "float32"]], 3, [["a", "1", "float32", "SGD"]]],
+    "left": [3, [[1, 2]], [[1, 2, "3"]]], "begun": [[[0]], [[0, "1"]], [["0", 1]], {}],
+    "updates": ["3", 1 << 50], "ends": [3, [1 << 90]],
+    "result": [3, {}, {"loss": "x"}], "tables": [[["a", 1, "float32"]], 3, [["a", "1", "float32", "SGD"]]],
+    "schedule": ["x", []], "replicated": [5, [["t"]], [["t", -1, "float32", "SGD", "w"]]], "rates": [[-1], [math.inf]],
+    "batch": [[4], [-1, 2], [1 << 70, 4]], "evaluations": [[{}], [{"loss": "x", "metrics": {}, "samples": 1}]],
+    "ended_early": [[[1]], 3],
     "base": [{}, "000001-step-1", {"name": "../000001-step-1", "sha256": ""}, {"name": "000001-step-1"}],
 }  # fmt: skip
 
@@ -132,6 +148,20 @@ WRONG = {
 def test_what_it_says_is_of_the_right_kind(key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=key):
         decode_manifest(encode_manifest(FILES, {**ABOUT, key: value}))
+
+
+@pytest.mark.parametrize(("key", "other"), [
+    ("ends", {"ends": [2, 1]}), ("ends", {"ends": [1, 4]}),
+    ("epoch", {"epoch": 1_000_000}), ("epoch", {"epoch": 5}), ("epoch", {"ends": [], "epoch": 3, "left": []}),
+    ("offset", {"offset": 17}),
+    ("left", {"left": [[3, 1, 2]]}), ("left", {"left": [[0, 1, 17]]}), ("left", {"left": [[0, 2, 2]]}),
+    ("left", {"left": [[0, 1, 3], [0, 2, 4]]}), ("left", {"left": [[1, 1, 2], [0, 1, 2]]}),
+    ("begun", {"begun": [[3, None]]}), ("begun", {"begun": [[0, [7, 8]]]}), ("begun", {"begun": [[0, [0, 16]]]}),
+    ("batch", {"batch": [0, 0]}),
+])  # fmt: skip
+def test_what_it_says_fits_together(key: str, other: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=f"'{key}' is .*, which cannot be at step 3"):
+        decode_manifest(encode_manifest(FILES, {**ABOUT, **other}))
 
 
 def test_every_damage_is_passed_over_with_a_warning(

@@ -17,6 +17,8 @@ from steepest import (
     FailureConfig,
     ParameterServerStrategy,
 )
+from steepest.errors import CheckpointError
+from tests.checkpoint_contents import edit
 from tests.reference import same_bits
 from tests.simulated_programs import TASK, quiet
 from tests.simulation.run import Simulation, run_config
@@ -88,3 +90,37 @@ def test_a_worker_and_then_the_driver_die_while_checkpoints_are_written(
     assert taken == list(range(began + 1, 31))
     assert steps == list(range(1, 31))
     assert same_bits(again, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        ({"step": 1 << 40}, "'step' is 1099511627776"),
+        ({"epoch": 1 << 39}, "'epoch' is 549755813888, which cannot be at step"),
+        ({"schedule": "x"}, "'schedule' is 'x'"),
+        (
+            {"rates": [0.1, 0.2]},
+            "learning rates for 2 parameter groups, this job's optimizer has 1",
+        ),
+        ({"rates": []}, "learning rates for 0 parameter groups"),
+        ({"unfrozen": ["nope"]}, "it trains .'nope'., which the model has not"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_of_this_job_changes_nothing(
+    tmp_path: Path, odd: dict[str, Any], why: str
+) -> None:
+    simulation = Simulation()
+    with (
+        simulation.running(),
+        DistributedSGD(
+            TASK.creator(), 2, strategy=STRATEGIES[0], run_config=run_config()
+        ) as trainer,
+    ):
+        trainer.fit(steps=3, progress=False)
+        trainer.save(tmp_path / "bad")
+        good = trainer.weights()
+        edit(tmp_path / "bad", lambda manifest: manifest.update(odd))
+        with pytest.raises(CheckpointError, match=why):
+            trainer.restore(tmp_path / "bad")
+        same_bits(trainer.weights(), good)
+        trainer.fit(steps=3, progress=False)

@@ -17,7 +17,7 @@ from steepest.core.messages.fields import MOST
 from steepest.core.messages.gradients import Report
 from steepest.core.messages.membership import Grant, Members
 from steepest.core.messages.message import Kind, Message, Peer, server_peer, worker_peer
-from steepest.core.messages.snapshots import InstallRefused
+from steepest.core.messages.snapshots import Refused
 from steepest.core.protocol.closed_job import ClosedJob
 from steepest.core.protocol.commit_rules import (
     CommitAll,
@@ -423,8 +423,8 @@ def test_an_install_that_failed_leaves_the_version() -> None:
     complete(coordinator)
     coordinator.lost(worker_peer(0), "reset")
     out = coordinator.handle(CLIENT, Message(Kind.INSTALL, sequence=4, version=17))
-    refusal = only(out, Kind.INSTALL_REFUSED)
-    assert InstallRefused.unpack(refusal) == InstallRefused(4, worker_peer(0), "reset")
+    refusal = only(out, Kind.REFUSED)
+    assert Refused.unpack(refusal) == Refused(4, "reset", worker_peer(0))
     assert coordinator.version == 1
 
 

@@ -207,7 +207,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
 
 def check_names(said: Sequence[Message], table: Any) -> None:
     """Whatever travels is named in the table, so that it is looked at; but for what only its receiver's user reads."""
-    free = {Kind.COUNTERS, Kind.LOG_PAGE, Kind.RESULT, Kind.FAILURE, Kind.INSTALL_REFUSED}
+    free = {Kind.COUNTERS, Kind.LOG_PAGE, Kind.RESULT, Kind.FAILURE, Kind.REFUSED}
     for message in said:
         assert message.source is not None
         assert message.target is not None
@@ -539,6 +539,28 @@ def test_a_worker_reports_one_push_for_one_lease() -> None:
     with pytest.raises(ProtocolError, match="REPORT of a push from version"):
         coordinator.handle(worker_peer(1), word)
     trained(cluster, 1)
+
+
+def test_a_request_that_is_refused_is_answered() -> None:
+    """Whatever the coordinator takes it for: nobody waits for ever, and the job goes on."""
+    cluster = make("sync")
+    trained(cluster, 2)
+    client, weights = cluster.client, cluster.snapshot("state").weights
+    odd = client.install(2, weights, [], {"schedule": "x"})
+    with pytest.raises(
+        ConfigurationError, match="coordinator refuses the state, .*: INSTALL from .* with state="
+    ):
+        cluster.wait(odd, "install a state")
+    with pytest.raises(
+        ConfigurationError, match="coordinator refuses the state, .*give an integer"
+    ):
+        cluster.wait(client.install(1 << 62, None, None), "install a state")
+    with pytest.raises(
+        ProtocolError, match="coordinator refuses a request: READ from .* with what='x'"
+    ):
+        cluster.wait(client.read("x"), "read a state")
+    assert cluster.router(COORDINATOR).refused == 3
+    trained(cluster, 2)
 
 
 def state_of(crowd: GroupInOneThread, key: str, value: torch.Tensor) -> Any:

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from steepest.core.messages.message import Kind, Message, Peer
+from steepest.core.messages.permissions import MessageCheck
+from steepest.core.messages.snapshots import Refused
 from steepest.core.transport.channel import TransportEvent
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
-from steepest.errors import ShutdownError
+from steepest.errors import ProtocolError, ShutdownError
 
-ME, OTHER = Peer("worker", 0), Peer("server", 0)
+ME, OTHER, CLIENT = Peer("worker", 0), Peer("server", 0), Peer("client", 0)
 
 
 class Silent:
@@ -22,11 +24,13 @@ class Silent:
 
     def __init__(self) -> None:
         self.timeouts: list[float] = []
+        self.coming: list[TransportEvent] = []
         self.closed = False
 
     def poll(self, timeout: float) -> Sequence[TransportEvent]:
         self.timeouts.append(timeout)
-        return []
+        coming, self.coming = self.coming, []
+        return coming
 
     def pump(self) -> None: ...
 
@@ -62,6 +66,70 @@ def test_who_waits_for_a_message_of_its_own_process_does_not_wait_for_others() -
     assert (role.count, transport.timeouts) == (1, [0.0])
     router.wait()
     assert transport.timeouts[1] > 0.0, "with nothing here it sleeps"
+
+
+class Raising(Counting):
+    """A role for which no message makes sense, in a way that it was not prepared for."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        raise self.error
+
+    def handle(self, source: Peer, message: Message) -> None:
+        raise self.error
+
+
+class Anybody(MessageCheck):
+    def check(self, message: Message) -> None: ...
+
+
+class Said:
+    """A channel that keeps what it is to send."""
+
+    name, peers, pending = "them", (OTHER, CLIENT), 0
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no memory"), MemoryError(), AssertionError("what"), ProtocolError("no")]
+)
+def test_whatever_a_message_makes_a_role_raise_is_that_messages_refusal(error: Exception) -> None:
+    router, transport, channel = Router(), Silent(), Said()
+    router.use(transport)  # type: ignore[arg-type]
+    router.admit(Anybody())
+    router.host(ME, Raising(error))
+    router.attach(channel)  # type: ignore[arg-type]
+    for number, source in enumerate((OTHER, CLIENT), 1):
+        message = Message(Kind.WEIGHTS, sequence=7, source=source, target=ME)
+        transport.coming.append(TransportEvent(channel, message))  # type: ignore[arg-type]
+        router.turn(0.0)
+        assert router.refused == number
+        with pytest.raises(ProtocolError):
+            router.destination(channel, message, 1 << 36)  # type: ignore[arg-type]
+    (answer,) = channel.sent  # a client waits for one
+    assert (answer.kind, answer.sequence, answer.target) == (Kind.REFUSED, 7, CLIENT)
+    assert (str(error) or "MemoryError") in Refused.unpack(answer).why
+
+
+@pytest.mark.parametrize("error", [ShutdownError("it ends"), KeyboardInterrupt()])
+def test_what_ends_a_process_is_no_refusal(error: BaseException) -> None:
+    router, transport, channel = Router(), Silent(), Said()
+    router.use(transport)  # type: ignore[arg-type]
+    router.admit(Anybody())
+    router.host(ME, Raising(error))
+    router.attach(channel)  # type: ignore[arg-type]
+    message = Message(Kind.WEIGHTS, source=OTHER, target=ME)
+    transport.coming.append(TransportEvent(channel, message))  # type: ignore[arg-type]
+    with pytest.raises(type(error)):
+        router.turn(0.0)
 
 
 def test_who_waits_for_what_another_thread_has_it_told_does_not_wait_for_others() -> None:

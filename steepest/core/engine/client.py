@@ -35,13 +35,13 @@ from steepest.core.messages.schema import Body
 from steepest.core.messages.snapshots import (
     Install,
     Installed,
-    InstallRefused,
     Options,
     Put,
     PutReceived,
     PutState,
     Read,
     ReadOn,
+    Refused,
     ReplaceState,
     SnapshotEnd,
     StateTensor,
@@ -358,13 +358,8 @@ class Client:
                 self._move_to(Installed.unpack(message))
                 if (install := self._installs.pop(message.sequence, None)) is not None:
                     install.future.set_result(self.position)
-            case Kind.INSTALL_REFUSED:
-                refused = InstallRefused.unpack(message)
-                if all(refused.peer.index != worker for worker, _ in self._ended):
-                    self.lost_peer = self.lost_peer or refused.peer  # else it is replaced
-                if (install := self._installs.pop(refused.sequence, None)) is not None:
-                    why = f"nothing was installed: {refused.peer} is gone ({refused.why})"
-                    install.future.set_exception(PeerLostError(why))
+            case Kind.REFUSED:
+                self._end_refused(source, Refused.unpack(message))
             case Kind.REVOKED:
                 self._move_to(revoked := Revoked.unpack(message))
                 self._answer(revoked.sequence, self.position)
@@ -443,17 +438,32 @@ class Client:
 
     def _acknowledge(self, source: Peer, received: PutReceived) -> None:
         """Note that a server has a part of a state; the last has it installed."""
-        # A part refused fails the installation.
         install = self._installs.get(received.sequence)
         if install is None or received.number not in install.unacknowledged:
             return  # a copy
         install.unacknowledged.discard(received.number)
-        if received.refused:
-            del self._installs[received.sequence]
-            why = f"{source} refuses the state, nothing of which is installed: {received.refused}"
-            install.future.set_exception(ConfigurationError(why))
-        elif not install.unacknowledged:
+        if not install.unacknowledged:
             self._order(received.sequence, install)
+
+    def _end_refused(self, source: Peer, refused: Refused) -> None:
+        """Fail what waits for a request that was refused."""
+        sequence = refused.sequence
+        if refused.peer is not None:
+            if all(refused.peer.index != worker for worker, _ in self._ended):
+                self.lost_peer = self.lost_peer or refused.peer  # else it is replaced
+            why = f"nothing was installed: {refused.peer} is gone ({refused.why})"
+            error: Exception = PeerLostError(why)
+        elif sequence in self._installs:
+            why = f"{source} refuses the state, nothing of which is installed: {refused.why}"
+            error = ConfigurationError(why)
+        else:
+            error = ProtocolError(f"{source} refuses a request: {refused.why}")
+        if (install := self._installs.pop(sequence, None)) is not None:
+            install.future.set_exception(error)
+        if (read := self._reads.get(sequence)) is not None:
+            self.give_up(read.future, error)
+        if (answer := self._answers.pop(sequence, None)) is not None:
+            answer.set_exception(error)
 
     def _order(self, sequence: int, install: _Installation) -> None:
         self._send(

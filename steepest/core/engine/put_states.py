@@ -16,7 +16,6 @@ from steepest.core.optim.portable import Record
 from steepest.errors import ProtocolError
 
 _MOST_PUTS = 16  # states of one client that are not installed
-_MOST_TEXT = 2000  # characters of why a part is refused
 _PARTS: Mapping[MessageKind, type[Put | PutState | ReplaceState]] = {
     part.KIND: part for part in (Put, PutState, ReplaceState)
 }
@@ -67,12 +66,7 @@ class PutStates:
         part = _PARTS[message.kind].unpack(message)
         if part.sequence <= self._installed.get(source, 0):
             return
-        try:
-            self._keep(source, part)
-        except ProtocolError as error:
-            why = str(error)[:_MOST_TEXT]
-            self._send(source, PutReceived(part.sequence, part.number, why).pack())
-            raise
+        self._keep(source, part)
         self._send(source, PutReceived(part.sequence, part.number).pack())
 
     def _keep(self, source: Peer, part: Put | PutState | ReplaceState) -> None:

@@ -229,9 +229,11 @@ def plain_by_name() -> Field:
 
 def nothing_or(other: Field) -> Field:
     """Return a field that holds null, or what another field holds."""
+    read = other.read
     return Field(
         f"null, or {other.allowed}",
         lambda value, limits: value is None or other.fits(value, limits),
+        read if read is None else lambda value: None if value is None else read(value),
     )
 
 

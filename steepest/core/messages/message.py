@@ -110,7 +110,7 @@ class Kind(MessageKind):
     PUT_RECEIVED = 39
     INSTALL = 40
     INSTALLED = 41
-    INSTALL_REFUSED = 42
+    REFUSED = 42
     INSTALL_PUT = 43
     READ_ON = 53
     # steepest.core.messages.users

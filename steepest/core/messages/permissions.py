@@ -50,11 +50,11 @@ from steepest.core.messages.schema import Body
 from steepest.core.messages.snapshots import (
     Install,
     Installed,
-    InstallRefused,
     Put,
     PutReceived,
     PutState,
     Read,
+    Refused,
     ReplaceState,
     Snapshot,
     SnapshotEnd,
@@ -73,10 +73,10 @@ Sayings = Mapping[tuple[str, str], Sequence[type[Body]]]
 COMMON: Sayings = {
     ("coordinator", "server"): (CommitOrder, Discard, Members, Snapshot),
     ("server", "worker"): (Weights,),
-    ("server", "client"): (Weights, StateTensor, SnapshotEnd, PutReceived),
+    ("server", "client"): (Weights, StateTensor, SnapshotEnd, PutReceived, Refused),
     ("client", "server"): (Put, PutState, ReplaceState),
     ("client", "coordinator"): (Read, Install, ReadCounters),
-    ("coordinator", "client"): (Installed, Counters),
+    ("coordinator", "client"): (Installed, Counters, Refused),
 }
 _TRAINING: Sayings = {
     ("worker", "server"): (Push,),
@@ -97,7 +97,6 @@ _TRAINING: Sayings = {
         Stopped,
         WorkerLost,
         LogPage,
-        InstallRefused,
     ),
 }
 

@@ -182,8 +182,6 @@ class PutReceived(Body):
 
     sequence: Sequence
     number: Number  # of the message that was received
-    # why the server does not take it, in words; empty if it does
-    refused: Annotated[str, TEXT] = ""
 
 
 @body(Kind.INSTALL)
@@ -213,16 +211,17 @@ class Installed(Body):
     version: Version
 
 
-@body(Kind.INSTALL_REFUSED)
-class InstallRefused(Body):
-    """Nothing is installed, because a process is dead.
+@body(Kind.REFUSED)
+class Refused(Body):
+    """A request of a client is refused, and nothing of it is done.
 
-    The coordinator sends it to the client, in answer to an INSTALL.
+    The coordinator or a server sends it to the client, in answer to any request that makes no sense to it. The
+    coordinator also does so in answer to an INSTALL when a process is dead.
     """
 
-    sequence: Sequence
-    peer: Annotated[Peer, PEER]  # the dead process
-    why: Annotated[str, TEXT]  # the cause of its death, in words
+    sequence: Sequence  # of the request
+    why: Annotated[str, TEXT]  # in words
+    peer: Annotated[Peer | None, nothing_or(PEER)] = None  # the dead process; None without one
 
 
 @body(Kind.INSTALL_PUT)

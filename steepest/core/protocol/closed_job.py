@@ -20,7 +20,7 @@ from steepest.core.messages.membership import (
     WorkerJoined,
 )
 from steepest.core.messages.message import Kind, Message, Peer, PushId, worker_peer
-from steepest.core.messages.snapshots import Install, Installed, InstallRefused
+from steepest.core.messages.snapshots import Install, Installed, Refused
 from steepest.core.protocol.commit_rules import CommitQuorum, Staged, knows_norms
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.membership import Made, Readers
@@ -331,7 +331,7 @@ class ClosedJob:
         # the successor of one that has been a member comes when the client goes on, which waits for this answer
         if lost := self.losses or (absent if self._begun else {}):
             peer, why = min(lost.items())
-            return [(client, InstallRefused(install.sequence, peer, why).pack())]
+            return [(client, Refused(install.sequence, why, peer).pack())]
         self.state.install(install, self.joined)
         self.limit = self.state.version
         self._step.clear()

@@ -16,14 +16,16 @@ from typing import Protocol, TypeVar
 
 from steepest.core.messages.message import Message, Peer, Send
 from steepest.core.messages.permissions import MessageCheck
+from steepest.core.messages.snapshots import Refused
 from steepest.core.system import Thread, system
 from steepest.core.tensors.memory import Memory, clone
 from steepest.core.transport.channel import Channel, Transport, TransportEvent, overlap
-from steepest.errors import ProtocolError, ShutdownError, describe_stack
+from steepest.errors import ProtocolError, ShutdownError, SteepestError, describe_stack
 
 log = logging.getLogger(__name__)
 _LOCAL_SECONDS = 0.002  # of messages between roles of one process, before others are heard
 _LOST_PEERS = 1024
+_MOST_REASON = 2000  # characters of why a request is refused
 _LOOKS = 3  # at the state of a role that works meanwhile
 T = TypeVar("T")
 
@@ -42,7 +44,9 @@ class Role(Protocol):
             message: with its payload, if it has one and `destination` did not discard it.
 
         Raises:
-            ProtocolError: the message makes no sense here; it is counted and dropped.
+            Exception: the message makes no sense here: it is counted and dropped, and its client is told why. Other
+                errors than `ProtocolError` are logged with their traceback. From the coordinator and from roles of
+                this process no message is dropped: other errors end the router.
         """
 
     def destination(self, message: Message, size: int) -> Memory | None:
@@ -52,7 +56,7 @@ class Role(Protocol):
         returned to leave it there.
 
         Raises:
-            ProtocolError: the role takes no such payload.
+            Exception: the role takes no such payload, or has no memory for it: the channel is closed.
         """
 
     def lost(self, peer: Peer, reason: str) -> None:
@@ -226,8 +230,12 @@ class Router:
         message.admitted = True
         try:
             return role.destination(message, size)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ProtocolError(f"{message.kind.name} that makes no sense: {error}") from error
+        except ProtocolError:
+            raise
+        except Exception as error:  # such as no memory for it
+            raise ProtocolError(
+                f"{message.kind.name} of {size} bytes that makes no sense: {error}"
+            ) from error
 
     def own_pending(self, memory: Memory) -> None:
         """Copy payloads in this memory (flat, uint8) that have not left yet; it may change then."""
@@ -333,6 +341,10 @@ class Router:
         """Deliver a message of another process, or count it as refused if a check fails."""
         try:
             self._check_source(channel, message)
+        except ProtocolError as error:
+            self._count(message, str(error))
+            return
+        try:
             if not message.admitted:
                 self.admission.check(message)
         except ProtocolError as error:
@@ -370,14 +382,28 @@ class Router:
             role.handle(message.source, message)
         except ProtocolError as error:
             self._refuse(message, str(error))
-        except (KeyError, TypeError, ValueError, IndexError):
-            if message.source in self._roles or message.source.role == "coordinator":
+        except Exception as error:
+            if (
+                isinstance(error, SteepestError)  # such as that the router stops
+                or message.source in self._roles
+                or message.source.role == "coordinator"
+            ):
                 # A decision that cannot be carried out, or a defect of this process, which ends.
                 raise
             log.exception("%s from %s makes no sense", message.kind.name, message.source)
-            self._refuse(message, "it makes no sense, see above")
+            self._refuse(message, f"it makes no sense: {error!r}")
 
     def _refuse(self, message: Message, reason: str) -> None:
+        """Count a message that its source has sent, and tell a client, which waits for an answer."""
+        self._count(message, reason)
+        source, target = message.source, message.target
+        assert source is not None
+        assert target is not None
+        if source.role == "client" and target in self._roles:
+            refused = Refused(message.sequence, reason[:_MOST_REASON])
+            self.sender(target)(source, refused.pack())
+
+    def _count(self, message: Message, reason: str) -> None:
         self.refused += 1
         log.warning("refused %s from %s: %s", message.kind.name, message.source, reason)
 
