@@ -160,6 +160,38 @@ def test_a_resumed_program_goes_on_in_the_middle(data_set: Any, step: int, tmp_p
     assert difference(found.weights, script.alone(2)) < 1e-12
 
 
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_batch_in_which_a_program_ended_is_read_again_and_trained_once(
+    step: int, tmp_path: Path
+) -> None:
+    """Its step is committed, and it may have further ones."""
+    read: list[list[float]] = []
+
+    def ends(at: int) -> Streamed:
+        def loop(parts: Parts, epochs: int) -> None:
+            taken = 0
+            for _ in steepest.epochs(epochs):
+                for x, y in parts.loader:
+                    if steepest.rank() == 0:
+                        read.append(x[:, 0].tolist())
+                    parts.optimizer.zero_grad()
+                    nn.functional.mse_loss(parts.model(x), y).backward()
+                    parts.optimizer.step()
+                    taken += 1
+                    if taken == at:
+                        raise InterruptedRunError
+
+        return Streamed(loop, perceptron, adam)
+
+    checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
+    with pytest.raises(ModelRaisedError):
+        run(ends(step), 2, checkpoints=checkpoints)
+    found = run(ends(0), 2, checkpoints=checkpoints)
+    assert difference(found.weights, streamed(Records).alone(2)) < 1e-12
+    assert len(read) == 3 * 4 + 1
+    assert read[step] == read[step - 1]
+
+
 class Lying(Records):
     """Says that it has fewer samples than it yields."""
 
