@@ -16,6 +16,7 @@ from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.job import ModelCreator
 from steepest.core.models.protocol import Model
 from steepest.core.models.torch import accuracy
+from steepest.core.protocol.commit_rules import pushes_per_update
 from steepest.core.strategies.strategy import Strategy
 from steepest.driver.trainer import DistributedSGD
 from steepest.embedding.torch_model import TorchModel
@@ -97,7 +98,7 @@ def settings(name: str, train: Arrays, epochs: int) -> tuple[ModelCreator, Strat
     strategy = as_strategy(name)
     if name == "local":
         return model_creator(train, local_optimizer), strategy
-    if not strategy.rule.together:
+    if pushes_per_update(strategy.rule, WORKERS) == 1:
         steps = epochs * SamplePlan(len(train[0]), WORKERS * BATCH, SEED).steps_per_epoch
         creator = model_creator(train, asynchronous_optimizer, annealing(steps))
         return creator, replace(strategy, clip_norm=1.0)

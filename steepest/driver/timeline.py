@@ -49,9 +49,7 @@ class Timeline:
         self._cluster, self._path = cluster, path
         job = cluster.job
         self._job = RecordedJob(
-            JobShape(
-                job.config.name, job.strategy.rule.together, job.shares, job.versions_per_step
-            ),
+            JobShape(job.config.name, job.needs_all, job.shares, job.versions_per_step),
             system().now(),
             [],
             {},

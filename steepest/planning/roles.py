@@ -134,7 +134,7 @@ class ModelledServer:
             sizes,
         )
         self._in_workers = job.servers_in_workers
-        self._together = job.strategy.rule.together
+        self._together = not job.stages_each
         self._streams = schedule.streams and self._together
         self._everyone = [(worker, 0) for worker in range(job.num_workers if self._streams else 0)]
         # first layers first, as the next forward pass needs them
@@ -255,7 +255,8 @@ class ModelledWorker:
         self.index, self.process = index, process
         self._layout, self._sizes, self._profile = layout, sizes, profile
         self._strategy, self._holders = strategy, job.holders
-        together = strategy.rule.together and job.num_workers > 1
+        self._leases_samples = job.leases_samples
+        together = job.needs_all and job.num_workers > 1
         self._installs = schedule.streams and schedule.installs and together
         self._early = together and not strategy.local and schedule.overlaps
         self._trained = layout.trainable_chunks
@@ -264,7 +265,7 @@ class ModelledWorker:
         self._generation = self._limit = self._sequence = 0
         self._lease: Lease | None = None
         # equal workers would stay in step for ever, and find links free that others use meanwhile
-        least = 0.0 if strategy.rule.together else _LEAST_VARIATION
+        least = 0.0 if job.needs_all else _LEAST_VARIATION
         self._variation = max(profile.variation, least) if job.num_workers > 1 else 0.0
         self._random, self._pace = random.Random(index), 1.0
         self._here = dict.fromkeys(self._trained, 0)  # by chunk, the version of its weights
@@ -312,7 +313,7 @@ class ModelledWorker:
     def life(self) -> Task:
         """Take steps for as long as they are granted."""
         yield lambda: self._generation > 0
-        steps = self._granted() if self._strategy.rule.together else self._leased()
+        steps = self._leased() if self._leases_samples else self._granted()
         yield from steps
 
     def _granted(self) -> Task:

@@ -15,6 +15,7 @@ from steepest.core.engine.topology import HostMap
 from steepest.core.messages.driver import AskForSteps
 from steepest.core.messages.membership import Join
 from steepest.core.messages.message import Kind, Message, Peer, server_peer, worker_peer
+from steepest.core.protocol.commit_rules import needs_all
 from steepest.core.strategies.strategy import Strategy
 from steepest.errors import ConfigurationError, DeadlineError
 from steepest.planning.events import Events, Links, LinkTraffic, ModelledProcess
@@ -88,7 +89,7 @@ def make_job(
     """
     strategy.check_workers(workers)
     local, rule = strategy.local, strategy.rule
-    if local and not rule.together and (strategy.delay or strategy.cut.fragments > 1):
+    if local and not needs_all(rule) and (strategy.delay or strategy.cut.fragments > 1):
         raise ConfigurationError(
             f"a plan of rounds (quorum= or pace=) with delay={strategy.delay} and fragments={strategy.cut.fragments}: "
             "what a round carries then depends on who is late, which no plan knows; leave delay and fragments out"
@@ -132,13 +133,13 @@ def predict_job(
     """Predict the steps of a job of `make_job`, or of one whose processes are elsewhere; errors as of `make_job`."""
     simulated = _Simulation(job, profile, links, schedule)
     strategy, workers = job.strategy, job.num_workers
-    few = (4, 12) if strategy.rule.together else (8, 48)  # which differ more where nobody waits
+    few = (4, 12) if job.needs_all else (8, 48)  # which differ more where nobody waits
     begun, counted = (
         job.description.layout.fragments * each
         for each in ((1, 1) if workers >= _MANY else (2, 4) if workers >= _SEVERAL else few)
     )
     # where workers go on before a step has ended the last one is not as the others: none follows
-    flows = strategy.delay > 0 or not strategy.rule.together
+    flows = strategy.delay > 0 or not job.needs_all
     simulated.run(begun + counted + flows, begun + counted)
     ends = simulated.ends
     began, ended = ends[begun], ends[begun + counted]
@@ -203,9 +204,8 @@ class _Simulation:
         self._events = Events()
         alone = len(set(job.places.servers) - set(job.places.workers))
         groups = job.num_workers, alone
-        together = job.strategy.rule.together
         self._traffic = LinkTraffic(
-            self._events, links, profile.costs, groups, 0.0 if together else _UNEVENNESS
+            self._events, links, profile.costs, groups, 0.0 if job.needs_all else _UNEVENNESS
         )
         self._coordinator = make_coordinator(job)
         hosts = job.places

@@ -85,8 +85,7 @@ class Joining:
         cluster, now = self._cluster, system().now()
         pid = cluster.members[peer].place.pid
         took = now - start.began
-        together = cluster.job.strategy.rule.together
-        repeated = "the step is taken again" if together else "the others went on"
+        repeated = "the step is taken again" if cluster.job.needs_all else "the others went on"
         cluster.note(
             "replaced",
             f"{peer} on {old.host} (pid {old.pid}) died in step {step}: {start.cause}; "

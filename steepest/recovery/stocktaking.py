@@ -117,7 +117,7 @@ def take_stock(
 
     job = cluster.job
     step = job.step_of(standing.version)
-    ledger = None if job.strategy.rule.together else standing.state.get("ledger")
+    ledger = standing.state.get("ledger") if job.leases_samples else None
     optimizer = OptimizerState.collect(job, standing, living, step, call, ledger)
     return transfer.capture(standing, collected=optimizer)
 

@@ -134,7 +134,7 @@ class JobContext:
     def silence_of(self, peer: Peer, seconds: float) -> str:
         """Return in words that a process is silent; of a worker, with the samples that it may compute."""
         why, job = f"no sign of life for {seconds:.1f} s", self.job
-        if peer.role != "worker" or not job.strategy.rule.together:  # shares are leased there
+        if peer.role != "worker" or job.leases_samples:
             return why
         samples = self.samples_of(self.step * job.shares + peer.index)
         found = f"step {self.step + 1}, the first without a result, has for it {samples}"

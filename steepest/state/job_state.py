@@ -106,8 +106,9 @@ class JobState:
         if self.plan is None:
             return Remaining()
         job = self.job
-        together = job.strategy.rule.together  # the steps are the ledger
-        ledger = [self.step * job.shares] if together else self.shared.state["ledger"]
+        ledger = [self.step * job.shares]  # where each worker has its share of each step
+        if job.leases_samples:
+            ledger = self.shared.state["ledger"]
         following, *returned = ledger
         return self.plan.remaining(following, returned, job.shares, job.parts)
 

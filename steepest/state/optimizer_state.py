@@ -203,7 +203,7 @@ class OptimizerState:
             return {}
         from steepest.embedding.delayed_rows import divided  # needs what only tables need
 
-        pushers = job.num_workers if job.strategy.rule.together else 1
+        pushers = 1 if job.pushes_per_update == 1 else job.num_workers
         states = [found[worker] for worker in sorted(found)]
         return dict(enumerate(divided(dealing, states, pushers)))
 

@@ -220,7 +220,7 @@ class Snapshots:
         """Ask servers for their state at a version, and workers that have state of their own."""
         # `stands`: the version is the present one and no step is granted; workers may have begun one, which is void
         cluster, job = self._cluster, self._cluster.job
-        together = job.strategy.rule.together and not stands
+        together = job.needs_all and not stands
         workers: list[Any] = []
         exactly = None
         if job.workers_have_state:

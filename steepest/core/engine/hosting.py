@@ -72,7 +72,7 @@ def build_replicas(
         accumulate=job.micro_batches,
         updates=job.strategy.updates_of_share,
         updates_of_step=job.strategy.updates,
-        leased=not job.strategy.rule.together,
+        leased=job.leases_samples,
         pushes=job.pushes_per_update,
         varies=job.global_batch_size is not None,
         replicas=job.replicas,
@@ -186,7 +186,7 @@ def host_server(
         router.in_use,
         own_pending=router.own_pending if shared else None,
         mode=ServerMode(
-            together=job.strategy.rule.together,
+            together=not job.stages_each,
             in_workers=job.strategy.in_workers,
         ),
     )
@@ -247,15 +247,11 @@ def host_worker(
             "host_worker() the extension steepest.process_groups.extension.ProcessGroups()"
         )
     replicas.use_exchange(exchange)
-    begins_early = job.strategy.rule.together or job.strategy.delay > 0
+    begins_early = job.needs_all or job.strategy.delay > 0
     early = (wait or router.wait) if begins_early and not alone else None
     # Where every worker contributes to each version, no weights come before it has computed its
     # gradient, so that it may receive other workers' pushes meanwhile.
-    pump = (
-        router.pump_both_ways
-        if job.strategy.in_workers and job.strategy.rule.together
-        else router.pump
-    )
+    pump = router.pump_both_ways if job.strategy.in_workers and job.needs_all else router.pump
     worker = Worker(
         index,
         replicas,

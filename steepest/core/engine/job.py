@@ -24,7 +24,10 @@ from steepest.core.protocol.commit_rules import (
     NO_NORM,
     CommitAll,
     knows_norms,
+    leases_samples,
+    needs_all,
     pushes_per_update,
+    stages_each,
 )
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.codec import Codec
@@ -237,9 +240,7 @@ class Job:
                 each = tuple(range(self.num_workers)), tuple(range(self.num_servers))
                 return HostMap(*each, reduces=reduces)
             return HostMap.apart(self.num_workers, self.num_servers)
-        gathers = (
-            self.strategy.rule.together and self.strategy.hierarchical and self.replication == 1
-        )
+        gathers = not self.stages_each and self.strategy.hierarchical and self.replication == 1
         if gathers and not reduces and self.strategy.pull_codec is None:
             return self.hosts
         return replace(self.hosts, gathers=False, reduces=reduces)
@@ -290,7 +291,7 @@ class Job:
     @property
     def workers_are_replaced(self) -> bool:
         """Whether a lost worker is replaced alone: its process held nothing that others need."""
-        if self.strategy.local and self.strategy.rule.together:
+        if self.strategy.local and self.needs_all:
             return False
         return self.replaces and not self.servers_in_workers
 
@@ -305,6 +306,21 @@ class Job:
         return self.strategy.rule.pushes_per_step(self.num_workers)
 
     @property
+    def needs_all(self) -> bool:
+        """Whether an update needs every worker, see `steepest.core.protocol.commit_rules`."""
+        return needs_all(self.strategy.rule)
+
+    @property
+    def leases_samples(self) -> bool:
+        """Whether workers are given shares of the samples one by one, likewise."""
+        return leases_samples(self.strategy.rule)
+
+    @property
+    def stages_each(self) -> bool:
+        """Whether servers keep each push by itself until it is chosen, likewise."""
+        return stages_each(self.strategy.rule)
+
+    @property
     def pushes_per_update(self) -> int:
         """The number of workers' gradients that make one update."""
         return pushes_per_update(self.strategy.rule, self.num_workers)
@@ -312,8 +328,8 @@ class Job:
     @property
     def sums_at_commit(self) -> bool:
         """Whether an update becomes the sum over its samples when it is committed: before, no worker knows these."""
-        together = self.strategy.rule.together or self.pushes_per_update == 1
-        return self.description.sums and not (together or self.strategy.local)
+        known = not self.stages_each or self.pushes_per_update == 1 or self.strategy.local
+        return self.description.sums and not known
 
     @property
     def versions_per_step(self) -> int:

@@ -159,7 +159,7 @@ class ClosedJob:
         """Return the workers or servers that the open step waits for; if shares are overdue, their workers."""
         state = self.state
         absent = state.members - self.joined
-        busy = state.members if state.rule.together else state.leases.awaited
+        busy = state.leases.awaited if state.leases_samples else state.members
         return state.staging.awaited(overdue or sorted(absent or busy))
 
     def doing(self) -> str:
@@ -200,7 +200,7 @@ class ClosedJob:
     def is_over(self, worker: int, incarnation: int) -> bool:
         """Return whether a push's process is no member any more, see `Membership.is_over`."""
         known = worker in self.joined and self._incarnations[worker] == incarnation
-        return not (known or self.state.rule.together)
+        return not (known or self.state.needs_all)
 
     def _join(self, worker: int, incarnation: int) -> Outgoing:
         """Make a process a member; a generation begins once all workers have joined."""
@@ -213,7 +213,7 @@ class ClosedJob:
         self.joined.add(worker)
         self.losses.pop(worker_peer(worker), None)
         state.leases.begin(worker, state.version, self.joined)
-        if self._begun and not state.rule.together and not self._installs:
+        if self._begun and not state.needs_all and not self._installs:
             return self._join_running(worker)
         if self.joined < state.members:
             return []
@@ -240,7 +240,7 @@ class ClosedJob:
         state = self.state
         self.joined.discard(worker)
         incarnation = self._incarnations.get(worker, 0)
-        if state.rule.together:
+        if state.needs_all:
             out = self._begin_generation(reload=False, again=True)
         else:
             state.leases.forget_ahead(worker)
@@ -267,7 +267,7 @@ class ClosedJob:
         members = Members(
             *(state.generation, state.version, sorted(self.joined)),
             # a worker in the middle of a push may hold older weights
-            reload=reload or self._reloads or not state.rule.together,
+            reload=reload or self._reloads or not state.needs_all,
             install=[[*client, sequence] for client, sequence in installs],
             again=again and not installs,
         )
@@ -313,7 +313,7 @@ class ClosedJob:
         """Take back the steps that are granted and not begun."""
         state = self.state
         self._client = client
-        if state.rule.together:
+        if not state.leases_samples:
             out = self._begin_generation(reload=False) if state.version < self.limit else []
         else:
             begun = state.version + -(-state.leases.out // state.pushes_per_update)
@@ -347,7 +347,7 @@ class ClosedJob:
         state = self.state
         if not self._begun or len(self.joined) < state.rule.needs(len(state.members)):
             return []
-        if not state.rule.together:
+        if state.leases_samples:
             readers, leases = self._lease()
             if not readers:
                 return leases
@@ -408,7 +408,7 @@ class ClosedJob:
         self._unsettled.append((state.generation, before, *settled, after))
         self._since = self._now if state.version < self.limit else math.inf
         out: Outgoing = []
-        if state.rule.together:
+        if not state.leases_samples:
             readers = [[push.worker, 0] for push in made.pushes]
         else:
             state.leases.commit(made.pushes, skipped=made.skipped)

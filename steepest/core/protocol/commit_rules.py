@@ -40,8 +40,8 @@ class CommitRule(Protocol):
     as make a version of a step counts as so many versions.
 
     Attributes:
-        together: whether every member contributes to every version, so that servers may add pushes
-            up as they arrive.
+        together: whether every member contributes to every version. What follows of it for whom has names of its own:
+            `needs_all`, `leases_samples`, `stages_each`.
         same_version: whether a version is made of gradients of the version before it alone: what is computed from
             older weights will be dropped, and is not waited for.
     """
@@ -72,6 +72,27 @@ NO_NORM = (
 )
 
 
+def needs_all(rule: CommitRule) -> bool:
+    """Return whether a version needs every member, so that none goes on without one that is lost."""
+    return rule.together
+
+
+def leases_samples(rule: CommitRule) -> bool:
+    """Return whether the coordinator gives workers shares of the samples one by one.
+
+    Elsewhere a worker has the share of its own number in each step.
+    """
+    return not rule.together
+
+
+def stages_each(rule: CommitRule) -> bool:
+    """Return whether servers keep each push by itself until the rule has chosen which ones are an update.
+
+    Elsewhere they add pushes up as they arrive.
+    """
+    return not rule.together
+
+
 def pushes_per_update(rule: CommitRule, workers: int) -> int:
     """Return how many pushes make an update in a job with that many workers: 1 if each push is one by itself.
 
@@ -87,7 +108,7 @@ def knows_norms(rule: CommitRule, workers: int) -> bool:
 
     It is not where a rule chooses several of the staged pushes: servers form their mean after that.
     """
-    return rule.together or pushes_per_update(rule, workers) == 1
+    return not stages_each(rule) or pushes_per_update(rule, workers) == 1
 
 
 @dataclass(frozen=True)

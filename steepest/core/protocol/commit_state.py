@@ -18,7 +18,10 @@ from steepest.core.protocol.commit_rules import (
     CommitRule,
     Staged,
     Verdict,
+    leases_samples,
+    needs_all,
     pushes_per_update,
+    stages_each,
 )
 from steepest.core.protocol.history import CommitHistory
 from steepest.core.protocol.push_tracking import StagedEach, StagedTogether, Staging
@@ -61,12 +64,15 @@ class CommitState:
         self.members = members
         self.servers = servers
         self.rule = rule
+        self.leases_samples, self.needs_all = leases_samples(rule), needs_all(rule)
         self.version = 0  # number of updates committed; with rounds of a quorum of shares
         self.generation = 0  # number of the present membership; pushes of earlier ones are void
         # the newest version that clients may learn of; infinity where no server remembers
         self.logged = 0 if witnessed else math.inf
         # the pushes that are reported or staged, and not decided on
-        self.staging: Staging = StagedTogether(holding) if rule.together else StagedEach(holding)
+        self.staging: Staging = (
+            StagedEach(holding) if stages_each(rule) else StagedTogether(holding)
+        )
         self.leases = Leases(rule, members)  # which worker computes which share of the samples
         self.history = CommitHistory(keep_log)  # counters, and the log if it is kept
         self.versions_per_step = rule.versions_per_step(max(len(members), 1))
@@ -90,7 +96,7 @@ class CommitState:
 
     def is_current(self, generation: int, pulled: int) -> bool:
         """Return whether a push of a generation, made from version `pulled`, may still be committed."""
-        return generation == self.generation and (pulled == self.version or not self.rule.together)
+        return generation == self.generation and (pulled == self.version or stages_each(self.rule))
 
     @property
     def makes_rounds(self) -> bool:

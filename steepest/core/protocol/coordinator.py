@@ -213,7 +213,7 @@ class Coordinator:
         """Return the answer to a request for counters."""
         state = self._state
         ledger = state.leases.ledger
-        if state.rule.together:  # no share is leased
+        if not state.leases_samples:
             ledger = Ledger(state.step * state.pushes_per_step)
         return driver.Counters(
             state.generation,
@@ -341,7 +341,7 @@ class Coordinator:
         for push in pushes:
             share: int | list[int] | None = push.pulled * state.pushes_per_step + push.worker
             report = reports[push.worker]
-            if not state.rule.together:
+            if state.leases_samples:
                 share = None
                 if shares := state.leases.shares_of(push.worker):
                     part = (
