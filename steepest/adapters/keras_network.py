@@ -59,6 +59,7 @@ class BatchResult(NamedTuple):
     weight: float  # of the batch in means
     samples: int
     metrics: dict[str, Any]  # by name, as Keras returns them
+    weights: dict[str, float]  # in means, of those metrics that are Keras' means
     # by name of the variable, last layers first; None where there is none
     gradients: dict[str, torch.Tensor | None]
 
@@ -95,12 +96,12 @@ class KerasNetwork:
         by_name = {
             name: as_torch(next(taken)) if has else None for name, has in function.present.items()
         }
-        return BatchResult(float(loss), float(weight), int(samples), _plain(found), by_name)
+        return BatchResult(float(loss), float(weight), int(samples), *_plain(found), by_name)
 
     def evaluate(self, batch: Any) -> BatchResult:
         """Return loss and metrics of a batch in inference mode."""
         _, (loss, weight, samples, found, _) = self._run(False, True, batch)
-        return BatchResult(float(loss), float(weight), int(samples), _plain(found), {})
+        return BatchResult(float(loss), float(weight), int(samples), *_plain(found), {})
 
     def _run(self, training: bool, metrics: bool, batch: Any) -> tuple[_Function, Any]:
         batch = as_tensors(batch)
@@ -187,7 +188,8 @@ class _Function:
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
         return loss, weight, samples, found, dense
 
-    def _forward(self, batch: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
+    def _forward(self, batch: Any) -> tuple[Any, Any, Any, Any]:
+        """Return loss, weight, samples, and metrics with the weights of those that are means, of a batch."""
         model = self._network.model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         if self._metrics:
@@ -201,12 +203,28 @@ class _Function:
             raise ModelError(
                 f"the loss has shape {tuple(loss.shape)}: let it be the batch's mean, a number"
             )
-        found = {}
+        found, weights = {}, {}
         if self._metrics:
             found = dict(model.compute_metrics(x, y, output, sample_weight))
             found.pop("loss", None)  # of a tracker of Keras' own loop
+            weights = {name: count for name, count in _counts(model).items() if name in found}
         samples = tf.shape(tf.nest.flatten(x)[0])[0]
-        return loss, _weight(model, samples, output, sample_weight), samples, found
+        return loss, _weight(model, samples, output, sample_weight), samples, (found, weights)
+
+
+def _counts(model: Any) -> dict[str, Any]:
+    """Return what Keras' means of a batch were divided by, by the names under which Keras returns these means."""
+    leaves = [leaf for metric in model.metrics for leaf in getattr(metric, "metrics", [metric])]
+    try:
+        for leaf in leaves:  # Keras alone knows the names that it gives to results
+            is_mean = isinstance(leaf, keras.metrics.Mean)
+            leaf.result = (lambda leaf=leaf: leaf.count + 0) if is_mean else lambda: None
+        return {
+            name: count for name, count in model.get_metrics_result().items() if count is not None
+        }
+    finally:
+        for leaf in leaves:
+            vars(leaf).pop("result", None)
 
 
 def _weight(model: Any, samples: Any, output: Any, sample_weight: Any) -> Any:
@@ -288,6 +306,8 @@ def as_tensors(batch: Any) -> Any:
     return None if batch is None else tf.convert_to_tensor(batch)
 
 
-def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as NumPy values."""
-    return {name: np.asarray(value) for name, value in metrics.items()}
+def _plain(found: Any) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return metrics as NumPy values, and weights of some of them."""
+    metrics, weights = found
+    plain = {name: np.asarray(value) for name, value in metrics.items()}
+    return plain, {name: float(count) for name, count in weights.items()}

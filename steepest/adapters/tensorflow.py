@@ -34,8 +34,9 @@ class TensorFlowModel:
 
     Gradients are means over a batch, as Keras' losses are. Dropout and other random layers are
     seeded for each batch anew, by the job's seed and the step. Metrics of several batches are
-    averaged by their numbers of samples, which is exact for accuracies and other means, and for
-    others (AUC) a mean over batches.
+    averaged as Keras does: those that are means (accuracies, losses) by their own weights, of
+    samples, masks and `weighted_metrics`, which is exact; others (AUC) by numbers of samples, a
+    mean over batches.
 
     Args:
         keras_model: a `keras.Model`, compiled or not; built here if need be.
@@ -194,7 +195,8 @@ class TensorFlowModel:
     @staticmethod
     def _computed(result: BatchResult) -> Computed:
         metrics = checked_metrics(result.metrics)
-        return Computed(result.loss, checked_weight(result.weight), result.samples, metrics)
+        weight = checked_weight(result.weight)
+        return Computed(result.loss, weight, result.samples, metrics, result.weights)
 
     def source(self, data: Any, batch_size: int) -> Source:
         """Return a source of batches for `evaluate`."""

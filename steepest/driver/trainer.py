@@ -20,6 +20,7 @@ from steepest.config.run import RunConfig
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.job import Job, ModelCreator
 from steepest.core.engine.replicas import Replicas, WorkerResult
+from steepest.core.messages.means import Measured
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.system import system
 from steepest.driver.calls import Calls
@@ -434,7 +435,7 @@ class DistributedSGD:
         if not any(result.weight for result in results):
             raise ConfigurationError("evaluate() was given no samples")
         found = EvaluationResult.mean_of(
-            [(result.weight, result.loss, result.metrics, result.samples) for result in results]
+            [(Measured(r.metrics, r.weight, r.weights), r.loss, r.samples) for r in results]
         )
         return replace(found, step=step, epoch=epoch)
 

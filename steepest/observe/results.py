@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from steepest.core.messages.driver import Result
+from steepest.core.messages.means import Measured, mean_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +84,18 @@ class EvaluationResult:
     epoch: int | None = None
 
     @classmethod
-    def mean_of(
-        cls, parts: Sequence[tuple[float, float, Mapping[str, float], int]]
-    ) -> EvaluationResult:
+    def mean_of(cls, parts: Sequence[tuple[Measured, float, int]]) -> EvaluationResult:
         """Return the result over a data set from those of its parts.
 
         Args:
-            parts: (weight, loss, metrics by name, samples) of each part; a part may lack a metric,
-                and the weights are not all 0.
+            parts: (metrics with weights, loss, samples) of each part; a part may lack a metric, and
+                the weights are not all 0.
         """
-
-        def mean(values: list[tuple[float, float]]) -> float:
-            return sum(value * weight for value, weight in values) / sum(w for _, w in values)
-
-        names = sorted({name for _, _, metrics, _ in parts for name in metrics})
+        weight = sum(measured.weight for measured, _, _ in parts)
         return cls(
-            mean([(loss, weight) for weight, loss, _, _ in parts]),
-            {
-                name: mean([(m[name], weight) for weight, _, m, _ in parts if name in m])
-                for name in names
-            },
-            sum(samples for _, _, _, samples in parts),
+            sum(loss * measured.weight for measured, loss, _ in parts) / weight,
+            mean_metrics(measured for measured, _, _ in parts)[0],
+            sum(samples for _, _, samples in parts),
         )
 
 

@@ -26,7 +26,7 @@ from steepest.testing import Fault, InProcessCluster, replay
 from tests.simulation.run import run_config
 from tests.pairs import diagonal, mostly_full
 from tests.reference import Weights, difference, same_bits
-from tests.adapters.keras_tasks import BATCH, RNG, STEPS, TASKS, Task, X, Y, named
+from tests.adapters.keras_tasks import BATCH, RNG, STEPS, TASKS, WORDS, Task, X, Y, named
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -261,3 +261,68 @@ def test_a_model_is_saved_with_the_running_means_of_all_workers(
     module.compile(loss="mse")
     found = float(module.evaluate(X, Y, verbose=0))
     assert evaluated.loss == pytest.approx(found, abs=1e-12)
+
+
+def weighed() -> Any:
+    """Classes of words, of which zeros are masked; metrics with and without the samples' weights."""
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    inputs = keras.Input((4,), dtype="int32")
+    words = layers.Embedding(5, 3, mask_zero=True)(inputs)
+    module = keras.Model(inputs, layers.Dense(2)(words))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    module.compile(
+        keras.optimizers.SGD(0.1), loss, metrics=["accuracy"], weighted_metrics=["accuracy"]
+    )
+    return module
+
+
+def flat() -> Any:
+    keras.utils.set_random_seed(0)
+    module = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    module.compile(
+        keras.optimizers.SGD(0.1), loss, metrics=["accuracy"], weighted_metrics=["accuracy"]
+    )
+    return module
+
+
+CLASSES = RNG.integers(0, 2, (12, 4))
+UNEVEN = np.where(np.arange(12) < 6, 10.0, 0.1)  # the first of two workers has nearly all
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("make", "data"),
+    [
+        (flat, (WORDS[:12] - 2.0, CLASSES[:, 0], UNEVEN)),
+        (weighed, (WORDS[:12], CLASSES)),
+        (weighed, (WORDS[:12], CLASSES, UNEVEN[:, None] * np.ones((1, 4)))),
+    ],
+    ids=["weights", "mask", "mask and weights"],
+)
+def test_metrics_are_those_of_keras_however_samples_are_dealt_out(
+    make: Any, data: Any, workers: int, simulated: None
+) -> None:
+    """Of a data set and of a step, each with its own weights."""
+
+    def creator(worker_index: int, device_index: int) -> TensorFlowModel:
+        compute_in("float64")  # which is of each thread
+        return TensorFlowModel(make(), data=data, batch_size=12 // workers)
+
+    module = make()
+    x, y, *weights = data
+    weight = weights[0] if weights else None
+    expected = module.evaluate(
+        x, y, sample_weight=weight, batch_size=12, verbose=0, return_dict=True
+    )
+    expected.pop("loss")
+    trained = module.train_on_batch(x, y, sample_weight=weight, return_dict=True)
+    trained.pop("loss")
+    with DistributedSGD(creator, num_workers=workers, run_config=run_config()) as sgd:
+        found = [sgd.evaluate(data, batch_size=size).metrics for size in (12, 5)]
+        step = sgd.step().metrics
+    for each in found:
+        assert each == pytest.approx(expected, abs=1e-6)  # Keras' own are float32
+    assert step == pytest.approx(trained, abs=1e-6)
+    assert weight is None or len(set(map(float, expected.values()))) > 1

@@ -6,7 +6,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -395,6 +395,10 @@ MISTAKES: dict[str, Mistake] = {
     "half a sample": refused(
         model_computes(lambda c: Computed(c.loss, c.weight, 0.5, {})), "0.5 samples"
     ),  # type: ignore[arg-type]
+    "weight of no metric": refused(
+        model_computes(lambda c: replace(c, weights={"a": 1.0})),
+        "a weight of 'a', which is no metric",
+    ),
     "silent": refused(deaf, "before it had called ready for each of .*'bias'"),
     "item raises": Mistake(
         items_do(raising(lambda: IndexError("no row"))), "IndexError: no row", LINE

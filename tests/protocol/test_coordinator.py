@@ -15,6 +15,7 @@ from steepest.core.engine.coordinator_role import CoordinatorRole
 from steepest.core.messages.driver import Counters
 from steepest.core.messages.fields import MOST
 from steepest.core.messages.gradients import Report
+from steepest.core.messages.means import Measured, mean_metrics
 from steepest.core.messages.membership import Grant, Members
 from steepest.core.messages.message import Kind, Message, Peer, server_peer, worker_peer
 from steepest.core.messages.snapshots import Refused
@@ -503,6 +504,23 @@ def test_a_summary_has_means_by_weight_and_sums() -> None:
     sums = {"staleness": [0, 2, 1], "samples": 6, "bytes_pushed": 30, "bytes_pulled": 15}
     assert summarize(reports, [None], False) == sums
     assert math.isnan(summarize(reports[2:], [], True)["loss"])
+
+
+def test_metrics_with_weights_of_their_own_are_averaged_by_them() -> None:
+    parts = [
+        Measured({"a": 1.0, "b": 1.0}, 1.0, {"b": 9.0}),
+        Measured({"a": 2.0, "b": 2.0}, 3.0, {"b": 1.0}),
+        Measured({"a": math.nan, "b": math.nan, "c": 4.0}, 0.0, {"b": 0.0, "c": 0.0}),
+    ]
+    assert mean_metrics(parts) == ({"a": 1.75, "b": 1.1, "c": 4.0}, {"b": 10.0, "c": 0.0})
+    reports = [
+        (Report(0, 0, 0, 0, e.weight, 1, 0, 0, 1.0, {"b": e.metrics["b"]}, weights=e.weights), 0)
+        for e in parts[:2]
+    ]
+    assert summarize(reports, [], True)["metrics"] == {"b": pytest.approx(1.1)}
+    unpacked = [Report.unpack(report.pack()).weights for report, _ in reports]
+    assert unpacked == [{"b": 9.0}, {"b": 1.0}]
+    assert math.isnan(mean_metrics([Measured({"a": 1.0}, 0.0, {})])[0]["a"])
 
 
 def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(

@@ -24,6 +24,7 @@ from steepest.core.engine.present_gpu import choose_gpu, differ
 from steepest.core.engine.sample_places import Place, SamplePlaces
 from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.messages.fields import RateChanges
+from steepest.core.messages.means import Measured, mean_metrics
 from steepest.core.models.protocol import (
     Arrive,
     Computed,
@@ -76,6 +77,7 @@ class WorkerResult:
     samples: int
     metrics: dict[str, float]  # means, by name
     timings: dict[str, float]  # seconds, by what they were spent on
+    weights: Mapping[str, float]  # in means, of those metrics that have their own
 
 
 def memory_for(layout: ParameterLayout) -> Memory:
@@ -605,7 +607,7 @@ class Replicas:
         for share, batch in zip(shares, source.open(shares), strict=True):
             _expect(model, Share(len(share), len(share)))
             results.append(validate_computed(model.evaluate(batch)))
-        return WorkerResult(*_mean(results), {"evaluate": self._now() - began})
+        return _mean(results, {"evaluate": self._now() - began})
 
 
 def _expect(model: Model, share: Share | None) -> None:
@@ -619,24 +621,20 @@ def summarize_batches(parts: Sequence[Batches]) -> WorkerResult:
     results, loading, computing = parts[0] if parts else ([], 0.0, 0.0)
     for more, longer, further in parts[1:]:
         results, loading, computing = results + more, loading + longer, computing + further
-    return WorkerResult(*_mean(results), {"data": loading, "compute": computing})
+    return _mean(results, {"data": loading, "compute": computing})
 
 
-def _mean(results: Sequence[Computed]) -> tuple[float, float, int, dict[str, float]]:
-    """Return (mean loss, weight, number of samples, mean metrics) over some batches, by weight."""
+def _mean(results: Sequence[Computed], timings: dict[str, float]) -> WorkerResult:
+    """Return the mean loss, weight, number of samples and mean metrics of some batches, by weight."""
     if len(results) == 1 and results[0].weight:
         (only,) = results
-        return only.loss, only.weight, only.samples, dict(only.metrics)
+        metrics = dict(only.metrics)
+        return WorkerResult(only.loss, only.weight, only.samples, metrics, timings, only.weights)
     weight = sum(result.weight for result in results)
     samples = sum(result.samples for result in results)
     results = [result for result in results if result.weight]
     if not results:
-        return 0.0, 0.0, samples, {}
+        return WorkerResult(0.0, 0.0, samples, {}, timings, {})
     loss = sum(result.loss * result.weight for result in results) / weight
-    names = sorted({name for result in results for name in result.metrics})
-    metrics = {
-        name: sum(r.metrics[name] * r.weight for r in results if name in r.metrics)
-        / sum(r.weight for r in results if name in r.metrics)
-        for name in names
-    }
-    return loss, weight, samples, metrics
+    metrics, weights = mean_metrics(Measured(r.metrics, r.weight, r.weights) for r in results)
+    return WorkerResult(loss, weight, samples, metrics, timings, weights)

@@ -588,6 +588,7 @@ class Worker:
             waited = self._waited + self._waits.seconds - self._replicas.batches.seconds_ahead
             timings = {**result.timings, "wait": max(waited, 0.0)}
             stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
+            stats["weights"] = dict(result.weights)
         moved = (self._exchange.bytes_pushed, pulled)
         return Report(
             *(

@@ -164,6 +164,8 @@ class Report(Body):
     notes: Annotated[Seq[tuple[int, float, dict[str, float]]], many(NOTE)] = ()
     # whether it is to be left out, and all that would be committed together with it
     overflowed: Annotated[bool, FLAG] = False
+    # in means, of those metrics that have another weight than the samples
+    weights: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
 
 
 @body()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -85,12 +85,14 @@ class Computed:
         samples: number of samples.
         metrics: means over the batch, by name, each a number as `steepest.core.models.scalars.as_number`
             takes it.
+        weights: in means, of those metrics that have another weight than the batch.
     """
 
     loss: float
     weight: float
     samples: int
     metrics: Mapping[str, Any]
+    weights: Mapping[str, Any] = field(default_factory=dict)
 
 
 def checked_metrics(metrics: Any) -> dict[str, float]:
@@ -136,7 +138,11 @@ def validate_computed(computed: Any) -> Computed:
     weight = checked_weight(computed.weight)
     if samples is None or not 0 <= samples < math.inf or samples != int(samples):
         raise ModelError(f"the batch has {computed.samples!r:.200} samples: return how many it has")
-    return Computed(loss, weight, int(samples), checked_metrics(computed.metrics))
+    metrics = checked_metrics(computed.metrics)
+    weights = {name: checked_weight(computed.weights[name]) for name in computed.weights}
+    if unknown := weights.keys() - metrics.keys():
+        raise ModelError(f"there is a weight of {min(unknown)!r}, which is no metric: leave it out")
+    return Computed(loss, weight, int(samples), metrics, weights)
 
 
 def checked_weight(value: Any) -> float:

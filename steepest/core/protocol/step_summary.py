@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from steepest.core.messages.gradients import Report
+from steepest.core.messages.means import Measured, mean_metrics
 
 
 class OpenStep:
@@ -74,12 +75,9 @@ def summarize(
         return sum([v * weight for v, weight in values]) / total if total else math.nan
 
     summary["loss"] = mean([(r.loss, r.total) for r in with_loss if r.loss is not None and r.total])
-    metrics = [(r.metrics, r.total) for r in with_loss]  # a report may leave them out
-    names = sorted({name for values, _ in metrics for name in values})
-    summary["metrics"] = {
-        name: mean([(values[name], weight) for values, weight in metrics if name in values])
-        for name in names
-    }
+    # a report may leave them out
+    measured = [Measured(r.metrics, r.total, r.weights) for r in with_loss]
+    summary["metrics"], _ = mean_metrics(measured)
     timings = [r.timings for r in with_loss]
     parts = sorted({name for values in timings for name in values})
     summary["timings"] = {
