@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from steepest import AllreduceStrategy, ParameterServerStrategy
+from steepest import AllreduceStrategy, Checkpoints, ParameterServerStrategy
 from steepest.checkpoint import files
 from steepest.errors import ConfigurationError
 from steepest.tables.admission import CounterFilter
@@ -236,3 +236,21 @@ def test_kept_rows_live_through_deaths_moves_checkpoints_and_replays(
         sgd.fit(steps=4, progress=False)
         sgd.save(tmp_path / "moved")
     assert same_rows(rows_in(files.read(tmp_path / "moved")), expected)
+
+
+def test_increments_of_a_job_are_its_full_checkpoints(tmp_path: Path) -> None:
+    """At each step, whatever was evicted in the update before the base, in it, and after it."""
+    how: dict[str, Any] = {"capacity": 12, "eviction": LRU(), "keep_evicted": 20, **HOW}
+    kept = Checkpoints(tmp_path / "kept", every=2, keep=20, increments=20)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 60, 96))
+    with quiet(), trainer(words(ids, **how), checkpoints=kept) as sgd:
+        for step in range(2, 14, 2):
+            sgd.fit(steps=2, progress=False)
+            sgd.save(tmp_path / f"full-{step}")
+    sizes = []
+    for step in range(2, 14, 2):
+        (increment,) = (tmp_path / "kept").glob(f"*-step-{step}")
+        expected = rows_in(files.read(tmp_path / f"full-{step}"))
+        assert same_rows(rows_in(files.read(increment)), expected)
+        sizes.append(sum(len(v) for name, v in expected.items() if name.endswith("/kept")))
+    assert sizes[-1] > 20
