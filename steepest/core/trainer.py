@@ -28,8 +28,9 @@ from steepest.core.runtime import Runtime
 from steepest.core.settings import Settings, strategy_for
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.dtypes import Tensors
+from steepest.core.transport.loopback import HOST, require_loopback
 from steepest.core.transport.router import Router
-from steepest.core.worker_process import HOST, make_transport
+from steepest.core.worker_process import make_transport
 from steepest.errors import (
     ConfigurationError,
     ModelRaisedError,
@@ -120,6 +121,8 @@ class Trainer:
         self._router = Router()
         self._client: Client | None = None
         self._news: Future[None] = Future()  # done when the client has another outcome
+        if runtime is None:
+            require_loopback()
         self._runtime = runtime or ProcessRuntime()
         self._crew = Crew(
             self._runtime,

@@ -24,11 +24,11 @@ from steepest.core.system import system
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.core.transport.channel import Address
+from steepest.core.transport.loopback import HOST
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
 
 T = TypeVar("T")
-HOST = "127.0.0.1"
 
 
 def make_transport(token: bytes, peers: tuple[Peer, ...], router: Router) -> WireTransport:

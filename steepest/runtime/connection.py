@@ -18,10 +18,12 @@ from steepest.config.run import (
     environment_variable,
     set_environment,
 )
+from steepest.core.transport.loopback import require_loopback
 from steepest.errors import ConfigurationError
 from steepest.prefork.template import Template, start_template
 from steepest.prefork.worker_start import TEMPLATE
 from steepest.runtime.job_runtime import runtime
+from steepest.runtime.ray_folders import MODE, TOKENS, ray_folders
 from steepest.runtime.ray_private import (
     end_with_ray,
     reload_token,
@@ -29,9 +31,6 @@ from steepest.runtime.ray_private import (
     workers_start_as_usual,
 )
 
-#: Environment variables of Ray's: whether a token is sent, and which; the first one counts.
-_MODE = "RAY_AUTH_MODE"
-_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 #: Milliseconds for which Ray keeps a process that it has started ahead, and for which no CPU is free; by Ray's name.
 _KEEPS_STARTED = "idle_worker_killing_time_threshold_ms", 30_000
 _lock = threading.RLock()
@@ -70,11 +69,11 @@ def connect(address: str) -> None:
     Raises:
         ConfigurationError: the cluster does not let this process in.
     """
-    named = [name for name in _TOKENS if environment_variable(name)]
-    mode = environment_variable(_MODE)
+    named = [name for name in TOKENS if environment_variable(name)]
+    mode = environment_variable(MODE)
     if named and not mode:
         mode = "token"
-        set_environment({_MODE: mode})
+        set_environment({MODE: mode})
         reload_token()
     try:
         ray.init(address=address, logging_level=logging.WARNING)
@@ -87,8 +86,8 @@ def connect(address: str) -> None:
         )
         raise ConfigurationError(
             f"could not connect to the Ray at {address}: {error}. A cluster that asks for a token lets in "
-            f"who has it; this process has sent {sent} ({_MODE} is {mode or 'not set'}): set "
-            f"{_MODE}=token, and the cluster's token as {' or '.join(_TOKENS)}"
+            f"who has it; this process has sent {sent} ({MODE} is {mode or 'not set'}): set "
+            f"{MODE}=token, and the cluster's token as {' or '.join(TOKENS)}"
         ) from error
 
 
@@ -98,8 +97,19 @@ def start_ray(
     """Start a cluster on this machine, with `num_cpus` at least, and connect to it.
 
     Its workers are forks of a template, which is started here unless one is given, and ends with Ray. Ray asks
-    for a token from then on: one of the environment, or of the user's home, or a new one that Ray keeps there.
+    for a token from then on: one of the environment, or of the user's home, or a new one that Ray keeps there, or
+    `ray_folders`.
+
+    Raises:
+        ConfigurationError: this machine does not reach itself, or there is no room for Ray's files.
     """
+    try:
+        require_loopback()
+        folders = ray_folders()
+    except BaseException:
+        if template is not None:
+            template.end()
+        raise
     if template is None and workers_start_as_usual():
         template = start_template()
     cpus = num_cpus if num_cpus is not None and (os.cpu_count() or 1) < num_cpus else None
@@ -110,13 +120,17 @@ def start_ray(
     # would end these processes a second after that, and start others for the workers.
     name, value = _KEEPS_STARTED
     own = {} if environment_variable(f"RAY_{name}") else {name: value}
-    with small_ray(), environment({TEMPLATE: template.name if template else None}):
+    variables = {TEMPLATE: template.name if template else None, **folders.variables}
+    with small_ray(), environment(variables):
+        if folders.variables:
+            reload_token()
         try:
             ray.init(
                 address="local",
                 num_cpus=cpus,
                 include_dashboard=False,
                 logging_level=level,
+                _temp_dir=folders.directory,
                 _system_config=own,
             )
         except BaseException:

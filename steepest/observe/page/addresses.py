@@ -6,36 +6,19 @@ import contextlib
 import html
 import json
 import os
-import stat
 import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from steepest.errors import ConfigurationError
+from steepest.config.folders import private_file, private_folder
 from steepest.observe.page.server import PageServer
 
 
 def _folder() -> Path:
     """Return this user's folder of addresses, which is made if it is missing."""
-    folder = Path(tempfile.gettempdir()) / f"steepest-pages-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigurationError(
-            f"{folder} is not a directory of this user's that others cannot read: remove it, since addresses of pages "
-            "with their tokens are kept there"
-        )
-    return folder
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file anew that only this user can read."""
-    file.unlink(missing_ok=True)  # of a job that was killed
-    opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(opened, "w") as stream:
-        stream.write(text)
+    base = Path(tempfile.gettempdir())
+    return private_folder(base, "steepest-pages", "addresses of pages with their tokens")
 
 
 def redirecting_file(url: str) -> Path:
@@ -46,7 +29,7 @@ def redirecting_file(url: str) -> Path:
     """
     file = _folder() / f"{urlsplit(url).port}.html"
     to = html.escape(url)
-    _write(
+    private_file(
         file,
         f'<!doctype html><meta http-equiv="refresh" content="0; url={to}"><a href="{to}">the page</a>\n',
     )
@@ -64,7 +47,7 @@ class KeptAddress:
     def __init__(self, page: PageServer, run: Path | None) -> None:
         self.file = _folder() / f"{page.port}.json"
         about = {"url": page.url, "pid": os.getpid(), "run": str(run.resolve()) if run else None}
-        _write(self.file, json.dumps(about))
+        private_file(self.file, json.dumps(about))
 
     def remove(self) -> None:
         """Remove it, and what leads a browser to the page."""

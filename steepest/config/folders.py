@@ -1,0 +1,40 @@
+"""Folders of this user's that others cannot read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from steepest.errors import ConfigurationError
+
+
+def private_folder(base: Path, name: str, what: str) -> Path:
+    """Return a folder of this user's, which is made if it is missing.
+
+    Args:
+        base: where it is, which may be of all users.
+        name: its own, to which the user's number is added.
+        what: is kept there, for the error.
+
+    Raises:
+        ConfigurationError: another user has it, or reads it.
+    """
+    folder = base / f"{name}-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigurationError(
+            f"{folder} is not a directory of this user's that others cannot read: remove it, since {what} are there"
+        )
+    return folder
+
+
+def private_file(path: Path, text: str) -> None:
+    """Write a file anew that only this user can read."""
+    path.unlink(missing_ok=True)
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(opened, "w") as stream:
+        stream.write(text)
