@@ -184,16 +184,25 @@ def test_a_sum_by_hand_that_is_said_to_be_one_equals_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "strategy"), [(1, "ps"), (2, "ps"), (3, "allreduce"), (2, "simple")]
+    ("workers", "strategy", "any_steps"),
+    [
+        (1, "ps", False),
+        (2, "ps", False),
+        (3, "allreduce", False),
+        (2, "simple", False),
+        (2, "ps", True),
+    ],
 )
-def test_a_batch_without_a_gradient_counts_as_zero(workers: int, strategy: str) -> None:
+def test_a_batch_without_a_gradient_counts_as_zero(
+    workers: int, strategy: str, any_steps: bool
+) -> None:
     """On the worker that has it, as samples do of which nothing is learned beside others in one batch."""
     lacking = []
 
     def loop(parts: Parts, epochs: int) -> None:
         of_some_samples(parts, epochs, lacking)
 
-    script = Script(loop, optimizer=sgd(momentum=0.9))
+    script = Script(loop, optimizer=sgd(momentum=0.9), any_steps=any_steps)
     assert difference(run(script, workers, strategy).weights, script.alone(workers)) < 1e-12
     assert True in lacking
     assert False in lacking
