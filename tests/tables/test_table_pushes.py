@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from steepest import ParameterServerStrategy, TorchModel
 from steepest.core.messages.driver import Result
 from steepest.core.messages.message import Kind, Message
 from steepest.embedding.row_messages import RowKind
@@ -16,9 +17,11 @@ from steepest.testing import Fault, InProcessCluster
 from tests.deaths import doomed
 from tests.modes import EACH, check_counts, make, settle, trained
 from tests.random_examples import seeds
+from tests.reference import sgd
 from tests.table_tasks import (
     DIM,
     ROWS,
+    Sightings,
     counting,
     expected_counts,
     mostly_long,
@@ -64,6 +67,30 @@ def test_each_push_counts_once(name: str, seed: int) -> None:
     cluster = make(name, TASK, servers=1 + seed % 3, shuffle=seed)
     trained(cluster, STEPS)
     counted(cluster, exactly=name != "async-rate")
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_sums_of_gradients_that_come_first_are_those_of_what_is_committed(workers: int) -> None:
+    """Of rows as of dense weights: each counts its sightings."""
+
+    def create(worker: int, device: int) -> TorchModel:
+        return TorchModel(
+            Sightings(), loss=lambda output, target: output, reduction="sum", data=TASK.data,
+            batch_size=2, optimizer=sgd(lr=1.0), table_shards=TASK.table_shards,
+        )  # fmt: skip
+
+    strategy = ParameterServerStrategy(num_servers=2, backup_workers=1)
+    cluster = InProcessCluster(
+        create, num_workers=workers, strategy=strategy, shuffle=workers, keep_log=True
+    )
+    cluster.step(STEPS)
+    log, expected = cluster.log(), torch.zeros(ROWS, dtype=torch.float64)
+    assert log.plan is not None
+    for place in log.samples():
+        ids = TASK.data[0][torch.from_numpy(log.plan.samples_at(*place))]
+        expected += torch.bincount(ids.flatten(), minlength=ROWS).double()
+    values = table_values(TASK, rows_of(cluster))["rows.weight"]
+    assert torch.allclose(values, expected[:, None].expand(ROWS, DIM), rtol=1e-12, atol=0)
 
 
 def repeated(cluster: InProcessCluster) -> None:
