@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from steepest.collectives.messages import MEMBERS, Abort, Connected, Data, MemberKind, Part
-from steepest.collectives.protocol import Collective
+from steepest.collectives.protocol import Collective, check_message
 from steepest.core.messages.message import Message, Peer, member_peer
 from steepest.core.system import system
 from steepest.core.tensors.allocator import Recycler
@@ -35,25 +35,32 @@ class _Round:
     awaited: Counter[int] = field(default_factory=Counter)
     # receipts of messages to come, by member and number
     posted: dict[tuple[int, int], ReceiveWork] = field(default_factory=dict)
-    # payloads for which there is no receipt yet, by member and number
-    arrived: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    # payloads for which there is no receipt yet, and what they are, by member and number
+    arrived: dict[tuple[int, int], tuple[torch.Tensor, str]] = field(default_factory=dict)
     aborted: str = ""  # why the round was aborted; empty if it was not
 
 
 class ReceiveWork:
-    """A message of `nbytes` to come for a member from the one of rank `source`."""
+    """A message of `nbytes` to come for a member from the one of rank `source`; `what` it is to be, in words."""
 
     # memory: flat uint8 to which it is written, or None to leave it where it lies.
 
     def __init__(
-        self, member: MemberCollective, source: int, nbytes: int, memory: torch.Tensor | None
+        self,
+        member: MemberCollective,
+        source: int,
+        nbytes: int,
+        memory: torch.Tensor | None,
+        what: str,
     ) -> None:
-        self._member, self._source, self._nbytes = member, source, nbytes
+        self._member, self._source, self._nbytes, self._what = member, source, nbytes, what
         self.memory = memory
         self.found: torch.Tensor | None = None
+        self._sent = ""  # what has come, in words
 
-    def receive(self, payload: torch.Tensor) -> None:
-        """Keep the payload that has come."""
+    def receive(self, payload: torch.Tensor, what: str) -> None:
+        """Keep the payload that has come, and what it is."""
+        self._sent = what
         if (
             self.memory is not None
             and self.memory is not payload
@@ -67,10 +74,11 @@ class ReceiveWork:
         self.bytes()
 
     def bytes(self) -> torch.Tensor:
-        """Return the payload, flat uint8, when it is here; ConfigurationError: another size."""
+        """Return the payload, flat uint8, when it is here; ConfigurationError: it is not what is awaited."""
         # others: see `Collective`.
         self._member.until(lambda: self.found is not None, "a message", self._source)
         assert self.found is not None
+        check_message(self._source, self._sent, self._member.rank, self._what)
         if self.found.numel() != self._nbytes:
             raise ConfigurationError(
                 f"member {self._source} sent {self.found.numel()} bytes where member "
@@ -171,20 +179,22 @@ class MemberCollective(Collective):
             here = self._rounds[key] = _Round()
         return here
 
-    def _send(self, memory: torch.Tensor, to: int) -> _SendWork:
+    def _send(self, memory: torch.Tensor, to: int, what: str) -> _SendWork:
         if segment_of(memory) is not None:
             memory = memory.clone()  # otherwise it would be lent, and might be kept for long
-        self._post(memory, to)
+        self._post(memory, to, what)
         self._router.pump()  # the caller may compute before it waits
         return _SendWork(self, to, memory)
 
     def lend(self, memory: torch.Tensor, to: int) -> None:
         """Send bytes that the receiver may read where they lie, unchanged until it is known to be done with them."""
-        self._post(memory, to, _LENT)
+        self._post(memory, to, self._named(memory), _LENT)
 
     def borrow(self, nbytes: int, source: int) -> ReceiveWork:
         """Receive the next message, sent with `lend`, whose `bytes` are not to be written to."""
-        return self._await(source, nbytes, None)
+        return self._await(
+            source, nbytes, None, self._named(torch.empty(nbytes, dtype=torch.uint8))
+        )
 
     def lending_buffer(self, number: int, nbytes: int) -> torch.Tensor:
         """Return memory `number` to lend from, the same each time; no other member may be reading it any more."""
@@ -206,10 +216,10 @@ class MemberCollective(Collective):
         """Send messages that wait to leave together."""
         self._router.pump()
 
-    def _receive(self, memory: torch.Tensor, source: int) -> ReceiveWork:
-        return self._await(source, memory.numel(), memory)
+    def _receive(self, memory: torch.Tensor, source: int, what: str) -> ReceiveWork:
+        return self._await(source, memory.numel(), memory, what)
 
-    def _post(self, memory: torch.Tensor, to: int, lent: int = -1) -> None:
+    def _post(self, memory: torch.Tensor, to: int, what: str, lent: int = -1) -> None:
         key = self._key()
         here = self._round()
         self._raise_if_over(key, here)
@@ -217,7 +227,7 @@ class MemberCollective(Collective):
         here.sent[to] += 1
         generation, call = key
         self._reach(to)
-        self._put(to, Data(generation, number, call, lent, memory).pack())
+        self._put(to, Data(generation, number, call, lent, what, memory).pack())
 
     def _put(self, to: int, message: Message) -> None:
         if self._router.channel(member_peer(to)) is None:
@@ -225,14 +235,16 @@ class MemberCollective(Collective):
         else:
             self._deliver(member_peer(to), message)
 
-    def _await(self, source: int, nbytes: int, memory: torch.Tensor | None) -> ReceiveWork:
+    def _await(
+        self, source: int, nbytes: int, memory: torch.Tensor | None, what: str
+    ) -> ReceiveWork:
         here = self._round()
         self._raise_if_over(self._key(), here)
         place = source, here.awaited[source]
         here.awaited[source] += 1
-        receipt = ReceiveWork(self, source, nbytes, memory)
+        receipt = ReceiveWork(self, source, nbytes, memory, what)
         if place in here.arrived:
-            receipt.receive(here.arrived.pop(place))
+            receipt.receive(*here.arrived.pop(place))
         else:
             here.posted[place] = receipt
             self._reach(source)
@@ -356,9 +368,9 @@ class MemberCollective(Collective):
         elif (data := Data.unpack(message)).payload is not None:
             place = source.index, data.sequence
             if place in here.posted:
-                here.posted.pop(place).receive(data.payload)
+                here.posted.pop(place).receive(data.payload, data.what)
             else:
-                here.arrived[place] = data.payload
+                here.arrived[place] = data.payload, data.what
 
     def lost(self, peer: Peer, reason: str) -> None:
         """Fail all later operations, and tell the other members, which may await this one."""

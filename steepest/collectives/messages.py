@@ -35,6 +35,8 @@ class Data(Body):
     call: Call  # number of the call of a user's function; 0 during a step
     # 0 if the receiver may read the payload in the sender's memory, -1 if it must copy it
     lent: Annotated[int, Header("chunk")] = -1
+    # the operation of which it is, and the dtype and shape of the sender's tensor, in words
+    what: Annotated[str, TEXT] = ""
     payload: Payload = None  # the bytes of the tensor
 
 

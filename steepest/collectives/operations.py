@@ -129,9 +129,8 @@ def recv(like: torch.Tensor, src: int) -> torch.Tensor:
 
 def broadcast(tensor: torch.Tensor, src: int) -> torch.Tensor:
     """Return the tensor of member `src`."""
-    return (
-        current().broadcast(tensor.detach().contiguous().view(-1), _member(src)).view(tensor.shape)
-    )
+    with current().within(f"broadcast(src={_member(src)})", tensor):
+        return current().broadcast(tensor.detach().contiguous().view(-1), src).view(tensor.shape)
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -148,7 +147,8 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
 def reduce(tensor: torch.Tensor, dst: int, op: str = "sum") -> torch.Tensor | None:
     """Return the reduced tensors as `all_reduce` does on member `dst`; None on the others."""
     check_reduction(tensor, op)
-    parts = gather(tensor, dst)
+    with current().within(f"reduce(dst={_member(dst)}, op={op!r})"):
+        parts = gather(tensor, dst)
     return None if parts is None else _reduced(parts, op)
 
 
@@ -165,7 +165,8 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Te
         tensor.clone() if other == rank() else torch.empty_like(own[0])
         for other, tensor in enumerate(own)
     ]
-    current().exchange(_others(own), _others(parts))
+    with current().within(f"reduce_scatter(op={op!r})"):
+        current().exchange(_others(own), _others(parts))
     return _reduced(parts, op)
 
 
@@ -179,28 +180,32 @@ def scatter(
         tensors: on member `src`, one for every member, by rank.
         src: the member that gives them.
     """
-    if rank() != _member(src):
-        return recv(like, src)
-    own = _one_each(tensors or ())
-    current().exchange(_others(own), {})
-    return own[src].clone()
+    with current().within(f"scatter(src={_member(src)})"):
+        if rank() != src:
+            return recv(like, src)
+        own = _one_each(tensors or ())
+        current().exchange(_others(own), {})
+        return own[src].clone()
 
 
 def gather(tensor: torch.Tensor, dst: int = 0) -> list[torch.Tensor] | None:
     """Return the tensors of all members, by rank, on member `dst`; None on the others."""
-    if rank() != _member(dst):
-        send(tensor, dst)
-        return None
-    parts = [tensor.detach().clone() if other == dst else _empty(tensor) for other in range(size())]
-    current().exchange({}, _others(parts))
-    return parts
+    with current().within(f"gather(dst={_member(dst)})"):
+        if rank() != dst:
+            send(tensor, dst)
+            return None
+        everyone = range(size())
+        parts = [tensor.detach().clone() if other == dst else _empty(tensor) for other in everyone]
+        current().exchange({}, _others(parts))
+        return parts
 
 
 def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors of all members, by rank."""
     own = tensor.detach().contiguous()
     parts = [own.clone() if other == rank() else _empty(own) for other in range(size())]
-    current().exchange(_others([own] * size()), _others(parts))
+    with current().within("all_gather()"):
+        current().exchange(_others([own] * size()), _others(parts))
     return parts
 
 

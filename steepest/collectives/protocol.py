@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -28,7 +30,8 @@ class Collective(ABC):
     """Messages and exchanges among the members of one generation; a subclass moves the bytes.
 
     Messages from one member to another arrive in order. Beyond them every member calls the same
-    operations in the same order. Inputs are never written to, so that an operation that fails can
+    operations in the same order: what each message is of travels with it, where the subclass can send
+    that, and is compared by its receiver. Inputs are never written to, so that an operation that fails can
     be tried again among other members. Tensors are on the CPU.
 
     Every method, and every wait, raises `DeadlineError`, naming the member that is awaited, when it
@@ -45,14 +48,37 @@ class Collective(ABC):
         self.rank = rank
         self.size = size
         self.deadline = deadline
+        self._operation = ""  # in progress, if any
+        self._whole = ""  # dtype and shape of its tensor, where its messages are parts of that
 
     @abstractmethod
-    def _send(self, memory: torch.Tensor, to: int) -> Work:
-        """Begin to send bytes (flat, uint8), at least one."""
+    def _send(self, memory: torch.Tensor, to: int, what: str) -> Work:
+        """Begin to send bytes (flat, uint8), at least one; `what` they are, in words."""
 
     @abstractmethod
-    def _receive(self, memory: torch.Tensor, source: int) -> Work:
-        """Begin to receive just that many bytes (flat, uint8), at least one."""
+    def _receive(self, memory: torch.Tensor, source: int, what: str) -> Work:
+        """Begin to receive just that many bytes (flat, uint8), at least one; `what` they are to be."""
+
+    @contextlib.contextmanager
+    def within(self, operation: str, whole: torch.Tensor | None = None) -> Iterator[None]:
+        """Have messages in this context be of an operation, if they are not of one already.
+
+        Args:
+            operation: as a user calls it, with its arguments.
+            whole: the tensor of which messages are parts; None if each has its own dtype and shape.
+        """
+        before = self._operation, self._whole
+        if not self._operation:
+            self._operation = operation
+            self._whole = "" if whole is None else _form(whole)
+        try:
+            yield
+        finally:
+            self._operation, self._whole = before
+
+    def _named(self, tensor: torch.Tensor) -> str:
+        """Return in words what the message of a tensor is."""
+        return f"{self._operation or 'a message'} of {self._whole or _form(tensor)}"
 
     @abstractmethod
     def abort(self, reason: str) -> None:
@@ -66,16 +92,19 @@ class Collective(ABC):
                 other member.
         """
         memory = self._memory(tensor, to)
-        return self._send(memory, to) if memory.numel() else CompletedWork()
+        return self._send(memory, to, self._named(tensor)) if memory.numel() else CompletedWork()
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
         """Begin to receive the next message of a member into a contiguous tensor of just its size.
 
         Raises:
-            ConfigurationError: as `isend`; and, in `wait`, the message has another size.
+            ConfigurationError: as `isend`; and, in `wait`, the message has another size, dtype or
+                shape, or is of another operation.
         """
         memory = self._memory(tensor, source)
-        return self._receive(memory, source) if memory.numel() else CompletedWork()
+        if not memory.numel():
+            return CompletedWork()
+        return self._receive(memory, source, self._named(tensor))
 
     def _memory(self, tensor: torch.Tensor, other: int) -> torch.Tensor:
         """Return the bytes of a tensor, for a message between this member and another."""
@@ -107,17 +136,32 @@ class Collective(ABC):
 
     def broadcast(self, vector: torch.Tensor, root: int) -> torch.Tensor:
         """Return the root's vector, one-dimensional and of one length and dtype everywhere."""
-        if self.rank == root:
-            self.exchange(dict.fromkeys(self._others(), vector), {})
-            return vector.clone()
-        received = torch.empty_like(vector)
-        self.exchange({}, {root: received})
-        return received
+        with self.within(f"broadcast(src={root})", vector):
+            if self.rank == root:
+                self.exchange(dict.fromkeys(self._others(), vector), {})
+                return vector.clone()
+            received = torch.empty_like(vector)
+            self.exchange({}, {root: received})
+            return received
 
     def barrier(self) -> None:
         """Return when every member has called it, by dissemination (Hensgen et al., 1988)."""
         distance = 1
-        while distance < self.size:
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            self.exchange({to: torch.zeros(1)}, {source: torch.empty(1)})
-            distance *= 2
+        with self.within("barrier()"):
+            while distance < self.size:
+                to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+                self.exchange({to: torch.zeros(1)}, {source: torch.empty(1)})
+                distance *= 2
+
+
+def check_message(source: int, sent: str, rank: int, awaited: str) -> None:
+    """Check that a message of one member is what another awaits, both in words; ConfigurationError otherwise."""
+    if sent != awaited:
+        raise ConfigurationError(
+            f"member {source} sent {sent} where member {rank} awaits {awaited}: all members must call the same "
+            "operations in the same order, with tensors of one shape and dtype"
+        )
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -69,6 +69,13 @@ def ring_allreduce(
     """
     check_reduction(tensor, op)
     wire = _Wire(tensor.dtype, wire_dtype)
+    how = "" if wire.whole else f", wire_dtype={wire_dtype!r}"
+    with collective.within(f"all_reduce(op={op!r}{how})", tensor):
+        return _around(tensor, collective, op, wire)
+
+
+def _around(tensor: torch.Tensor, collective: Collective, op: str, wire: _Wire) -> torch.Tensor:
+    """Return the reduced tensors, whose pieces go around the ring twice: to be reduced, then to all members."""
     size, rank = collective.size, collective.rank
     left, right = (rank - 1) % size, (rank + 1) % size
     given = tensor.detach().contiguous().view(-1)

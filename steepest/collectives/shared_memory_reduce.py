@@ -32,7 +32,8 @@ def shared_allreduce(
     if members.size == 1 or not len(given):
         return given.clone().view(tensor.shape)
     try:
-        return _Operation(given, members, op).run().view(tensor.shape)
+        with members.within(f"all_reduce(op={op!r})", tensor):
+            return _Operation(given, members, op).run().view(tensor.shape)
     except BaseException:
         members.drop_lending_buffers()  # another member may go on reading there
         raise

@@ -14,6 +14,8 @@ from steepest.errors import DeadlineError, PeerLostError
 class TorchCollective(Collective):
     """A `Collective` over a process group that sends and receives on the CPU, such as Gloo's.
 
+    A message is bytes alone there: members do not compare what it is of.
+
     Args:
         group: a process group; `abort` drops it, which closes its connections if nothing else here
             holds it.
@@ -31,10 +33,10 @@ class TorchCollective(Collective):
         self._group = group
         self._aborted = ""
 
-    def _send(self, memory: torch.Tensor, to: int) -> _TorchWork:
+    def _send(self, memory: torch.Tensor, to: int, what: str) -> _TorchWork:
         return self._begin("send", memory, to)
 
-    def _receive(self, memory: torch.Tensor, source: int) -> _TorchWork:
+    def _receive(self, memory: torch.Tensor, source: int, what: str) -> _TorchWork:
         return self._begin("recv", memory, source)
 
     def _begin(self, what: str, memory: torch.Tensor, other: int) -> _TorchWork:

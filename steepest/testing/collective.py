@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch
 
-from steepest.collectives.protocol import Collective, CompletedWork, Work
+from steepest.collectives.protocol import Collective, CompletedWork, Work, check_message
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 
 
@@ -38,14 +38,15 @@ class InProcessCollective(Collective):
         post = _Post()
         return [cls(rank, size, deadline, post) for rank in range(size)]
 
-    def _send(self, memory: torch.Tensor, to: int) -> Work:
-        self._post.put((self.rank, to, self._sent[to]), memory.clone())
+    def _send(self, memory: torch.Tensor, to: int, what: str) -> Work:
+        self._post.put((self.rank, to, self._sent[to]), (memory.clone(), what))
         self._sent[to] += 1
         self.bytes_sent += memory.numel()
         return CompletedWork()
 
-    def _receive(self, memory: torch.Tensor, source: int) -> Work:
-        work = _Receipt(self, self._post, (source, self.rank, self._awaited[source]), memory)
+    def _receive(self, memory: torch.Tensor, source: int, what: str) -> Work:
+        place = source, self.rank, self._awaited[source]
+        work = _Receipt(self, self._post, place, memory, what)
         self._awaited[source] += 1
         return work
 
@@ -61,11 +62,14 @@ class _Receipt:
         post: _Post,
         place: tuple[int, int, int],
         memory: torch.Tensor,
+        what: str,
     ) -> None:
-        self._member, self._post, self._place, self._memory = member, post, place, memory
+        self._member, self._post, self._place = member, post, place
+        self._memory, self._what = memory, what
 
     def wait(self) -> None:
-        found = self._post.take(self._place, self._member.deadline)
+        found, sent = self._post.take(self._place, self._member.deadline)
+        check_message(self._place[0], sent, self._member.rank, self._what)
         if found.numel() != self._memory.numel():
             raise ConfigurationError(
                 f"member {self._place[0]} sent {found.numel()} bytes, {self._memory.numel()} are "
@@ -79,16 +83,16 @@ class _Post:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._sent: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._sent: dict[tuple[int, int, int], tuple[torch.Tensor, str]] = {}
         self._aborted = ""
 
-    def put(self, place: tuple[int, int, int], memory: torch.Tensor) -> None:
+    def put(self, place: tuple[int, int, int], message: tuple[torch.Tensor, str]) -> None:
         with self._changed:
             self._raise_if_aborted()
-            self._sent[place] = memory
+            self._sent[place] = message
             self._changed.notify_all()
 
-    def take(self, place: tuple[int, int, int], deadline: float) -> torch.Tensor:
+    def take(self, place: tuple[int, int, int], deadline: float) -> tuple[torch.Tensor, str]:
         with self._changed:
             came = self._changed.wait_for(lambda: self._aborted or place in self._sent, deadline)
             self._raise_if_aborted()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -225,6 +226,87 @@ def test_bad_arguments_are_refused_before_anything_is_sent(make_group: Any) -> N
         for reduce in (collectives.all_reduce, lambda t, op: collectives.reduce(t, 0, op)):
             with pytest.raises(ConfigurationError, match='op="median"'):
                 reduce(torch.ones(1), "median")
+
+
+def _float_or_int(rank: int) -> torch.Tensor:
+    return torch.ones(4) if rank else torch.ones(4, dtype=torch.int32)
+
+
+def _half(rank: int) -> torch.Tensor:
+    return torch.ones(4, dtype=torch.bfloat16 if rank else torch.float16)
+
+
+#: What members of other ranks than 0 do otherwise, though their messages have as many bytes; and what is told.
+DISAGREEING: dict[str, tuple[Callable[[int], Any], str]] = {
+    "dtypes of all_reduce": (
+        lambda rank: collectives.all_reduce(_float_or_int(rank)),
+        r"all_reduce\(op='sum'\) of int32 \(4,\)",
+    ),
+    "dtypes of broadcast": (
+        lambda rank: collectives.broadcast(_half(rank), 0),
+        r"broadcast\(src=0\) of float16 \(4,\)",
+    ),
+    "dtypes of all_gather": (
+        lambda rank: collectives.all_gather(_float_or_int(rank)),
+        r"all_gather\(\) of int32 \(4,\)",
+    ),
+    "dtypes of messages": (
+        lambda rank: (
+            collectives.recv(_half(0), 1) if rank == 0 else collectives.send(_half(rank), 0)
+        ),
+        r"member 1 sent a message of bfloat16 \(4,\) where member 0 awaits a message of float16",
+    ),
+    "shapes": (
+        lambda rank: collectives.all_reduce(torch.ones(4) if rank else torch.ones(2, 2)),
+        r"of float32 \(2, 2\)",
+    ),
+    "reductions": (
+        lambda rank: collectives.all_reduce(torch.ones(4), "mean" if rank else "sum"),
+        r"all_reduce\(op='sum'\)",
+    ),
+    "roots": (
+        lambda rank: [
+            collectives.broadcast(torch.ones(4), 1 if rank else 0),
+            collectives.all_gather(torch.ones(4)),
+        ],
+        r"sent broadcast\(src=[01]\) of float32 \(4,\) where member [0-2] awaits all_gather\(\)",
+    ),
+    "operations": (
+        lambda rank: (
+            collectives.all_gather(torch.ones(4))
+            if rank
+            else collectives.reduce_scatter([torch.ones(4)] * collectives.size())
+        ),
+        r"reduce_scatter\(op='sum'\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["in-process", "unix", "tcp"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("what", DISAGREEING)
+def test_members_that_disagree_are_both_named(what: str, size: int, kind: str) -> None:
+    do, words = DISAGREEING[what]
+    told: list[str] = []
+
+    def within(member: Any) -> None:
+        with collectives.using(member):
+            try:
+                collectives.all_gather(torch.ones(1))  # who has left answers no handshake
+                do(member.rank)
+                collectives.barrier()
+            except ConfigurationError as error:
+                told.append(str(error))
+                member.abort("a member has refused")
+            except PeerLostError:
+                pass
+
+    if what == "dtypes of messages" and size > 2:
+        pytest.skip("it is of two members")
+    with group_of(kind) as make:
+        together(make(size, 10.0), within)
+    assert any("sent" in each and "where member" in each for each in told)
+    assert any(re.search(words, each) for each in told), told
 
 
 # -- in shared memory --------------------------------------------------------------------------
