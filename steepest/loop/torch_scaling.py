@@ -15,6 +15,7 @@ import torch
 
 _SCALER: Any = torch.amp.GradScaler
 _OWN: Any = _SCALER._maybe_opt_step  # steps unless something was found
+_LOOKS: Any = _SCALER._unscale_grads_  # divides gradients, and returns what was found, by device
 
 
 class Scaled(Protocol):
@@ -39,13 +40,13 @@ _watching: list[Here] = []  # an element for each user's function that runs in t
 def watched(here: Here) -> Iterator[None]:
     """Have loops in this context step together under scalers."""
     _watching.append(here)
-    _SCALER._maybe_opt_step = _step
+    _SCALER._maybe_opt_step, _SCALER._unscale_grads_ = _step, _look
     try:
         yield
     finally:
         _watching.pop()
         if not _watching:
-            _SCALER._maybe_opt_step = _OWN
+            _SCALER._maybe_opt_step, _SCALER._unscale_grads_ = _OWN, _LOOKS
 
 
 @functools.wraps(_OWN)
@@ -64,3 +65,21 @@ def _step(
         for flag in flags:
             flag.fill_(1.0)  # by which `update` knows
     return returned
+
+
+@functools.wraps(_LOOKS)
+def _look(
+    scaler: Any,
+    optimizer: torch.optim.Optimizer,
+    inverse: torch.Tensor,
+    nothing: torch.Tensor,
+    *arguments: Any,
+    **named: Any,
+) -> Any:
+    found = _LOOKS(scaler, optimizer, inverse, nothing, *arguments, **named)
+    steps = _watching[0]() if _watching else None
+    if not found and steps is not None and steps.are_for_all(optimizer):
+        return {
+            nothing.device: nothing
+        }  # other workers have gradients, and torch refuses to step without any
+    return found

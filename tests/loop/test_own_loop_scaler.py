@@ -11,8 +11,9 @@ from torch import nn
 
 import steepest
 from steepest import AllreduceStrategy, ParameterServerStrategy
+from steepest.core.data.sampler import SamplePlan
 from tests.own_loop_runs import STRATEGIES, run, without
-from tests.own_loops import FOUND, Parts, Script, alone, data
+from tests.own_loops import FOUND, Parts, Script, alone, data, of_some_samples
 from tests.reference import difference, perceptron, samples, sgd, snapshot
 from tests.simulated_programs import quiet
 from tests.simulation.run import pause
@@ -66,6 +67,35 @@ def test_a_step_that_overflows_on_one_worker_is_left_out_on_all(
 ) -> None:
     found = run(script(any_steps=any_steps), workers, STRATEGIES[strategy])
     assert difference(found.weights, PLAIN.alone(workers)) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+def test_a_worker_may_have_nothing_to_scale(strategy: str) -> None:
+    """One whose batch has no gradient steps with the others, as without a scaler."""
+    x, y = samples(13)
+    x[SamplePlan(13, 4, 0).share(0, 0, 1), 0] = 1.0  # torch wants to scale once before it steps
+    lacking: list[bool] = []
+
+    def scaled_samples(parts: Parts, epochs: int) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        steepest.register(scaler=scaler)
+        for _ in steepest.epochs(epochs):
+            for x, y in parts.loader:
+                parts.optimizer.zero_grad()
+                wanted = x[:, 0] > 0
+                lacking.append(not wanted.any())
+                if not lacking[-1]:
+                    errors = (parts.model(x) - y).square().mean(1)
+                    scaler.scale((errors * wanted).mean()).backward()
+                scaler.step(parts.optimizer)
+                scaler.update()
+
+    def plainly(parts: Parts, epochs: int) -> None:
+        of_some_samples(parts, epochs, [])
+
+    found = run(Script(scaled_samples, data=(x, y)), 2, strategy)
+    assert True in lacking
+    assert difference(found.weights, Script(plainly, data=(x, y)).alone(2)) < 1e-12
 
 
 @pytest.mark.parametrize(
