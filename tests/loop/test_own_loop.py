@@ -225,6 +225,11 @@ def test_a_worker_may_learn_nothing_at_all() -> None:
     assert difference(run(script, 2).weights, expected) < 1e-12
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_two_optimizers_are_clipped_by_a_norm_each(workers: int) -> None:
+    assert difference(run(clipped_apart, workers).weights, alone(clipped_apart, workers)) < 1e-12
+
+
 def clipping_all() -> None:
     """Clips what two optimizers have by one norm."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -361,7 +366,7 @@ def rate_of(step: int) -> float:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
-@pytest.mark.parametrize("script", [adversarial, clipped_apart, without_loader, clamped])
+@pytest.mark.parametrize("script", [adversarial, without_loader, clamped])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_several_steps_for_a_batch_equal_one_process(
     script: Any, strategy: str, workers: int

@@ -267,6 +267,7 @@ class Counting(nn.Module):
         return x @ self.weight
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("settings", [{}, {"devices_per_worker": 2}, {"accumulate": 2}], ids=str)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("strategy", [ParameterServerStrategy(backup_workers=1), PairsStrategy()])
