@@ -67,7 +67,7 @@ def test_a_set_back_a_strategy_and_a_size_leave_a_record_each(
         rows = trainer.history.events
     death, strategies, size = records(caplog)
     assert re.fullmatch(r"change 1 at step (9|1\d)", death["what"])
-    assert re.fullmatch(r"server 1 on \S+ \(.*killed.*\) died", death["cause"])
+    assert re.fullmatch(r"server 1 on \S+ \(.*by a signal.*\) died", death["cause"])
     assert death["seen"] == "1 of 4 processes dead; the newest state is lost"
     assert death["decision"].endswith("with the driver's copy")
     steps = int(death["what"].rpartition(" ")[2])
