@@ -63,6 +63,7 @@ def test_the_first_sample_that_differs_is_named() -> None:
     other = x[[0, 1, 2, 4, 3, 5, 6, 7, 8]]
     assert difference(TensorDataset(x), TensorDataset(other)) == ("tensors 0", 3)
     assert difference(x, other) == ("column 0", 3)
+    assert difference((x, x), (other, x[[0, 2, 1, 4, 3, 5, 6, 7, 8]])) == ("column 1", 1)
     moved = [f"/elsewhere/{name}" for name in FILES]
     assert difference(Files(FILES), Files(moved)) is None
     assert difference(Files(FILES), Files(FILES[::-1])) == ("files", 0)

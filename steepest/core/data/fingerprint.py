@@ -57,11 +57,16 @@ def first_difference(one: RowHashes, other: RowHashes) -> tuple[str, int] | None
         >>> first_difference({"files": {0: "a", 9: "b"}}, {"files": {0: "a", 9: "c"}})
         ('files', 9)
     """
-    for name in one.keys() & other.keys():
-        for number, row in one[name].items():
-            if other[name].get(number, row) != row:
-                return name, number
-    return None
+    found = [
+        (number, name)
+        for name, rows in one.items()
+        for number, row in rows.items()
+        if other.get(name, {}).get(number, row) != row
+    ]
+    if not found:
+        return None
+    number, name = min(found)
+    return name, number
 
 
 def differences(theirs: Mapping[str, Sequence[Any]], mine: Fingerprint) -> list[str]:
