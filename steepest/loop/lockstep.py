@@ -208,6 +208,10 @@ class Lockstep:
         else:
             self._step = max(self._step, self._plan_for(size).end_of(epoch - 1) if epoch else 0)
 
+    def end(self, epochs: int) -> None:
+        """Note that all epochs are over: a loop that begins here has nothing to do again."""
+        self._epoch, self.inside = epochs, False
+
     def has_more(self, size: int) -> bool:
         """Return whether the epoch has a further batch."""
         self.inside = False

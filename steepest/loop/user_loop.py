@@ -314,6 +314,7 @@ class UserLoop:
             if from_the_start and (lockstep.has_loader or self.epoch == count - 1):
                 self.steps.check_any_taken(self.epoch)
             self.epoch += 1
+        lockstep.end(count)
 
     def _take(self, state: Mapping[str, Any]) -> None:
         """Set what has arrived, now that all is there of which it is the state."""

@@ -6,7 +6,7 @@ import math
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -349,6 +349,39 @@ def test_a_run_that_has_ended_and_is_started_again_has_its_metrics(tmp_path: Pat
     longer = run(replace(SCHEDULED, epochs=4), 2, checkpoints=checkpoints)
     assert longer.reports[:3] == first.reports
     assert longer.reports == run(replace(SCHEDULED, epochs=4), 2).reports
+
+
+def test_rounds_of_a_run_that_has_ended_are_not_computed_again(tmp_path: Path) -> None:
+    """More of them go on from there, as if there had been so many."""
+    begun = list[tuple[int, int]]()
+
+    def rounds(count: int) -> Callable[[], None]:
+        def train() -> None:
+            model, (x, y) = perceptron(), samples(8)
+            model, optimizer = steepest.prepare(model, sgd(momentum=0.9)(model))
+            for epoch in steepest.epochs(count):
+                begun.append((steepest.rank(), epoch))
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    loss = nn.functional.mse_loss(model(x), y)
+                    loss.backward()
+                    optimizer.step()
+                steepest.report(loss=loss)
+
+        return train
+
+    checkpoints = steepest.Checkpoints(tmp_path / "run", every=1)
+    first = run(rounds(3), 2, checkpoints=checkpoints)
+    begun.clear()
+    again = run(rounds(3), 2, checkpoints=checkpoints)
+    assert not begun
+    assert again.reports == first.reports
+    assert same_bits(again.weights, first.weights)
+    longer = run(rounds(4), 2, checkpoints=checkpoints)
+    assert sorted(begun) == [(0, 3), (1, 3)]
+    whole = run(rounds(4), 2)
+    assert longer.reports == whole.reports
+    assert same_bits(longer.weights, whole.weights)
 
 
 def test_reports_of_another_job_in_the_same_folder_are_left_out(tmp_path: Path) -> None:
