@@ -99,6 +99,7 @@ def _session(what: str, begin: Callable[[], None]) -> Iterator[str]:
     # `what`: is done, for errors.
     import ray
 
+    from steepest.runtime.connection import end_ray
     from steepest.runtime.signals import end_on_sigterm
 
     if ray.is_initialized():
@@ -117,7 +118,7 @@ def _session(what: str, begin: Callable[[], None]) -> Iterator[str]:
         end_on_sigterm()
         yield str(ray.get_runtime_context().gcs_address)
     finally:
-        ray.shutdown()
+        end_ray()
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

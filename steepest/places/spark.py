@@ -76,6 +76,7 @@ def cluster(
     """
     import ray
 
+    from steepest.runtime.connection import end_ray
     from steepest.runtime.signals import end_on_sigterm
 
     with _unconnected(
@@ -86,7 +87,7 @@ def cluster(
             end_on_sigterm()
             yield address
         finally:
-            ray.shutdown()
+            end_ray()
 
 
 @contextlib.contextmanager
@@ -251,8 +252,8 @@ def _run_program(script: str, arguments: list[str]) -> int:
         sys.stderr.write(f"{ended.code}\n")
         return 1
     finally:
-        import ray
+        from steepest.runtime.connection import end_ray
 
-        ray.shutdown()
+        end_ray()
         sys.argv, sys.path = argv, path
     return 0

@@ -39,6 +39,7 @@ from steepest.runtime.process import ProcessActor, ProgramDefaults
 from steepest.runtime.room import fitting, reserve, reserve_for_servers, worker_bundle
 from steepest.runtime.seats import spread
 from steepest.runtime.signals import end_on_sigterm, report_on_sigusr1
+from steepest.runtime.unbroken import unbroken
 from steepest.runtime.ways import hosts_of, make_transport
 from steepest.runtime.wiring import Holdings, carry, connect_processes, connect_to, holdings
 from steepest.runtime.worker_calls import WorkerCalls
@@ -509,22 +510,7 @@ class Cluster(JobContext):
 
         A thread of its own does so: an exception in the caller's wait for it changes nothing.
         """
-        errors: list[BaseException] = []
-
-        def end() -> None:
-            try:
-                self._end(dropped)
-            except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
-                errors.append(error)
-
-        try:
-            ending = system().start(end, "steepest shutdown", daemon=False)
-        except RuntimeError:  # the interpreter ends, and starts no threads any more
-            end()
-        else:
-            ending.join()
-        if errors:
-            raise errors[0]
+        unbroken(lambda: self._end(dropped), "steepest shutdown")
 
     def _end(self, dropped: bool) -> None:
         """Do what `shutdown` says."""

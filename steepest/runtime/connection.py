@@ -30,6 +30,7 @@ from steepest.runtime.ray_private import (
     small_ray,
     workers_start_as_usual,
 )
+from steepest.runtime.unbroken import unbroken
 
 #: Milliseconds for which Ray keeps a process that it has started ahead, and for which no CPU is free; by Ray's name.
 _KEEPS_STARTED = "idle_worker_killing_time_threshold_ms", 30_000
@@ -150,7 +151,15 @@ def ray_session(num_cpus: int | None = None, template: Template | None = None) -
         yield
     finally:
         if began:
-            ray.shutdown()
+            end_ray()
+
+
+def end_ray() -> None:
+    """Disconnect from Ray, and end the one that this process has started.
+
+    Ray's own function, interrupted amid its work, is called once more at exit, and may end the process by SIGSEGV.
+    """
+    unbroken(ray.shutdown, "steepest ends Ray")
 
 
 def describe_cluster() -> str:

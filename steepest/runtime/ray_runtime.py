@@ -29,7 +29,7 @@ from steepest.core.transport.channel import ChannelSink
 from steepest.core.transport.encryption import Encryption
 from steepest.core.transport.sockets import WireTransport
 from steepest.runtime import places, ray_private
-from steepest.runtime.connection import ensure_ray
+from steepest.runtime.connection import end_ray, ensure_ray
 from steepest.runtime.job_runtime import Call, Group
 
 _MARK_SECONDS = 2.0  # in which processes answer
@@ -95,7 +95,7 @@ class RayRuntime:
 
     def shutdown(self) -> None:
         """Disconnect."""
-        ray.shutdown()
+        end_ray()
 
     # -- processes -------------------------------------------------------------------------------
 

@@ -1,0 +1,46 @@
+"""An end that a second Ctrl-C does not break off."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+
+import pytest
+import ray
+
+from steepest.runtime.connection import end_ray, ray_session
+from steepest.runtime.unbroken import unbroken
+
+
+def test_ray_is_ended_whole_although_the_wait_for_it_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first Ctrl-C leaves the block, the second one comes amid `ray.shutdown`."""
+    interrupted, ended = threading.Event(), list[threading.Thread]()
+
+    def shutdown() -> None:
+        _thread.interrupt_main()
+        assert interrupted.wait(10)
+        ended.append(threading.current_thread())
+
+    monkeypatch.setattr("steepest.runtime.connection.ensure_ray", lambda *_, **__: True)
+    monkeypatch.setattr(ray, "shutdown", shutdown)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"), ray_session():
+        raise KeyboardInterrupt("the first")
+    interrupted.set()
+    (ending,) = (each for each in threading.enumerate() if each.name == "steepest ends Ray")
+    assert not ending.daemon  # the interpreter awaits it
+    ending.join(10)
+    assert ended == [ending]
+
+
+def test_what_it_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise LookupError("no")
+
+    with pytest.raises(LookupError, match="no"):
+        unbroken(fails, "an end")
+    monkeypatch.setattr(ray, "shutdown", fails)
+    monkeypatch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError()))
+    with pytest.raises(LookupError, match="no"):  # as at the interpreter's end
+        end_ray()
