@@ -256,6 +256,9 @@ class TensorBoard(Logger):
 
     def __init__(self, directory: str | Path, **settings: Any) -> None:
         super().__init__(**settings)
+        _load(
+            "TensorBoard", "torch.utils.tensorboard", "tensorboardX"
+        )  # told here, before a job starts
         self._directory = place_of(directory)
         self.key = f"TensorBoard {self._directory}"
         self._writer: Any = None
@@ -352,6 +355,7 @@ class MLflow(Logger):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
+        _load("MLflow", "mlflow")  # told here, before a job starts
         self.key = " ".join(["MLflow", *([uri] if uri else []), experiment])
         self._experiment, self._uri, self._name = experiment, uri, run_name
         self._client: Any = None
@@ -404,6 +408,7 @@ class WandB(Logger):
         self, project: str | None = None, init: Mapping[str, Any] | None = None, **settings: Any
     ) -> None:
         super().__init__(**settings)
+        _load("WandB", "wandb")  # told here, before a job starts
         self.key = f"WandB {project or ''}".rstrip()
         self._project, self._init = project, dict(init or {})
         self._run: Any = None
@@ -442,6 +447,7 @@ class Trackio(Logger):
         self, project: str, init: Mapping[str, Any] | None = None, **settings: Any
     ) -> None:
         super().__init__(**settings)
+        _load("Trackio", "trackio")  # told here, before a job starts
         self.key = f"Trackio {project}"
         self._project, self._init = project, dict(init or {})
         self._run: Any = None

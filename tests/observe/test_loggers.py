@@ -12,6 +12,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -378,14 +379,22 @@ def test_a_tracker_that_cannot_be_reached_gets_everything_later(
     assert logger.steps == list(range(1, 51))
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with (
-        Simulation(6).running(),
-        DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
-        pytest.raises(ConfigurationError, match=r"WandB\(\.\.\.\) needs the package wandb"),
-    ):
-        trainer.fit(steps=1, callbacks=[WandB("p")], progress=False)
+@pytest.mark.parametrize(
+    ("make", "package"),
+    [
+        (partial(WandB, "p"), "wandb"),
+        (MLflow, "mlflow"),
+        (partial(Trackio, "p"), "trackio"),
+        (partial(TensorBoard, "logs"), "torch.utils.tensorboard"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_before_a_job_starts(
+    monkeypatch: pytest.MonkeyPatch, make: Any, package: str
+) -> None:
+    for name in (package, "tensorboardX"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigurationError, match=rf"\(\.\.\.\) needs the package {package}"):
+        make()
 
 
 def test_learning_rates_are_logged_by_group() -> None:
