@@ -89,6 +89,7 @@ class LightningModel(TorchModel):
         self._step = "training_step"
         self._index = {"training_step": 0, "validation_step": 0}
         self._hooks_of, data = _of_data(module, data)
+        self._steps_per_epoch = steps_per_epoch
         self._per_step = step_size().samples  # None where it is as many as all batches have
         super().__init__(
             module,
@@ -105,7 +106,9 @@ class LightningModel(TorchModel):
         number, batches = where.part
         each = max(batches // replicas, 1)  # of a replica in a step
         steps = where.step
-        if where.epoch is not None:
+        if self._steps_per_epoch is not None:  # as its schedule counts epochs
+            steps %= self._steps_per_epoch
+        elif where.epoch is not None:
             whole = self._per_step or batches * self.batch_size
             steps = where.ranges[0][0] // whole if where.ranges else 0
         self._index["training_step"] = steps * each + number % each
