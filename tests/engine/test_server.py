@@ -20,7 +20,7 @@ from steepest.core.messages.message import (
     aggregator_peer,
     worker_peer,
 )
-from steepest.core.messages.snapshots import InstallPut, Put
+from steepest.core.messages.snapshots import InstallPut, Put, PutState
 from steepest.core.messages.users import UserLeft
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import ProtocolError
@@ -260,6 +260,28 @@ def test_the_second_server_alone_says_what_it_knows_and_only_if_chunks_have_copi
     assert sum(m.kind is Kind.LOGGED for m in job.sent) == logged
 
 
+def test_states_that_are_put_have_room_for_any_optimizer_but_not_for_everything() -> None:
+    job = Alone()
+    part = {"name": "w", "key": "x", "start": 0, "stop": 4, "plain": False, "dtype": "uint8"}
+
+    def arriving(size: int, sequence: int = 1) -> torch.Tensor | None:
+        put = PutState(sequence, 0, shape=[size], number=1, payload=None, **part)
+        return job.server.destination(put.pack(), size)
+
+    with pytest.raises(ProtocolError, match=r"68719476736 bytes beside 0 .* server 0 takes 107374"):
+        arriving(1 << 36)
+    held = arriving(1 << 29)
+    assert held is not None
+    for sequence in (1, 2):  # virtual memory alone: nothing is written to it
+        value = torch.empty(1 << 29, dtype=torch.uint8)
+        weights = Put(sequence, 0, chunk=0, payload=value)
+        job.server.handle(CLIENT, weights.pack())
+    with pytest.raises(ProtocolError, match="8192 bytes beside 1073741824 of states"):
+        arriving(8192, 3)
+    job.server.lost(CLIENT, "reset")
+    assert arriving(8192, 1) is not None, "states of a client that is gone make room"
+
+
 # -- pushes that come too early -----------------------------------------------------------------
 
 
@@ -313,6 +335,22 @@ def test_the_memory_of_an_early_push_that_is_dropped_is_used_again() -> None:
     again = job.server.destination(first, size)
     assert again is not None
     assert again.data_ptr() == memory.data_ptr()
+
+
+def test_of_a_worker_that_is_lost_no_early_push_stays() -> None:
+    job, size = Alone(), flat(0.0).numel()
+    memory = job.server.destination(Push(1, 0, 1, 0, TRAINABLE[0], 1.0, 1.0).pack(), size)
+    assert memory is not None
+    job.push(0, 1, TRAINABLE[0], memory)
+    for worker in (0, 1):
+        for chunk in TRAINABLE[worker == 0 :]:
+            job.push(worker, 1, chunk, flat(1.0))
+    job.server.lost(worker_peer(0), "reset")
+    again = job.server.destination(Push(1, 0, 1, 0, TRAINABLE[0], 1.0, 1.0).pack(), size)
+    assert again is not None
+    assert again.data_ptr() == memory.data_ptr(), "its memory is used again"
+    job.begin()
+    assert job.staged() == {(1, 1)}
 
 
 def test_an_aggregator_may_be_as_early_as_all_of_its_workers() -> None:

@@ -24,6 +24,7 @@ from steepest.core.messages.message import (
     server_peer,
     worker_peer,
 )
+from steepest.core.messages.permissions import MessageCheck
 from steepest.core.transport.router import Router
 from steepest.testing import InProcessCluster, replay, server_peers
 from steepest.testing.inspection import buffers_of
@@ -409,14 +410,16 @@ def test_plus_one_counts_every_update_once(name: str, size: tuple[int, int], see
 
 
 class Stranger:
-    """A process that speaks for a worker who is no member."""
+    """A process that speaks for a worker who is no member, and which a larger job would have."""
 
     def __init__(self, cluster: InProcessCluster, index: int = 7) -> None:
         self.peer = worker_peer(index)
         self.router = cluster.network.router()
         self.send = self.router.sender(self.peer)
         self.router.host(self.peer, self)
+        wider = cluster.job.limits._replace(workers=index + 1)
         for server, router in enumerate(cluster.server_routers):
+            router.admit(MessageCheck(cluster.job.lines, wider))
             cluster.network.connect(self.router, (self.peer,), router, server_peers(server))
         self._cluster = cluster
 

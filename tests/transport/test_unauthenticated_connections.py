@@ -20,7 +20,7 @@ from steepest.core.messages.message import COORDINATOR, Kind, Message, server_pe
 from steepest.core.tensors.shared_memory import AVAILABLE, SHARED_FROM, allocate
 from steepest.core.transport import sockets
 from steepest.core.transport.channel import Address
-from steepest.core.transport.handshake import ACCEPTED_AT_ONCE
+from steepest.core.transport.handshake import ACCEPTED_AT_ONCE, MOST_ROLES
 from steepest.core.transport.sockets import WireTransport
 from steepest.core.transport.strangers import LOG_SECONDS, MOST_OPENINGS, OPENING_SECONDS
 from steepest.errors import ConfigurationError, PeerLostError, ProtocolError
@@ -312,6 +312,17 @@ def test_who_answers_is_who_was_meant(server: Node, node: Any, family: str) -> N
     assert server.opened == []
     together(lambda: caller.transport.connect(server.address._replace(peers=())), server)
     until(lambda: server.opened, server)
+
+
+def test_a_process_with_more_roles_than_any_has_is_refused(server: Node, node: Any) -> None:
+    caller = node(WORKER, node="elsewhere", identity=server.identity).transport
+    caller.peers = tuple(map(worker_peer, range(MOST_ROLES + 1)))
+    with pytest.raises(PeerLostError, match="cannot connect"):
+        together(lambda: caller.connect(server.address), server)
+    assert server.transport.refused == 1
+    caller.peers = caller.peers[:-1]
+    channel = together(lambda: caller.connect(server.address), server)
+    assert channel.peers == (COORDINATOR,)
 
 
 def has_ipv6() -> bool:

@@ -36,6 +36,13 @@ class EarlyPushes:
         self._counts[source] -= 1
         return oldest
 
+    def drop(self, peer: Peer) -> list[Push | HostPush]:
+        """Return a sender's pushes, which are kept no more."""
+        dropped = [push for source, push in self._pushes if source == peer]
+        self._pushes = [(source, push) for source, push in self._pushes if source != peer]
+        del self._counts[peer]
+        return dropped
+
     def take(self) -> list[tuple[Peer, Push | HostPush]]:
         """Return all pushes with their senders, in the order of their arrival; none is kept."""
         taken, self._pushes = self._pushes, []

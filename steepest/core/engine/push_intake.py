@@ -109,6 +109,16 @@ class PushIntake:
                 self.forget(push)
         self._done.forget(worker)
 
+    def forget_early(self, peer: Peer) -> None:
+        """Drop what a lost peer has pushed for a generation or version that has not begun."""
+        for push in self._early.drop(peer):
+            self._release(push)
+
+    def _release(self, push: Push | HostPush) -> None:
+        """Give the memory of a dropped push back."""
+        if (held := self._chunks.get(push.chunk)) is not None:
+            held.release(push.payload)
+
     def stage(self, source: Peer, pushed: Push | HostPush) -> None:
         """Stage a chunk of a gradient, keep it for later, or drop a late one; ProtocolError: it is refused."""
         # The worker has the weights of the next version from servers that were sooner than this one.
@@ -157,8 +167,7 @@ class PushIntake:
         oldest = self._early.keep(source, pushed, workers)
         if oldest is not None:
             self.refused += 1
-            if (held := self._chunks.get(oldest.chunk)) is not None:
-                held.release(oldest.payload)
+            self._release(oldest)
             raise ProtocolError(
                 f"{source} has pushed more than two steps before this server was told of them: its "
                 f"oldest push, of chunk {oldest.chunk} at generation {oldest.generation} and "

@@ -16,6 +16,8 @@ from steepest.core.optim.portable import Record
 from steepest.errors import ProtocolError
 
 _MOST_PUTS = 16  # states of one client that are not installed
+_TIMES = 64  # as large as the weights may all states be that are not installed
+_ALWAYS = 1 << 30  # and so many bytes more
 _PARTS: Mapping[MessageKind, type[Put | PutState | ReplaceState]] = {
     part.KIND: part for part in (Put, PutState, ReplaceState)
 }
@@ -58,6 +60,32 @@ class PutStates:
     def __len__(self) -> int:
         """Return the number of states that have come, whole or in part, and are not installed."""
         return len(self._puts)
+
+    def make_room(self, size: int) -> None:
+        """Check that there is room for a part of so many bytes; ProtocolError: all parts together are too large."""
+        # An optimizer's state may be many times as large as the weights. States of clients that are gone make room.
+        dense = [held for held in self._chunks.values() if not held.is_opaque]
+        most = _TIMES * sum(held.chunk.nbytes for held in dense) + _ALWAYS
+        if self._held() + size > most:
+            self._drop_lost()
+        if (held := self._held()) + size > most:
+            raise ProtocolError(
+                f"{size} bytes beside {held} of states that are not installed: server {self._server} takes {most}"
+            )
+
+    def _held(self) -> int:
+        """Return the bytes of all states, but for those of opaque chunks."""
+        dense = {index for index, held in self._chunks.items() if not held.is_opaque}
+        return sum(
+            sum(payload.nbytes for payload in put.weights.values())
+            + sum(value.nbytes for index, _, value in put.state if index in dense)
+            for put in self._puts.values()
+        )
+
+    def _drop_lost(self) -> None:
+        """Drop the states of clients that are lost."""
+        self._puts = {key: put for key, put in self._puts.items() if key[0] not in self._lost}
+        self._lost.clear()
 
     def receive(self, source: Peer, message: Message) -> None:
         """Keep a part of a state; answer its client, unless that state is installed already."""
@@ -107,10 +135,7 @@ class PutStates:
                 f"{source} has put {_MOST_PUTS} states that it has not had installed"
             )
         if source in self._lost or key not in self._puts:
-            self._puts = {
-                other: put for other, put in self._puts.items() if other[0] not in self._lost
-            }
-            self._lost.clear()
+            self._drop_lost()
             self._puts[key] = _ArrivingPut()
         return self._puts[key]
 

@@ -229,9 +229,12 @@ class Server:
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Return memory for a payload: new, a staging buffer, or where it is lent; None for a late push."""
         # See `Role.destination`.
-        if message.kind is Kind.PUT_STATE:
-            return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
         held = self.chunks.get(message.chunk)
+        if message.kind is Kind.PUT_STATE:
+            size = checked_state_size(message, size)
+            if held is None or not held.is_opaque:  # nobody knows how many rows an opaque one has
+                self._puts.make_room(size)
+            return torch.empty(size, dtype=torch.uint8)
         is_push = message.kind in (Kind.PUSH, Kind.HOST_PUSH)
         takes = held is not None and (
             held.fits(size, self._codec)
@@ -246,6 +249,7 @@ class Server:
                 f"{self._index} expects {held.chunk.nbytes if held else 'none of it'}"
             )
         if message.kind is Kind.PUT:
+            self._puts.make_room(size)
             return torch.empty(size, dtype=torch.uint8)
         if self._intake.is_late(message):
             return None
@@ -320,6 +324,7 @@ class Server:
             self._puts.lost(peer)
         if self._service is not None:
             self._service.lost(peer)
+        self._intake.forget_early(peer)
         if self._open_to_all and peer.role == "worker":
             self._intake.forget_user(peer.index)
             self._send(COORDINATOR, UserLeft(peer.index).pack())

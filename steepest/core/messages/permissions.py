@@ -137,9 +137,11 @@ class MessageCheck:
     def exists(self, peer: Peer) -> bool:
         """Return whether this job can have a peer.
 
-        The index of a coordinator is 0, those of servers and aggregators are within the limits,
-        others are any.
+        The index of a coordinator is 0, those of workers, servers and aggregators are within the
+        limits, others are any.
         """
+        if peer.role == "worker":
+            return 0 <= peer.index < self._limits.workers
         if peer.role in ("server", "aggregator"):
             return 0 <= peer.index < self._limits.servers
         return peer.role != "coordinator" or peer == COORDINATOR

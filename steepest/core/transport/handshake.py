@@ -45,6 +45,7 @@ from steepest.errors import AuthenticationError, ProtocolError
 
 ACCEPTED_AT_ONCE = 16  # in one turn, which may come in the middle of a training step
 SHAKEN_AT_ONCE = 8  # steps of TLS handshakes in one turn, each of some tenths of a millisecond
+MOST_ROLES = 16  # of one process at the other end: each may have some memory of this one
 _GREETING = b"steepest/1\n"
 _NONCE = 32
 _PROOF = 32
@@ -94,6 +95,10 @@ def _unpack_hello(data: bytes) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
     if len(data) < 2:
         raise ProtocolError("handshake names no roles")
     count = struct.unpack_from("<H", data)[0]
+    if count > MOST_ROLES:
+        raise ProtocolError(
+            f"handshake of a process with {count} roles, at most {MOST_ROLES} are heard"
+        )
     peers = _unpack(data[2:])
     return peers[:count], peers[count:]
 
