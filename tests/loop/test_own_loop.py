@@ -32,6 +32,7 @@ from steepest.loop.script import UserScript
 from steepest.loop.user_loop import current
 from steepest.observe.history_file import read_rows
 from steepest.observe.page.run_view import RunView
+from steepest.runtime.calls import raise_unsendable
 from steepest.testing.replay import replay
 from tests.logged_runs import Memory
 from tests.own_loop_runs import InterruptedRunError, Interrupts, run
@@ -821,6 +822,17 @@ WRONG = {
 def test_wrong_use_is_told_in_words(words: str) -> None:
     with pytest.raises((ModelRaisedError, ConfigurationError, ModelError), match=words):
         run(WRONG[words], 2, **({"global_batch_size": 4} if "global" in words else {}))
+
+
+def test_a_function_that_cannot_be_sent_is_called_what_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(what: str, value: object) -> None:
+        raise_unsendable(what, value, TypeError("no"))
+
+    monkeypatch.setattr("steepest.runtime.cluster.travelling", refuse)
+    with pytest.raises(ConfigurationError, match="the function that trains cannot be sent to the"):
+        run(Script(plain), 2)
 
 
 @pytest.mark.ray
