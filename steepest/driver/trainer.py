@@ -136,12 +136,12 @@ class DistributedSGD:
         checkpoints: Checkpoints | None = None,
     ) -> None:
         require_model_creator(model_creator)
-        if run_config is not None and run_config.page:
-            chart_script()  # without it there is no page
         if checkpoints is not None:
             require_instance("checkpoints", checkpoints, Checkpoints)
         run_config = RunConfig() if run_config is None else run_config
         require_instance("run_config", run_config, RunConfig)
+        if run_config.page:
+            chart_script()  # without it there is no page
         least, most = require_range("num_workers", num_workers)
         chosen = JobConfig(
             devices_per_worker=devices_per_worker,
