@@ -26,7 +26,7 @@ from steepest.observe.timeline.recorded import (
 from steepest.observe.timeline.trace_file import write_trace
 from steepest.runtime.answers_of_all import ask_all
 from steepest.runtime.cluster import Cluster
-from steepest.runtime.job_runtime import CallError, Late, ProcessDied, runtime
+from steepest.runtime.job_runtime import CallError, LateError, ProcessDiedError, runtime
 
 log = logging.getLogger(__name__)
 _CAPACITY = 1 << 16  # spans of a process between two looks: 2.9 MB
@@ -135,7 +135,7 @@ class Timeline:
         if node == runtime().node:
             return  # processes of one machine have one clock
         readings, now = [], system().now
-        with contextlib.suppress(ProcessDied, CallError, Late):
+        with contextlib.suppress(ProcessDiedError, CallError, LateError):
             for _ in range(_TRIPS):
                 sent = now()
                 told = runtime().call(actor, "clock").get(_TRIP_SECONDS)

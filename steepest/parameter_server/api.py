@@ -38,7 +38,7 @@ from steepest.parameter_server.keeper import ServerKeeper
 from steepest.parameter_server.watched import WatchedServers
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import RemoteError
-from steepest.runtime.connection import Holder, hold, let_go
+from steepest.runtime.holders import Holder, hold, let_go
 from steepest.runtime.signals import report_on_sigusr1
 from steepest.tls.connections import Identity, identity_of
 from steepest.validation import require_choice, require_count, require_seconds

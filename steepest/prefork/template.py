@@ -39,7 +39,7 @@ MODULES = (
 )
 RAY_MODULES = (
     "ray.actor",
-    "steepest.runtime.ray_private",
+    "steepest.runtime.ray_runtime",
     "steepest.runtime.process",
     "steepest.loop.model",
 )

@@ -12,7 +12,7 @@ from steepest.core.system import system
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.runtime.calls import has_answered, never_ran
 from steepest.runtime.cluster import Cluster
-from steepest.runtime.job_runtime import Late, ProcessDied, runtime
+from steepest.runtime.job_runtime import LateError, ProcessDiedError, runtime
 from steepest.runtime.places import Place, kill
 
 _ANSWER_SECONDS = 5.0
@@ -217,7 +217,7 @@ class Reserve:
             try:
                 found: Place = placing.get()
                 runtime().call(actor, "place").get(_ANSWER_SECONDS)
-            except (ProcessDied, Late):
+            except (ProcessDiedError, LateError):
                 self._spares.remove(spare)
                 continue
             if found.node == node:

@@ -18,7 +18,7 @@ from steepest.core.system import system
 from steepest.core.transport.router import Router
 from steepest.errors import describe_stack, listed
 from steepest.runtime.calls import drop_calls, last_line
-from steepest.runtime.job_runtime import CallError, ProcessDied, runtime
+from steepest.runtime.job_runtime import CallError, ProcessDiedError, runtime
 from steepest.runtime.places import Place, seconds_up
 
 log = logging.getLogger("steepest.deadlines")
@@ -203,7 +203,7 @@ class _JobReport:
                 continue
             try:
                 self._answers.append(call.get(_ANSWER_SECONDS / 2))
-            except ProcessDied:
+            except ProcessDiedError:
                 if actor in self._names:  # else one that was let go long ago
                     self._mute.append(f"{name} is dead")
             except CallError as error:

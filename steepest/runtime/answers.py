@@ -46,6 +46,11 @@ class Answer(Generic[T]):
         if self.done():
             self._tell()
 
+    def remove_done_callback(self, callback: Callable[[Answer[T]], object]) -> None:
+        """Have a function not called any more; it may be called at this moment."""
+        with contextlib.suppress(ValueError):  # it is called, or was never added
+            self._callbacks.remove(callback)
+
     def result(self, timeout: float | None = None) -> T:
         """Return the result, or raise the exception, when it is there.
 
@@ -76,8 +81,7 @@ class Answer(Generic[T]):
             while not self.done() and (left := until - system().now()) > 0:
                 with contextlib.suppress(queue.Empty):
                     woken.get(timeout=None if timeout is None else left)
-            with contextlib.suppress(ValueError):  # it is told, or will be at this moment
-                self._callbacks.remove(woken.put)
+            self.remove_done_callback(woken.put)
         return self.done()
 
     def _tell(self) -> None:

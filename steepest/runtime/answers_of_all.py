@@ -7,7 +7,7 @@ from typing import Any
 
 from steepest.core.messages.message import Peer
 from steepest.runtime.calls import drop_calls
-from steepest.runtime.job_runtime import CallError, ProcessDied, runtime
+from steepest.runtime.job_runtime import CallError, ProcessDiedError, runtime
 
 _ANSWER_SECONDS = 2.0
 
@@ -29,7 +29,7 @@ def ask_all(
         if call in done:
             try:
                 found[peer] = call.get(_ANSWER_SECONDS / 2)
-            except (ProcessDied, CallError):
+            except (ProcessDiedError, CallError):
                 continue
     drop_calls(call for call in calls.values() if call not in done)
     return found

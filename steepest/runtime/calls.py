@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ray import cloudpickle
+import cloudpickle
 
 from steepest.errors import (
     ConfigurationError,
@@ -21,7 +21,13 @@ from steepest.errors import (
     RemoteTraceback,
     described_error,
 )
-from steepest.runtime.job_runtime import CallError, CallRaised, ProcessDied, Unreadable, runtime
+from steepest.runtime.job_runtime import (
+    CallError,
+    CallRaisedError,
+    ProcessDiedError,
+    UnreadableError,
+    runtime,
+)
 
 _NAMED = 4  # processes that raised the same
 _ALIKE_SECONDS = 0.3  # in which the others, which began at the same time, come as far
@@ -57,10 +63,10 @@ def has_answered(call: Any) -> bool:
 
 def never_ran(call: Any) -> bool:
     """Return whether a call failed because Ray could not start the actor's process."""
-    return isinstance(end_of(call)[1], ProcessDied)
+    return isinstance(end_of(call)[1], ProcessDiedError)
 
 
-def who_raised(error: CallRaised, calls: Mapping[Any, str]) -> str:
+def who_raised(error: CallRaisedError, calls: Mapping[Any, str]) -> str:
     """Return the names of the processes that raised the same error, such as "worker 0, worker 2"."""
     if calls:
         runtime().wait(calls, _ALIKE_SECONDS)
@@ -72,7 +78,7 @@ def who_raised(error: CallRaised, calls: Mapping[Any, str]) -> str:
 
 def _words_of(error: CallError | None) -> str:
     """Return the class and message of what a call raised; "" for another end."""
-    if not isinstance(error, CallRaised):
+    if not isinstance(error, CallRaisedError):
         return ""
     return error.cause.told["error"] if isinstance(error.cause, RemoteError) else last_line(error)
 
@@ -83,7 +89,7 @@ def drop_calls(calls: Iterable[Any]) -> None:
         call.future()
 
 
-def raise_remote(error: CallRaised, who: str, what: str) -> NoReturn:
+def raise_remote(error: CallRaisedError, who: str, what: str) -> NoReturn:
     """Raise for the user what a remote call raised, without Ray's traceback.
 
     Raises:
@@ -94,7 +100,7 @@ def raise_remote(error: CallRaised, who: str, what: str) -> NoReturn:
         PeerLostError: the process that was to send an argument died.
     """
     cause = error.cause
-    if isinstance(cause, ProcessDied):
+    if isinstance(cause, ProcessDiedError):
         raise PeerLostError(
             f"{who} was not sent what it needs to {what}, because a process died: {last_line(error)}"
         ) from None
@@ -105,7 +111,7 @@ def raise_remote(error: CallRaised, who: str, what: str) -> NoReturn:
         raise ModelRaisedError(
             f"{who} could not {what}: {cause.told['error']}{hint and f'; {hint}'}"
         ) from RemoteTraceback(cause.told["traceback"])
-    if isinstance(cause, Unreadable):
+    if isinstance(cause, UnreadableError):
         words = last_line(error)
         raise ConfigurationError(
             unimportable(words)

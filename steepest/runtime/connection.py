@@ -1,14 +1,11 @@
-"""A connection to Ray, and what this process holds of it: trainers and servers that are not shut down."""
+"""A connection to Ray."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import ray
 
@@ -34,10 +31,6 @@ from steepest.runtime.unbroken import unbroken
 
 #: Milliseconds for which Ray keeps a process that it has started ahead, and for which no CPU is free; by Ray's name.
 _KEEPS_STARTED = "idle_worker_killing_time_threshold_ms", 30_000
-_lock = threading.RLock()
-_holders: list[Holder] = []
-#: Ray's id of the job with which steepest began Ray; Ray ends with the last holder that is let go.
-_began: str | None = None
 
 
 def ensure_ray(
@@ -175,66 +168,3 @@ def describe_cluster() -> str:
 def free_cpus() -> int:
     """Return the number of whole CPUs that are free now."""
     return int(ray.available_resources().get("CPU", 0))
-
-
-@dataclass(eq=False)
-class Holder:
-    """A trainer or parameter server that is not shut down."""
-
-    what: str
-    workers: int = 0  # how many bundles it has reserved
-    bundle: dict[str, float] = field(default_factory=dict)  # resources of each
-    job: str = ""  # Ray's id of this process' job
-
-    def __str__(self) -> str:
-        held = ", ".join(
-            f"{name}: {amount * self.workers:g}" for name, amount in self.bundle.items()
-        )
-        return f"{self.what} ({held})"
-
-
-def hold(what: str, *, verbose: bool = False) -> Holder:
-    """Return a new holder; connect to Ray before, if need be, see `ensure_ray`."""
-    global _began
-    with _lock:
-        if runtime().connect(verbose=verbose):
-            _began = runtime().job
-        holder = Holder(what, job=runtime().job)
-        _holders.append(holder)
-        return holder
-
-
-def let_go(
-    holder: Holder,
-    *,
-    dropped: bool = False,  # never shut down: Ray goes on, which other code may use by now
-) -> None:
-    """Remove a holder; a second call does nothing. Ray ends with the last one, if `hold` started it."""
-    global _began
-    if holder not in _holders:
-        return
-    _holders.remove(holder)
-    if dropped:  # perhaps within a garbage collection, which may come in the middle of anything
-        return
-    with _lock:
-        if runtime().is_up and _began == runtime().job and not _others(None):
-            _began = None
-            runtime().shutdown()
-
-
-def who_else(holder: Holder) -> str:
-    """Return a sentence about what else this process holds and how to free it; "" for nothing."""
-    with _lock:
-        others = [other for other in _others(holder) if other.workers]
-    if not others:
-        return ""
-    held = "; sys.last_value may hold what no name does" if hasattr(sys, "last_value") else ""
-    return (
-        f"; this process holds {' and '.join(map(str, others))}: call shutdown() of what you no "
-        f"longer need, in a notebook before the name is bound to the next one{held}"
-    )
-
-
-def _others(holder: Holder | None) -> list[Holder]:
-    """Return the other holders of the present connection to Ray."""
-    return [other for other in _holders if other is not holder and other.job == runtime().job]

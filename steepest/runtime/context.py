@@ -20,7 +20,13 @@ from steepest.errors import DeadlineError, PeerLostError, ShutdownError, listed
 from steepest.observe.results import Event
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import drop_calls, raise_remote, who_raised
-from steepest.runtime.job_runtime import CallError, CallRaised, Late, ProcessDied, runtime
+from steepest.runtime.job_runtime import (
+    CallError,
+    CallRaisedError,
+    LateError,
+    ProcessDiedError,
+    runtime,
+)
 from steepest.runtime.owner import Owner
 from steepest.runtime.places import Place
 from steepest.runtime.seats import Placement
@@ -223,7 +229,7 @@ class JobContext:
         named = dict(zip(refs, map(str, names), strict=True))
         try:
             return self._awaited(refs, self._deadline + more)
-        except Late:
+        except LateError:
             done = runtime().wait(refs, 0)
             late = [name for ref, name in named.items() if ref not in done]
             others = [name for name in named.values() if name not in late]
@@ -232,13 +238,13 @@ class JobContext:
             error = f"{listed(late)} did not {what} within {limit:g} s{did}"
             log_report(self, error)
             raise DeadlineError(f"{error}: raise DeadlineConfig(start=...)") from None
-        except CallRaised as error:
+        except CallRaisedError as error:
             name = who_raised(error, named)
             try:
                 raise_remote(error, name, what)
             except ShutdownError as ended:  # its router, not this trainer
                 raise PeerLostError(f"{name} ended before it could {what}") from ended
-        except ProcessDied as error:
+        except ProcessDiedError as error:
             raise PeerLostError(
                 f"a process died before it could {what}: {' '.join(str(error).split())}"
             ) from None
@@ -251,7 +257,7 @@ class JobContext:
             left = max(deadline - now, 0.1)
             try:
                 return runtime().get(refs, min(left, _SLICE_SECONDS))
-            except Late:
+            except LateError:
                 if system().now() >= deadline:
                     raise
             except CallError:

@@ -11,7 +11,7 @@ from steepest.core.messages.message import Peer
 from steepest.errors import PeerLostError, RemoteTraceback, StepError
 from steepest.runtime.calls import RemoteError, end_of
 from steepest.runtime.context import JobContext
-from steepest.runtime.job_runtime import CallRaised, ProcessDied, runtime
+from steepest.runtime.job_runtime import CallRaisedError, ProcessDiedError, runtime
 from steepest.runtime.places import fetch_last_lines, kill
 
 T = TypeVar("T")
@@ -173,12 +173,12 @@ def death_of(watch: Any) -> Death | None:
     ended, error = end_of(watch)
     if error is None:
         return Death("it was stopped") if ended else None
-    if isinstance(error, CallRaised):
+    if isinstance(error, CallRaisedError):
         if isinstance(error.cause, RemoteError):
             described = error.cause.told
             return Death(f"its router ended: {described['error']}", described["traceback"])
         return Death(f"its router ended: {error.cause}", str(error))
-    if not isinstance(error, ProcessDied):
+    if not isinstance(error, ProcessDiedError):
         raise error
     text = " ".join(str(error).split())
     if "connection error code 2" in text:

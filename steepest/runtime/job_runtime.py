@@ -1,44 +1,53 @@
 """The seam to what runs a job's processes: how they are placed, started, called, watched and ended.
 
-`runtime()` is that of this process, in the driver as in the others: Ray, or a simulation.
+`runtime()` is that of this process, in the driver as in the others: Ray, processes of this machine, or a simulation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
-
-from ray.exceptions import GetTimeoutError as Late
-from ray.exceptions import ObjectLostError as ResultLost
-from ray.exceptions import RayActorError as ProcessDied
-from ray.exceptions import RayError as CallError
-from ray.exceptions import RaySystemError as Unreadable
-from ray.exceptions import RayTaskError as CallRaised
 
 from steepest.core.messages.message import Peer
 from steepest.core.transport.channel import ChannelSink
 from steepest.core.transport.encryption import Encryption
 from steepest.core.transport.sockets import WireTransport
 
-#: How calls end otherwise than by a result: in any way; the body raised; its process died; the result was lost with
-#: another, or cannot be unpickled; it is late. They are Ray's classes, in a simulation too.
-__all__ = [
-    "Call",
-    "CallError",
-    "CallRaised",
-    "Group",
-    "JobRuntime",
-    "Late",
-    "ProcessDied",
-    "ResultLost",
-    "Unreadable",
-    "runtime",
-    "use",
-    "using",
-]
+
+class CallError(Exception):
+    """A call has ended otherwise than by a result."""
+
+
+class CallRaisedError(CallError):
+    """The process has raised an exception, or was not sent an argument.
+
+    Attributes:
+        cause: what it has raised; where an argument is the result of another call, how that has ended.
+    """
+
+    def __init__(self, text: str, cause: BaseException) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+
+class ProcessDiedError(CallError):
+    """The process has died; the message has the reason, as far as it is known."""
+
+
+class ResultLostError(CallError):
+    """The result was lost with the process that had it."""
+
+
+class UnreadableError(CallError):
+    """An argument or the result cannot be unpickled."""
+
+
+class LateError(CallError):
+    """The call has not ended in time."""
 
 
 class Call(ABC):
@@ -53,7 +62,7 @@ class Call(ABC):
 
     @abstractmethod
     def get(self, timeout: float | None = None) -> Any:
-        """Return the result when it is there; raise how the call has ended otherwise, or `Late`."""
+        """Return the result when it is there; raise how the call has ended otherwise, or `LateError`."""
 
     @abstractmethod
     def future(self) -> Future[Any]:
@@ -81,6 +90,10 @@ class JobRuntime(Protocol):
     """
 
     @property
+    def name(self) -> str:
+        """What `RunConfig(runtime=)` calls it."""
+
+    @property
     def owns_process(self) -> bool:
         """Whether a process of the job is one of the system's, of which all may be changed."""
 
@@ -99,6 +112,17 @@ class JobRuntime(Protocol):
 
     def shutdown(self) -> None:
         """Disconnect; processes end."""
+
+    def answers(self, seconds: float) -> bool:
+        """Return whether what runs the processes can be reached, within some seconds."""
+
+    def leaves_sigterm(self, handler: object, status: int) -> bool:
+        """Return whether the driver's handler of SIGTERM may be replaced: it is the runtime's, or the system's.
+
+        Args:
+            handler: as `signal.getsignal` has it.
+            status: with which the program is to end, whatever it waits for.
+        """
 
     # -- processes -------------------------------------------------------------------------------
 
@@ -122,9 +146,6 @@ class JobRuntime(Protocol):
 
     def show_output(self, processes: Collection[Any]) -> None:
         """Return when all that processes have printed is on this process' terminal, or after some seconds."""
-
-    def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Call:
-        """Run a function on a node."""
 
     def put(self, value: Any) -> Call:
         """Keep a value, which is pickled once, for calls of several processes."""
@@ -166,6 +187,14 @@ class JobRuntime(Protocol):
     def processor_state(self, pid: int) -> str:
         """Return what the kernel says of a process of this node."""
 
+    def last_lines(self, node: str, pid: int, logs: tuple[str, ...]) -> list[str]:
+        """Return the last lines that a process has printed, as far as they are kept; CallError if its node is gone.
+
+        Args:
+            node, pid: where it ran.
+            logs: paths there of the files that it has printed to.
+        """
+
     def transport(
         self,
         token: bytes,
@@ -182,6 +211,10 @@ class JobRuntime(Protocol):
     @property
     def may_grow(self) -> bool:
         """Whether nodes may join."""
+
+    @property
+    def shares_cpus(self) -> bool:
+        """Whether groups are placed where CPUs are fewer than they ask for."""
 
     def nodes(self) -> dict[str, Mapping[str, float]]:
         """Return the living nodes, by id, and what each has."""
@@ -223,6 +256,11 @@ class JobRuntime(Protocol):
         """Return the bundles that groups hold, but for those of some names."""
 
 
+#: The runtimes by name: their modules and classes.
+_KINDS = {
+    "ray": ("steepest.runtime.ray_runtime", "RayRuntime"),
+    "processes": ("steepest.runtime.machine.runtime", "MachineRuntime"),
+}
 _used: list[JobRuntime] = []
 
 
@@ -232,15 +270,31 @@ def use(other: JobRuntime) -> None:
 
 
 def runtime() -> JobRuntime:
-    """Return the runtime of this process."""
+    """Return the runtime of this process: Ray, until another one is used."""
+    if not _used:
+        use(_made("ray"))
     return _used[-1]
+
+
+def _made(name: str) -> JobRuntime:
+    """Return a new runtime by its name: "ray" or "processes"; what it needs is imported then."""
+    module, kind = _KINDS[name]
+    made: JobRuntime = getattr(importlib.import_module(module), kind)()
+    return made
+
+
+def choose(name: str) -> None:
+    """Have this process use the runtime of a name, unless it does, or is simulated."""
+    if not _used or (_used[-1].owns_process and _used[-1].name != name):
+        _used[-1:] = [_made(name)]
 
 
 @contextlib.contextmanager
 def using(other: JobRuntime) -> Iterator[None]:
     """Have this process use another runtime in a block; trainers that are made in it end in it."""
+    before = len(_used)
     use(other)
     try:
         yield
     finally:
-        _used.remove(other)
+        del _used[before:]

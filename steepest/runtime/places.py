@@ -70,15 +70,12 @@ def last_lines(paths: tuple[str, ...], count: int = _LINES) -> list[str]:
     return lines[-count:]
 
 
-def fetch_last_lines(place: Place, timeout: float = 5.0) -> list[str]:
-    """Return the last lines of output of a process, read on its own node, or why they cannot be read."""
-    if runtime().node == place.node:
-        return last_lines(place.logs)
+def fetch_last_lines(place: Place) -> list[str]:
+    """Return the last lines of output of a process, or why they cannot be read."""
     try:
-        lines: list[str] = runtime().run_on(place.node, last_lines, place.logs).get(timeout)
+        return runtime().last_lines(place.node, place.pid, place.logs)
     except CallError as error:
         return [f"(its log cannot be read: {str(error).splitlines()[0]})"]
-    return lines
 
 
 def processor_use(pid: int) -> tuple[float, bool] | None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import secrets
-import signal
-from collections.abc import Callable, Collection, Mapping, Sequence
+import socket
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,17 +23,24 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from steepest.core.messages.message import Peer
-from steepest.core.transport.channel import ChannelSink
-from steepest.core.transport.encryption import Encryption
-from steepest.core.transport.sockets import WireTransport
 from steepest.runtime import places, ray_private
 from steepest.runtime.connection import end_ray, ensure_ray
-from steepest.runtime.job_runtime import Call, Group
+from steepest.runtime.job_runtime import (
+    Call,
+    CallError,
+    CallRaisedError,
+    Group,
+    LateError,
+    ProcessDiedError,
+    ResultLostError,
+    UnreadableError,
+)
+from steepest.runtime.own_process import OwnProcess
 
 _MARK_SECONDS = 2.0  # in which processes answer
 _PRINTED_SECONDS = 5.0  # in which what they have printed comes to the driver
 log = logging.getLogger(__name__)
+_LOG_SECONDS = 5.0
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
 
 
@@ -42,6 +48,32 @@ _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
 def _actor_class(body: type) -> Any:
     """Return the Ray actor class of a body; made once, because Ray keeps each for ever."""
     return ray.remote(body)
+
+
+#: What stands for an error of Ray's; the first class that it is of counts.
+_ENDS: Sequence[tuple[type[BaseException], type[CallError]]] = (
+    (ray.exceptions.GetTimeoutError, LateError),
+    (ray.exceptions.RayActorError, ProcessDiedError),
+    (ray.exceptions.ObjectLostError, ResultLostError),
+    (ray.exceptions.RaySystemError, UnreadableError),
+    (ray.exceptions.RayError, CallError),
+)
+
+
+def end_of_call(error: BaseException) -> BaseException:
+    """Return how a call has ended, by the error that Ray has for it; another error is returned as it is."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return CallRaisedError(str(error), end_of_call(error.cause))
+    return next((own(str(error)) for theirs, own in _ENDS if isinstance(error, theirs)), error)
+
+
+@contextlib.contextmanager
+def _ends() -> Iterator[None]:
+    """Raise how a call has ended in place of Ray's error."""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        raise end_of_call(error) from None
 
 
 class RayCall(Call):
@@ -56,7 +88,8 @@ class RayCall(Call):
 
     def get(self, timeout: float | None = None) -> Any:
         """Return what Ray has."""
-        return ray.get(self.ref, timeout=timeout)
+        with _ends():
+            return ray.get(self.ref, timeout=timeout)
 
     def future(self) -> Future[Any]:
         """Return the future of the result, whose callbacks a thread of Ray's calls."""
@@ -68,10 +101,10 @@ def _sent(arguments: Sequence[Any]) -> list[Any]:
     return [each.ref if isinstance(each, RayCall) else each for each in arguments]
 
 
-class RayRuntime:
+class RayRuntime(OwnProcess):
     """Ray, to which this process is connected or connects."""
 
-    owns_process = True
+    name = "ray"
 
     # -- the connection --------------------------------------------------------------------------
 
@@ -96,6 +129,22 @@ class RayRuntime:
     def shutdown(self) -> None:
         """Disconnect."""
         end_ray()
+
+    def answers(self, seconds: float) -> bool:
+        """Return whether Ray's control store (GCS) takes connections."""
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), seconds).close()
+        except OSError:
+            return False
+        return True
+
+    def leaves_sigterm(self, handler: object, status: int) -> bool:
+        """Return whether the handler is that of Ray's drivers, which ends them with status 15."""
+        if not ray_private.is_drivers_sigterm_handler(handler):
+            return False
+        ray_private.keep_exit_status(status)
+        return True
 
     # -- processes -------------------------------------------------------------------------------
 
@@ -141,19 +190,14 @@ class RayRuntime:
                 "it is in Ray's logs", _PRINTED_SECONDS,
             )  # fmt: skip
 
-    def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Call:
-        """Run a task on a node."""
-        affinity = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-        task = ray.remote(num_cpus=0, max_retries=0)(function)
-        return RayCall(task.options(scheduling_strategy=affinity).remote(*arguments))
-
     def put(self, value: Any) -> Call:
         """Put a value into Ray's store."""
         return RayCall(ray.put(value))
 
     def get(self, calls: Collection[Call], timeout: float | None = None) -> list[Any]:
         """Return the results of calls."""
-        results: list[Any] = ray.get(_sent([*calls]), timeout=timeout)
+        with _ends():
+            results: list[Any] = ray.get(_sent([*calls]), timeout=timeout)
         return results
 
     def wait(
@@ -181,44 +225,20 @@ class RayRuntime:
         host: str = ray.util.get_node_ip_address()
         return host
 
-    @property
-    def pid(self) -> int:
-        """The number of this process."""
-        return os.getpid()
-
-    def exit(self, status: int) -> None:
-        """End this process."""
-        os._exit(status)
-
-    def kill(self, pid: int) -> None:
-        """Kill a process of this node."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-
     def name_process(self, name: str) -> None:
         """Show this process under a name, and none of Ray's tracebacks of what it cannot unpickle."""
         ray_private.hush_unreadable()
         ray_private.name_process(name)
 
-    def processor_use(self, pid: int) -> tuple[float, bool] | None:
-        """Return what a process of this node does with processors."""
-        return places.processor_use(pid)
-
-    def processor_state(self, pid: int) -> str:
-        """Return what the kernel says of a process of this node."""
-        return places.processor_state(pid)
-
-    def transport(
-        self,
-        token: bytes,
-        peers: tuple[Peer, ...],
-        node: str,
-        sink: ChannelSink,
-        ways: str = "wire",
-        encryption: Encryption | None = None,
-    ) -> WireTransport:
-        """Return channels through sockets and shared memory."""
-        return WireTransport(token, peers, node, sink, ways, encryption=encryption)
+    def last_lines(self, node: str, pid: int, logs: tuple[str, ...]) -> list[str]:
+        """Return the last lines of a process' output, which its node reads."""
+        if node == self.node:
+            return places.last_lines(logs)
+        affinity = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        task = ray.remote(num_cpus=0, max_retries=0)(places.last_lines)
+        ref = task.options(scheduling_strategy=affinity).remote(logs)
+        found: list[str] = RayCall(ref).get(_LOG_SECONDS)
+        return found
 
     # -- nodes and room ------------------------------------------------------------------------------
 
@@ -226,6 +246,11 @@ class RayRuntime:
     def may_grow(self) -> bool:
         """Whether nodes may join: not if this process has started Ray for itself."""
         return not ray_private.started_here()
+
+    @property
+    def shares_cpus(self) -> bool:
+        """False: Ray counts CPUs."""
+        return False
 
     def nodes(self) -> dict[str, Mapping[str, float]]:
         """Return the living nodes."""

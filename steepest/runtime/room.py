@@ -223,7 +223,11 @@ def reserve(
                 "DistributedSGD.resources(...))"
             )
         return [Seat(current, index, owned=False) for index in fits[-workers:]]
-    check_possible(workers, bundle, runtime().nodes().values(), runtime().may_grow)
+    counted = bundle
+    if runtime().shares_cpus:
+        counted = {name: amount for name, amount in bundle.items() if name != "CPU"}
+    if counted:
+        check_possible(workers, counted, runtime().nodes().values(), runtime().may_grow)
     if runtime().owns_process:
         gc.collect()  # a trainer that was dropped may be part of a cycle, such as a traceback
     room = Room(workers, bundle)

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -15,12 +14,9 @@ import weakref
 from pathlib import Path
 from types import FrameType
 
-import ray
-
 from steepest.core.system import system
 from steepest.runtime.activity import Watched, report
 from steepest.runtime.job_runtime import runtime
-from steepest.runtime.ray_private import is_drivers_sigterm_handler, keep_exit_status
 
 #: The exit status of a program that SIGTERM has ended, as shells and schedulers know it.
 EXIT_STATUS = 128 + signal.SIGTERM
@@ -39,14 +35,12 @@ def end_on_sigterm() -> None:
     """Let SIGTERM end this process as Ctrl-C does, with exit status 143.
 
     `SystemExit` is raised in the main thread, so that `with` blocks are left and `fit` writes its
-    last checkpoint. Ray's own handler does the same with exit status 15, by which no scheduler
-    knows the signal. Only that handler is replaced: a user's own stays, and so does that of Ray's
-    workers. On other threads than the main one this does nothing.
+    last checkpoint. Only the runtime's own handler is replaced, or none: a user's own stays. On other
+    threads than the main one this does nothing.
     """
     if system().current() is not threading.main_thread():
         return
-    if is_drivers_sigterm_handler(signal.getsignal(signal.SIGTERM)):
-        keep_exit_status(EXIT_STATUS)
+    if runtime().leaves_sigterm(signal.getsignal(signal.SIGTERM), EXIT_STATUS):
         signal.signal(signal.SIGTERM, _end)
 
 
@@ -58,27 +52,20 @@ def _end(number: int, frame: FrameType | None) -> None:
     global _began
     if (now := time.monotonic()) - _began >= _ENDING_SECONDS:
         _began = now
-        threading.Thread(target=_end_without_ray, name="steepest end", daemon=True).start()
+        threading.Thread(target=_end_without_runtime, name="steepest end", daemon=True).start()
         sys.exit(EXIT_STATUS)
 
 
-def _end_without_ray() -> None:
-    """End this process if it waits for a Ray whose control store (GCS) is gone.
+def _end_without_runtime() -> None:
+    """End this process if it waits for a runtime that is gone.
 
-    It is gone where Ray's processes got the signal too. Calls of Ray wait for it then, also those
-    by which a trainer ends, until Ray ends this process after a minute, with status 1.
+    Ray's control store (GCS) is gone where Ray's processes got the signal too. Calls of Ray wait for it then, also
+    those by which a trainer ends, until Ray ends this process after a minute, with status 1.
     """
-    if not runtime().is_up:
-        return
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     gone_since = math.inf
     while runtime().is_up and time.monotonic() - _began < 2 * _ENDING_SECONDS:
         now = time.monotonic()
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _LOOK_SECONDS).close()
-            gone_since = math.inf
-        except OSError:
-            gone_since = min(gone_since, now)
+        gone_since = math.inf if runtime().answers(_LOOK_SECONDS) else min(gone_since, now)
         if now - gone_since >= _GONE_SECONDS:
             log.warning("Ray is gone: the program ends without waiting for its answers")
             os._exit(EXIT_STATUS)

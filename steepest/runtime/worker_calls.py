@@ -23,10 +23,10 @@ from steepest.runtime.context import LOOK_SECONDS, JobContext
 from steepest.runtime.deaths import Deaths
 from steepest.runtime.job_runtime import (
     Call,
-    CallRaised,
-    ProcessDied,
-    ResultLost,
-    Unreadable,
+    CallRaisedError,
+    ProcessDiedError,
+    ResultLostError,
+    UnreadableError,
     runtime,
 )
 from steepest.runtime.remote_functions import name_of
@@ -107,17 +107,17 @@ class WorkerCalls:
             if isinstance(result, Call):
                 (result,) = result.get()
             return result
-        except CallRaised as error:
+        except CallRaisedError as error:
             names = who_raised(error, {each: self._name(worker) for each, worker in calls.items()})
             try:
                 raise_remote(error, names, what)
             except (PeerLostError, ShutdownError):
                 self._deaths.raise_if_dead(wait=_NOTICE_SECONDS)  # the better explanation
                 raise
-        except (ProcessDied, ResultLost) as error:
+        except (ProcessDiedError, ResultLostError) as error:
             self._deaths.raise_if_dead(wait=_NOTICE_SECONDS)
             raise PeerLostError(f"{name} died before it could {what}") from error
-        except (Unreadable, SystemExit) as error:
+        except (UnreadableError, SystemExit) as error:
             raise ConfigurationError(
                 f"the driver cannot read what {name} returned when asked to {what}: "
                 f"{last_line(error)}: return what can be pickled, of modules that the driver has "

@@ -17,7 +17,7 @@ from steepest.embedding.row_files import ON_DISK, snapshot_of
 from steepest.errors import DeadlineError, PeerLostError
 from steepest.runtime.calls import drop_calls, raise_remote
 from steepest.runtime.cluster import Cluster
-from steepest.runtime.job_runtime import CallError, CallRaised, runtime
+from steepest.runtime.job_runtime import CallError, CallRaisedError, runtime
 
 _AT_ONCE = 16  # pieces on their way, of 4 MB each
 _LOOK_SECONDS = 0.5
@@ -163,7 +163,7 @@ def carry_rows(cluster: Cluster, number: int) -> None:
             cluster.extend_deadline()
         elif system().now() > until:
             raise DeadlineError(f"no rows of a snapshot went from disk to disk for {limit:g} s")
-    if isinstance(copies.failed, CallRaised):
+    if isinstance(copies.failed, CallRaisedError):
         raise_remote(copies.failed, "a process", "take rows of a snapshot")
     if copies.failed is not None:
         raise PeerLostError(f"a process that had or took rows of a snapshot died: {copies.failed}")

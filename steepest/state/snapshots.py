@@ -23,7 +23,7 @@ from steepest.errors import DeadlineError, PeerLostError, ShutdownError, Steepes
 from steepest.runtime.calls import drop_calls, raise_remote
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.free_memory import free_bytes, warn_if_short
-from steepest.runtime.job_runtime import CallRaised, ProcessDied, ResultLost, runtime
+from steepest.runtime.job_runtime import CallRaisedError, ProcessDiedError, ResultLostError, runtime
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.runtime.worker_state import WorkerState
 from steepest.state.job_state import JobState
@@ -312,7 +312,7 @@ class Snapshots:
         failed = None if copies is None else copies.failed
         if request.rows and isinstance(error, DeadlineError):
             self._tell_of_disk(str(error))
-        if isinstance(failed, CallRaised):
+        if isinstance(failed, CallRaisedError):
             self._tell_of_disk(str(failed.cause))
         return failed is not None
 
@@ -346,7 +346,7 @@ class Snapshots:
         """Return each worker's own state; None if one is dead, or its model cannot tell it."""
         try:
             return runtime().get(request.workers)
-        except CallRaised as error:
+        except CallRaisedError as error:
             try:
                 raise_remote(error, "a worker", "copy its own state")
             except (PeerLostError, ShutdownError):  # it has another role by now
@@ -356,5 +356,5 @@ class Snapshots:
                     log.warning("there is no snapshot of this job: %s", cause)
                 self._told = True
                 return None
-        except (ProcessDied, ResultLost):
+        except (ProcessDiedError, ResultLostError):
             return None

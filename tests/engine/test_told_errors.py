@@ -13,15 +13,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import cloudpickle
 import pytest
-import ray
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from steepest import DistributedSGD, TorchModel
 from steepest.errors import ConfigurationError, ModelError, ModelRaisedError, describe_error
 from steepest.runtime.calls import RemoteError, unimportable, who_raised, why_unpicklable
-from steepest.runtime.job_runtime import Call, JobRuntime, using
+from steepest.runtime.job_runtime import Call, CallRaisedError, JobRuntime, using
 from steepest.runtime.process import ProgramDefaults
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits, samples, sgd
@@ -82,9 +82,8 @@ def test_models_that_cannot_be_built(bad: set[int]) -> None:
     assert frames(error.__cause__) == ["test_told_errors.create", "test_told_errors.breaks"]
 
 
-def raised(words: str) -> ray.exceptions.RayTaskError:
-    told = RemoteError({"error": words, "traceback": ""})
-    return ray.exceptions.RayTaskError("build", "", told, "", 1, "127.0.0.1")
+def raised(words: str) -> CallRaisedError:
+    return CallRaisedError("", RemoteError({"error": words, "traceback": ""}))
 
 
 class Raised(Call):
@@ -247,7 +246,7 @@ def test_the_variable_that_cannot_be_pickled_is_named() -> None:
 
     def why(value: Any) -> str:
         with pytest.raises(TypeError) as caught:
-            ray.cloudpickle.dumps(value)
+            cloudpickle.dumps(value)
         return why_unpicklable(value, caught.value)
 
     expected = (

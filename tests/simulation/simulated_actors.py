@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import ray as real
-
+from steepest.runtime.job_runtime import ProcessDiedError
 from tests.simulation.simulated_objects import ByReference, Ref, Store, task_error
 from tests.simulation.simulated_placement import Places, Slot
 from tests.simulation.simulated_processes import SimulatedProcess
@@ -113,7 +112,7 @@ class Actor:
         """Let Ray know that it is dead."""
         if self.dead is not None:
             return
-        self.dead = real.exceptions.RayActorError(error_msg=why)
+        self.dead = ProcessDiedError(why)
         if self.slot is not None:
             self.slot.used -= self.cpus
         for ref in list(self._pending):
@@ -177,7 +176,7 @@ class Actor:
             values = [each.value() if isinstance(each, Ref) else each for each in arguments]
             result = self._store.dump(getattr(self.instance, name)(*values, **named))
         except Exception as error:  # noqa: BLE001 - the caller's
-            end = partial(ref.fail, task_error(name, error))
+            end = partial(ref.fail, task_error(error))
         else:
             end = partial(ref.set, result)
         finally:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import ray as real
-from ray import cloudpickle
+import cloudpickle
 
-from steepest.runtime.job_runtime import Call, runtime
+from steepest.runtime.job_runtime import Call, CallRaisedError, runtime
 from tests.simulation.virtual_threads import Scheduler, Waiters
 
 _PLAIN = (int, float, bool, str, bytes, type(None))
@@ -121,24 +120,15 @@ class Ref(Call, ByReference):
     def value(self) -> Any:
         """Return a copy of the value; raise the error, if there is one."""
         if self.error is not None:
-            raise (
-                self.error.as_instanceof_cause()
-                if isinstance(self.error, real.exceptions.RayTaskError)
-                else self.error
-            )
+            raise self.error
         return self._store.load(self._value)
 
 
-def task_error(name: str, error: Exception) -> BaseException:
+def task_error(error: Exception) -> BaseException:
     """Return the error of a call of a method that raised."""
-    if isinstance(error, real.exceptions.RayTaskError):
-        same: BaseException = error
-        return same
-    text = "".join(traceback.format_exception(error))
-    raised: BaseException = real.exceptions.RayTaskError(
-        name, text, error, "simulated", 1, "127.0.0.1"
-    )
-    return raised
+    if isinstance(error, CallRaisedError):
+        return error
+    return CallRaisedError("".join(traceback.format_exception(error)), error)
 
 
 class _Pickled:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
-
-import ray
 
 from steepest.core.messages.message import Peer
 from steepest.core.transport.channel import ChannelSink
 from steepest.core.transport.encryption import Encryption
-from steepest.runtime.job_runtime import Call, Group
+from steepest.runtime.job_runtime import Call, Group, LateError
+from steepest.runtime.places import last_lines
 from tests.simulation.simulated_actors import Actor, Handle
 from tests.simulation.simulated_channels import SimulatedTransport
-from tests.simulation.simulated_objects import Ref, Store, task_error
+from tests.simulation.simulated_objects import Ref, Store
 from tests.simulation.simulated_placement import Places
 from tests.simulation.simulated_processes import World
 from tests.simulation.virtual_primitives import EPOCH
@@ -34,7 +33,9 @@ class SimulatedRuntime:
         may_grow: whether nodes may join.
     """
 
+    name = "simulation"
     owns_process = False
+    shares_cpus = False
     job = "01"
 
     def __init__(self, world: World) -> None:
@@ -59,6 +60,14 @@ class SimulatedRuntime:
             if actor.process is not None and actor.process.alive:
                 self.world.kill(actor.process, "Ray was shut down")
 
+    def answers(self, seconds: float) -> bool:
+        """Return True."""
+        return True
+
+    def leaves_sigterm(self, handler: object, status: int) -> bool:
+        """Return False: the driver is the tests' own process."""
+        return False
+
     # -- processes -------------------------------------------------------------------------------
 
     def start(
@@ -82,19 +91,6 @@ class SimulatedRuntime:
     def show_output(self, processes: Collection[Handle]) -> None:
         """Do nothing: processes are threads of this one."""
 
-    def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Call:
-        """Run a function somewhere."""
-        ref, sent = Ref(self.store, "a task"), self.store.dump(arguments)
-
-        def run() -> None:
-            try:
-                ref.set(self.store.dump(function(*self.store.load(sent))))
-            except Exception as error:  # noqa: BLE001 - the caller's
-                ref.fail(task_error("task", error))
-
-        self.world.scheduler.spawn(run, "task", None)
-        return ref
-
     def put(self, value: Any) -> Call:
         """Keep a copy of a value."""
         ref = Ref(self.store, "an object")
@@ -114,7 +110,7 @@ class SimulatedRuntime:
             if not self._block(several, end):
                 if is_over():
                     break
-                raise ray.exceptions.GetTimeoutError("get timed out")
+                raise LateError("get timed out")
         for ref in several:
             if ref.error is not None:
                 ref.value()
@@ -187,6 +183,10 @@ class SimulatedRuntime:
     def processor_state(self, pid: int) -> str:
         """Return what the kernel says of a process of that node."""
         return self.world.processor_state(pid)
+
+    def last_lines(self, node: str, pid: int, logs: tuple[str, ...]) -> list[str]:
+        """Return what the files of a living node have."""
+        return last_lines(logs)
 
     def transport(
         self,

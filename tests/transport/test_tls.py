@@ -33,7 +33,7 @@ from steepest.errors import (
     ProtocolError,
 )
 from steepest.runtime import connection
-from steepest.runtime.connection import who_else
+from steepest.runtime.holders import who_else
 from steepest.testing import linear_model_creator
 from steepest.tls import certificates
 from steepest.tls.certificates import JobCertificate, make_certificate

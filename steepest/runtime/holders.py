@@ -1,0 +1,104 @@
+"""What this process holds of a runtime: trainers and parameter servers that are not shut down."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass, field
+
+from steepest.config.run import cluster_address
+from steepest.errors import ConfigurationError
+from steepest.runtime.job_runtime import choose, runtime
+
+_lock = threading.RLock()
+_holders: list[Holder] = []
+#: The name of the connection that `hold` has made; it ends with the last holder that is let go.
+_began: str | None = None
+
+
+@dataclass(eq=False)
+class Holder:
+    """A trainer or parameter server that is not shut down."""
+
+    what: str
+    workers: int = 0  # how many bundles it has reserved
+    bundle: dict[str, float] = field(default_factory=dict)  # resources of each
+    job: str = ""  # the name of the connection
+
+    def __str__(self) -> str:
+        held = ", ".join(
+            f"{name}: {amount * self.workers:g}" for name, amount in self.bundle.items()
+        )
+        return f"{self.what} ({held})"
+
+
+def hold(what: str, name: str = "ray", *, verbose: bool = False) -> Holder:
+    """Return a new holder; connect before, if need be, see `JobRuntime.connect`.
+
+    Args:
+        what: for messages.
+        name: of the runtime, as of `RunConfig`.
+        verbose: see `JobRuntime.connect`.
+
+    Raises:
+        ConfigurationError: this process holds something of another runtime.
+    """
+    global _began
+    with _lock:
+        wanted = chosen_runtime(name)
+        if _holders and runtime().owns_process and runtime().name != wanted:
+            raise ConfigurationError(
+                f"runtime={name!r} for {what}, while this program holds {' and '.join(map(str, _holders))}, which has "
+                f"runtime={runtime().name!r}: call shutdown() of that before, or give the same runtime"
+            )
+        choose(wanted)
+        if runtime().connect(verbose=verbose):
+            _began = runtime().job
+        holder = Holder(what, job=runtime().job)
+        _holders.append(holder)
+        return holder
+
+
+def chosen_runtime(name: str) -> str:
+    """Return the name of a runtime, which "auto" leaves to what the program has done."""
+    if name != "auto":
+        return name
+    ray = sys.modules.get("ray")
+    connected = ray is not None and ray.is_initialized()
+    return "ray" if connected or cluster_address() is not None else "processes"
+
+
+def let_go(
+    holder: Holder,
+    *,
+    dropped: bool = False,  # never shut down: the connection goes on, which other code may use by now
+) -> None:
+    """Remove a holder; a second call does nothing. The connection that `hold` has made ends with the last one."""
+    global _began
+    if holder not in _holders:
+        return
+    _holders.remove(holder)
+    if dropped:  # perhaps within a garbage collection, which may come in the middle of anything
+        return
+    with _lock:
+        if runtime().is_up and _began == runtime().job and not _others(None):
+            _began = None
+            runtime().shutdown()
+
+
+def who_else(holder: Holder) -> str:
+    """Return a sentence about what else this process holds and how to free it; "" for nothing."""
+    with _lock:
+        others = [other for other in _others(holder) if other.workers]
+    if not others:
+        return ""
+    held = "; sys.last_value may hold what no name does" if hasattr(sys, "last_value") else ""
+    return (
+        f"; this process holds {' and '.join(map(str, others))}: call shutdown() of what you no "
+        f"longer need, in a notebook before the name is bound to the next one{held}"
+    )
+
+
+def _others(holder: Holder | None) -> list[Holder]:
+    """Return the other holders of the present connection."""
+    return [other for other in _holders if other is not holder and other.job == runtime().job]
