@@ -20,6 +20,9 @@ from steepest.validation import (
     require_seconds,
 )
 
+#: What may run a job's processes.
+RUNTIMES = ("ray", "processes", "auto")
+
 
 @dataclass(frozen=True, kw_only=True)
 class FailureConfig:
@@ -197,6 +200,9 @@ class RunConfig:
             `docs/security.md`.
         page: whether the page of the job is served from its beginning, to this machine alone, at a free
             port, see `DistributedSGD.page`; a line of the log says how to open it.
+        runtime: what runs the job's processes. "ray": Ray, to which this program is connected or connects.
+            "processes": this machine, without Ray; workers may be more than there are cores. "auto": Ray where the
+            program is connected to it, or RAY_ADDRESS is set; else this machine.
 
     Raises:
         ConfigurationError: a value is of another type.
@@ -215,6 +221,7 @@ class RunConfig:
     verbose: bool = False
     tls: bool | TLSConfig = False
     page: bool = False
+    runtime: str = "ray"
 
     def __post_init__(self) -> None:
         require_instance("failure", self.failure, FailureConfig)
@@ -225,6 +232,7 @@ class RunConfig:
         require_choice("verbose", self.verbose, (False, True))
         check_tls(self.tls)
         require_choice("page", self.page, (False, True))
+        require_choice("runtime", self.runtime, RUNTIMES)
 
 
 def is_dumb_terminal() -> bool:
@@ -277,6 +285,11 @@ def set_environment(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def environment_of_process() -> dict[str, str]:
+    """Return the environment variables of this process."""
+    return dict(os.environ)
 
 
 def environment_variable(name: str) -> str | None:

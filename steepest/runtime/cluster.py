@@ -28,9 +28,9 @@ from steepest.errors import (
 )
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import travelling
-from steepest.runtime.connection import Holder, hold, let_go, who_else
 from steepest.runtime.context import LOOK_SECONDS, JobContext, Lineup, Member
 from steepest.runtime.deaths import Deaths
+from steepest.runtime.holders import Holder, hold, let_go, who_else
 from steepest.runtime.job_runtime import runtime
 from steepest.runtime.learning_rates import LearningRates
 from steepest.runtime.lease import DriverLease
@@ -95,7 +95,7 @@ class Cluster(JobContext):
             PeerLostError, DeadlineError: a process died, or is late, while the job starts.
         """
         what = f'a trainer with strategy="{strategy.name}"'
-        self.holder = hold(what, verbose=self.run_config.verbose)
+        self.holder = hold(what, self.run_config.runtime, verbose=self.run_config.verbose)
         self.lease.start()
         end_on_sigterm()
         report_on_sigusr1(self)

@@ -17,7 +17,7 @@ from steepest.runtime import signals
 @pytest.fixture(autouse=True)
 def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Puts the handler back, and forgets that this process began to end, which goes on."""
-    monkeypatch.setattr(signals, "_end_without_ray", lambda: None)
+    monkeypatch.setattr(signals, "_end_without_runtime", lambda: None)
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,308 @@
+"""Processes of this machine as the driver has them: forked by the template, called, heard, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
+
+from steepest.config.run import environment_of_process
+from steepest.core.system import system
+from steepest.runtime.answers import Answer
+from steepest.runtime.job_runtime import CallError, CallRaisedError, ProcessDiedError
+from steepest.runtime.machine.launching import searched, start_template
+from steepest.runtime.machine.parcels import Frames, OpenParcel, Parcel, ParcelCall, opened
+
+_LINES = 12
+_PRINTED_SECONDS = 1.0  # in which what a process has printed is printed here
+_LOOK_SECONDS = 0.002
+#: In which the template tells how a process has ended, and killed processes are gone.
+_GONE_SECONDS = 5.0
+
+
+class ForkedProcess:
+    """One process: its socket, where it prints, and the calls that it has not answered."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number, self.name = number, name
+        self.pid = 0  # until it has started
+        self.status: Answer[int] = Answer()  # with which it has ended, as the template says it
+        self._cause: str | None = None  # of its end
+        self._descriptor: int | None = None  # of the process, while it runs
+        self._killed = False
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, ParcelCall] = {}
+        self._lock = threading.RLock()
+        self._requests: queue.SimpleQueue[tuple[int, Parcel] | None] = queue.SimpleQueue()
+        self._failed = ""  # why it could not be made
+        own, theirs = socket.socketpair()
+        self._frames = Frames(own)
+        printed = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
+        self.ends = [theirs.detach(), *(end for _, end in printed)]
+        self._output = _Output(self, [begin for begin, _ in printed])
+        system().start(self._write, f"to {name}")
+        system().start(self._read, f"from {name}")
+
+    # -- its life ---------------------------------------------------------------------------------
+
+    def started(self, pid: int, descriptor: int) -> None:
+        """Note that it runs, and its descriptor."""
+        with self._lock:
+            self.pid, self._descriptor = pid, descriptor
+            if self._killed:
+                self.kill()
+
+    def kill(self) -> None:
+        """Kill it, now or when it has started."""
+        with self._lock:
+            self._killed = True
+            if self._descriptor is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def ended(self, status: int) -> None:
+        """Note how it has ended; what it has answered before is still read."""
+        self.status.set_result(status)
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+        with contextlib.suppress(OSError):  # children of its own may hold the other end open
+            self._frames.socket.shutdown(socket.SHUT_RD)
+
+    def drop_ends(self) -> None:
+        """Close its ends here, once the template has them."""
+        for end in self.ends:
+            os.close(end)
+        self.ends = []
+
+    @property
+    def output(self) -> _Output:
+        """What it prints."""
+        return self._output
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def ask(self, content: OpenParcel) -> ParcelCall:
+        """Send a request when the calls in it have ended; return the call."""
+        call = ParcelCall()
+        with self._lock:
+            if self._cause is not None:
+                call.parcel.set_exception(ProcessDiedError(self._cause))
+                return call
+            number = next(self._numbers)
+            self._calls[number] = call
+        self._send_when_ready(number, content)
+        return call
+
+    def make(self, content: OpenParcel) -> None:
+        """Send what it needs to make its body."""
+        self._send_when_ready(0, content)
+
+    def _send_when_ready(self, number: int, content: OpenParcel) -> None:
+        missing = [call for call in content.calls if not call.done()]
+        if missing:
+            again = partial(self._send_when_ready, number, content)
+            missing[0].parcel.add_done_callback(lambda _: again())
+            return
+        try:
+            self._requests.put((number, content.closed()))
+        except CallError as error:
+            words = f"an argument is missing: {error}"
+            self._settle(number, CallRaisedError(words, getattr(error, "cause", error)))
+
+    def _settle(self, number: int, end: Parcel | CallError) -> None:
+        """End a call, if it has not ended."""
+        with self._lock:
+            call = self._calls.pop(number, None)
+        if call is None:
+            return
+        if isinstance(end, Parcel):
+            call.parcel.set_result(end)
+        else:
+            call.parcel.set_exception(end)
+
+    def _write(self) -> None:
+        """Write requests, until the process has ended."""
+        with contextlib.suppress(OSError):  # it has ended, as `_read` notices
+            while (request := self._requests.get()) is not None:
+                self._frames.send(*request)
+
+    def _read(self) -> None:
+        """Take answers until the process has ended, and note that."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                told, parcel, _ = self._frames.receive()
+                if told[0] == "named":
+                    self.name = told[1].removeprefix("steepest ")
+                elif told[0] == "failed":
+                    self._failed = told[1]
+                else:
+                    self._take(told[1], told[2], parcel)
+        self._end()
+
+    def _take(self, number: int, well: bool, parcel: Parcel | None) -> None:
+        """End a call as the process has answered."""
+        assert parcel is not None
+        if well:
+            self._settle(number, parcel)
+            return
+        try:
+            text, cause = opened(parcel)
+        except CallError as error:
+            text, cause = str(error), error
+        self._settle(number, CallRaisedError(text, cause))
+
+    def _end(self) -> None:
+        """Note why it has ended, and fail the calls that it has not answered."""
+        try:
+            cause = _in_words(self.status.result(_GONE_SECONDS))
+        except FutureTimeoutError:
+            self.kill()
+            cause = "its connection has ended"
+        if self._failed:
+            cause = f"it could not be made: {self._failed}"
+        with self._lock:
+            self._cause, calls, self._calls = cause, self._calls, {}
+        self._requests.put(None)
+        self._frames.socket.close()
+        for call in calls.values():
+            call.parcel.set_exception(ProcessDiedError(cause))
+
+
+class _Output:
+    """What a process prints: a thread prints it here, with the name of the process before each line.
+
+    Args:
+        process: whose it is.
+        descriptors: from which its output and its errors are read; they are closed at their ends.
+
+    Attributes:
+        lines: that it has printed last.
+    """
+
+    def __init__(self, process: ForkedProcess, descriptors: Sequence[int]) -> None:
+        self.lines: deque[str] = deque(maxlen=_LINES)
+        self._process = process
+        self._streams = dict(zip(descriptors, ("stdout", "stderr"), strict=True))
+        self._begun = dict.fromkeys(descriptors, b"")  # a line without its end
+        self._reading = threading.Lock()  # what is read is printed before it is given back
+        self._thread = system().start(self._run, f"output of {process.name}")
+
+    def join(self) -> None:
+        """Return when all that was printed so far is printed here, or after a second."""
+        until = system().now() + _PRINTED_SECONDS
+        while self._thread.is_alive() and system().now() < until:
+            with self._reading:
+                if not select.select(list(self._streams), [], [], 0)[0]:
+                    return
+            system().sleep(_LOOK_SECONDS)
+
+    def _run(self) -> None:
+        while self._streams:
+            ready = select.select(list(self._streams), [], [])[0]
+            with self._reading:
+                for descriptor in ready:
+                    self._take(descriptor)
+
+    def _take(self, descriptor: int) -> None:
+        """Print the lines that have come by a descriptor; at its end what is left of them."""
+        come = os.read(descriptor, 1 << 16)
+        *lines, rest = (self._begun[descriptor] + come).split(b"\n")
+        if not come:
+            lines += [rest] if rest else []
+            stream = self._streams.pop(descriptor)
+            os.close(descriptor)
+        else:
+            # a bar is written again and again over itself
+            self._begun[descriptor] = rest[rest.rfind(b"\r", 0, -1) + 1 :]
+            stream = self._streams[descriptor]
+        if lines:
+            shown = [line.decode(errors="replace") for line in lines]
+            self.lines.extend(shown)
+            file = getattr(sys, stream)
+            file.write("".join(f"[{self._process.name}] {line}\n" for line in shown))
+            file.flush()
+
+
+def _in_words(status: int) -> str:
+    """Return how a process has ended, by its status."""
+    if status >= 0:
+        return f"it exited with status {status}"
+    name = signal.Signals(-status).name
+    return f"it was killed by {name}" + (", or for want of memory" if name == "SIGKILL" else "")
+
+
+class ForkServer:
+    """The template, and the thread that hears of it how processes have started and ended."""
+
+    def __init__(self) -> None:
+        self._process, sock = start_template()
+        self._frames = Frames(sock)
+        self._numbers = itertools.count(1)
+        self._forks: dict[int, ForkedProcess] = {}
+        self._lock = threading.RLock()
+        self.is_over = False
+        self._hearing = system().start(self._hear, "steepest template")
+
+    def fork(self, name: str, environment: Mapping[str, str]) -> ForkedProcess:
+        """Return a process that will be forked."""
+        with self._lock:
+            process = ForkedProcess(next(self._numbers), name.removeprefix("steepest "))
+            self._forks[process.number] = process
+            given = {
+                "environment": {**environment_of_process(), **environment},
+                "directory": os.getcwd(),
+                "path": searched(),
+                "name": name,
+            }
+            try:
+                self._frames.send((process.number, given), descriptors=process.ends)
+            except OSError:
+                self._over()
+            process.drop_ends()
+            return process
+
+    def _hear(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                (what, number, value), _, descriptors = self._frames.receive(1)
+                if what == "started":
+                    self._forks[number].started(value, *descriptors)
+                else:
+                    self._forks.pop(number).ended(value)
+        self._over()
+        self._frames.socket.close()
+
+    def _over(self) -> None:
+        """Note that the template has ended, and with it its forks."""
+        self.is_over = True
+        for number in list(self._forks):
+            if (process := self._forks.pop(number, None)) is not None:
+                process.ended(-signal.SIGKILL)
+
+    def end_forks(self) -> None:
+        """End all processes; return when they are gone, and what they have printed is printed."""
+        forks = list(self._forks.values())
+        for process in forks:
+            process.kill()
+        until = system().now() + _GONE_SECONDS
+        for process in forks:
+            process.status.wait(max(until - system().now(), 0.0))
+            process.output.join()
+
+    def end(self) -> None:
+        """End the template, and with it its forks; return when it is gone."""
+        self._process.kill()
+        self._process.wait()
+        self._hearing.join(_GONE_SECONDS)
