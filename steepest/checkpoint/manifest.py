@@ -135,6 +135,13 @@ def _is_mapping(value: Any, fits: Callable[[Any], bool]) -> bool:
     return isinstance(value, dict) and all(map(fits, value.values()))
 
 
+def _is_flags(value: Any) -> bool:
+    """Return whether a value is switches by "GROUP.NAME", see `OptimizerSpec.state_flags`."""
+    return _is_mapping(value, lambda flag: isinstance(flag, bool)) and all(
+        "." in key for key in value
+    )
+
+
 def _is_name(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -239,7 +246,7 @@ _ABOUT: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "samples": (lambda value: value is None or _is_count(value), True),
     "seed": (_is_seed, True),
     "optimizer": (_is_name, True),
-    "flags": (lambda value: _is_mapping(value, lambda flag: isinstance(flag, bool)), True),
+    "flags": (_is_flags, True),
     "plain": (lambda value: _is_list(value, _is_name), True),
     "aliases": (lambda value: _is_mapping(value, lambda names: _is_list(names, _is_name)), True),
     "left": (lambda value: _is_list(value, _is_part), False),

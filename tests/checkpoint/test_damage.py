@@ -131,7 +131,7 @@ def test_another_format_is_refused_and_the_one_that_is_read_named(
 WRONG = {
     "step": ["7", -1, 1.0, None, True, 1 << 40, 1 << 80], "epoch": [None, "0", 1 << 80],
     "offset": [[], 1 << 70], "samples": ["16", -1, 0.5], "seed": [-1],
-    "optimizer": [None, 3], "flags": [3, {"a": 1}, []], "plain": [3, [3]], "aliases": [{"a": "b"}, []],
+    "optimizer": [None, 3], "flags": [3, {"0.a": 1}, {"a": True}, []], "plain": [3, [3]], "aliases": [{"a": "b"}, []],
     "left": [3, [[1, 2]], [[1, 2, "3"]]], "begun": [[[0]], [[0, "1"]], [["0", 1]], {}],
     "updates": ["3", 1 << 50], "ends": [3, [1 << 90]],
     "result": [3, {}, {"loss": "x"}], "tables": [[["a", 1, "float32"]], 3, [["a", "1", "float32", "SGD"]]],

@@ -393,6 +393,15 @@ def peak_of(pieces: list[bytes], sink) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("empty", [b"\x90", b"\x80"])
+def test_values_of_nothing_but_lists_take_little_memory(empty):
+    """Each of a byte would take 64."""
+    count = MAX_META - 8
+    values = b"\x81\xa1a\xdd" + count.to_bytes(4, "big") + empty * count
+    frame = header(meta_size=len(values)) + values
+    assert peak_of([frame], lambda message, size: None) < 64 << 20
+
+
 @pytest.mark.parametrize("sink", [judged, lambda message, size: None])
 def test_a_payload_that_is_announced_only_takes_no_memory(sink):
     assert peak_of([header(payload_size=MAX_PAYLOAD) + bytes(10)], sink) < 1 << 20

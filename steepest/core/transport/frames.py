@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +24,10 @@ PROTOCOL = 2
 HEADER = struct.Struct("<2sBBBiBiIIQqiddIQ")
 MAX_META = 4 << 20
 MAX_PAYLOAD = 1 << 36
+_FEW_META = 1 << 16  # bytes, of whatever they are
+_MOST_PARTS = (
+    1 << 19
+)  # lists and maps in the named values of a frame; a page of the log has half as many at most
 ROLES = ("coordinator", "server", "worker", "client", "aggregator", "member")
 _ROLE_NUMBER = {name: number for number, name in enumerate(ROLES)}
 _READ_AHEAD = 1 << 16
@@ -124,13 +129,29 @@ def _peer(role: int, index: int) -> Peer:
 def decode_meta(data: bytes | memoryview) -> dict[str, Any]:
     """Return a frame's named values; ProtocolError: no MessagePack, or no map from texts to values of its own types."""
     try:
-        meta = msgpack.unpackb(data, unicode_errors="surrogatepass", max_bin_len=0, max_ext_len=0)
+        hooks = _counting() if len(data) > _FEW_META else {}
+        meta = msgpack.unpackb(
+            data, unicode_errors="surrogatepass", max_bin_len=0, max_ext_len=0, **hooks
+        )
     except (ValueError, msgpack.UnpackException) as error:
         what = str(error) or type(error).__name__
         raise ProtocolError(f"frame with damaged values: {what}") from None
     if not isinstance(meta, dict):
         raise ProtocolError(f"frame whose values are a {type(meta).__name__}, not named")
     return meta
+
+
+def _counting() -> dict[str, Callable[[Any], Any]]:
+    """Return hooks for decoding that raise ValueError at too many lists and maps."""
+    # An empty one takes 64 times its byte.
+    numbers = itertools.count(1)
+
+    def counted(value: Any) -> Any:
+        if next(numbers) > _MOST_PARTS:
+            raise ValueError(f"more than {_MOST_PARTS} lists and maps")
+        return value
+
+    return {"list_hook": counted, "object_hook": counted}
 
 
 def _scratch(size: int) -> memoryview:
