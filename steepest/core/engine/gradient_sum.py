@@ -41,10 +41,7 @@ class GradientSum:
         # By chunk, sums of several batches where float16 or bfloat16 would be rounded at each. What is passed on are
         # means then, which overflow least; of all chunks, whose unit is the same.
         self._wide: dict[int, torch.Tensor] = {}
-        self._gives_means = any(
-            sum_dtype(layout.chunks[c].dtype) is not layout.chunks[c].dtype
-            for c in layout.trainable_chunks
-        )
+        self._wide_dtypes = _wide_dtypes(layout) if count > 1 else {}
 
     def begin(self, gradients: torch.Tensor) -> None:
         """Begin the next batch, whose replica writes to `gradients`."""
@@ -96,14 +93,13 @@ class GradientSum:
     def _complete(self, index: int) -> None:
         """Add the batch's gradient of a chunk to the sum, and pass that on after the last batch."""
         chunk = self._layout.chunks[index]
-        dtype = sum_dtype(chunk.dtype)
+        wide = self._wide_dtypes.get(index)
         if self._gradients is self._sum and not self._unit:  # the first batch has written to it
             if self._batches_left == 0:
                 self._pass_on(index, *self._about(index))
-            elif dtype is not chunk.dtype:
-                self._wide[index] = (
-                    self._layout.chunk_view(self._sum, index).view(chunk.dtype).to(dtype)
-                )
+            elif wide is not None:
+                own = self._layout.chunk_view(self._sum, index).view(chunk.dtype)
+                self._wide[index] = own.to(wide)
             return
         total = self._layout.chunk_view(self._sum, index).view(chunk.dtype)
         own = self._layout.chunk_view(self._gradients, index).view(chunk.dtype)
@@ -111,8 +107,8 @@ class GradientSum:
             if self._weight:  # a batch without weight may hold NaN: a mean over nothing
                 so_far = self._wide.get(index, total)
                 so_far.add_(own.to(total.device), alpha=self._weight / self._unit)
-        elif self._batches_left and dtype is not chunk.dtype:
-            self._wide[index] = own.to(total.device, dtype)
+        elif self._batches_left and wide is not None:
+            self._wide[index] = own.to(total.device, wide)
         elif own.data_ptr() != total.data_ptr():
             if self._copies is not None and self._batches_left == 0:
                 self._copies.start(total, own, partial(self._pass_on, index, *self._about(index)))
@@ -120,7 +116,7 @@ class GradientSum:
                 return
             total.copy_(own)
         if self._batches_left == 0:
-            if self._unit and self._gives_means:
+            if self._unit and self._wide_dtypes:
                 weight = self._total + self._weight
                 total.copy_(self._wide.pop(index, total).div_(weight / self._unit))
             self._pass_on(index, *self._about(index))
@@ -130,9 +126,17 @@ class GradientSum:
         slices = self._layout.chunks[index].slices
         absent = frozenset(s.entry for s in slices if s.entry not in self._present)
         total = self._total + self._weight
-        return total if self._gives_means else self._unit or self._weight, total, absent
+        return total if self._wide_dtypes else self._unit or self._weight, total, absent
 
     def _pass_on(self, index: int, unit: float, weight: float, absent: frozenset[int]) -> None:
         """Pass on the sum of a chunk."""
         total = self._layout.chunk_view(self._sum, index)
         self._chunk_ready(index, total if unit else NOTHING, unit, weight, absent)
+
+
+def _wide_dtypes(layout: ParameterLayout) -> dict[int, torch.dtype]:
+    """Return, by chunk, the dtypes in which gradients are added up where these are not the chunks' own."""
+    own = {index: layout.chunks[index].dtype for index in layout.trainable_chunks}
+    return {
+        index: sum_dtype(dtype) for index, dtype in own.items() if sum_dtype(dtype) is not dtype
+    }

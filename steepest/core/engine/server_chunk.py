@@ -56,6 +56,10 @@ class ServerChunk(ChunkStore):
         self._layout = layout
         self._spec = spec
         self._sum: torch.Tensor | None = None  # memory for a mean of several
+        wide = sum_dtype(chunk.dtype)
+        self._wide_dtype = (
+            None if wide is chunk.dtype else wide
+        )  # in which it is added up, if another
         self._codec_raised: Exception | None = None  # of the mean, told when its update is applied
         self._sum_views: list[torch.Tensor] = []  # the slices in it
         self._names = [layout.entries[piece.entry].name for piece in chunk.slices]
@@ -189,11 +193,11 @@ class ServerChunk(ChunkStore):
             self.mean = first
             return
         self.mean = self._accumulator
-        dtype = sum_dtype(self.chunk.dtype)
-        if dtype is self.chunk.dtype:
+        if self._wide_dtype is None:
             _add_up(parts, total, self.mean)
         else:
-            self.mean.copy_(_add_up(parts, total, torch.empty_like(self.mean, dtype=dtype)))
+            wide = torch.empty_like(self.mean, dtype=self._wide_dtype)
+            self.mean.copy_(_add_up(parts, total, wide))
 
     def squares(self) -> float:
         """Return the sum of the squares of the mean; not finite when an element is not."""
