@@ -111,7 +111,7 @@ class UserLoop:
         self.meets = self.together
         self.epoch, self._left = 0, -1  # in which the loop is; through which it has gone last
         self.stepped = False
-        self._own_weight: float | None = None  # of the present batch, as the user says it
+        self._own_weight: float | None = None  # of the last batch of which the loop has said it
         self.calls = ReportCalls(self.calls.count)
         self.kept: Kept | None = None
         self.schedules = Schedules(self)
@@ -615,6 +615,7 @@ class UserLoop:
                 "steepest.weight() before the first batch: call it in the loop over the loader"
             )
         before, self._batch_weight = self._batch_weight, checked_weight(weight)
+        self._own_weight = self._batch_weight
         self.weight += self._batch_weight - before
         self.calls.weight += self._batch_weight - before
 
