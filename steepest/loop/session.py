@@ -106,7 +106,6 @@ class Session:
         It has not where it asks for another batch before, or has ended. What the function raises is raised. If the
         batch is that of the step that the loop awaits, its gradients serve again.
         """
-        self._raise_error()
         here = self.loop.taken is not None and self.loop.taken.where == batch.where
         if here and self.job.asked is Ask.COMMIT:
             return True
