@@ -29,11 +29,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+import operator
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,7 +77,11 @@ class UnfrozenError(ModelError):
 
 
 class ModelRaisedError(StepError):
-    """The user's code or data raised; the original traceback is attached as the cause."""
+    """The user's code or data raised; the original traceback is attached as the cause.
+
+    It is of the class that the user's code raised, too, where that is the user's own and the driver has it:
+    ``except Mine`` catches it.
+    """
 
 
 class NonFiniteError(StepError):
@@ -135,15 +142,15 @@ def describe_error(error: BaseException) -> dict[str, str]:
     """Describe an exception of any class as text that fits into a message.
 
     Returns:
-        "error", its class and message; its "traceback", see `_traceback_of`; and "kind", the class
-        of this module that it is of, if it is of any.
+        "error", its class and message; its "traceback", see `_traceback_of`; and "kind": the class
+        of this module that it is of, or else of what `_rebuilt` makes one of the user's class.
     """
     kinds = (base.__name__ for base in type(error).__mro__ if base.__module__ == __name__)
     described = {
         "error": _shortened(f"{type(error).__name__}: {_message_of(error)}", _MESSAGE_LIMIT),
         "traceback": _shortened(_traceback_of(error), _TRACEBACK_LIMIT),
     }
-    kind = next(kinds, None)
+    kind = next(kinds, None) or _rebuilding(error)
     return described if kind is None else described | {"kind": kind}
 
 
@@ -255,6 +262,73 @@ def described_error(described: Mapping[str, str], prefix: str = "") -> SteepestE
     # None hides the exception that is being handled, Ray's, as `raise ... from None` does
     found.__cause__ = RemoteTraceback(described["traceback"]) if described["traceback"] else None
     return found
+
+
+def raised_by_user(message: str, described: Mapping[str, str]) -> ModelRaisedError:
+    """Return the error for what `describe_error` described; its cause is the `RemoteTraceback`.
+
+    It is of the user's class, too, with the same `args` and attributes, where this process has that class, which is no
+    built-in one, and these are plain values: text, numbers, None, lists and dicts of these.
+    """
+    own = _rebuilt(described.get("kind", ""))
+    error = ModelRaisedError(message) if own is None else _of_both(message, own)
+    error.__cause__ = RemoteTraceback(described["traceback"])
+    return error
+
+
+def _rebuilding(error: BaseException) -> str | None:
+    """Return that of which `_rebuilt` makes an exception of the same class; None where it could not."""
+    kind = type(error)
+    if not isinstance(error, Exception) or kind.__module__ == "builtins":
+        return None
+    about = {
+        "class": [kind.__module__, kind.__qualname__],
+        "args": list(error.args),
+        "attributes": {name: value for name, value in vars(error).items() if name[:2] != "__"},
+    }
+    try:
+        text = json.dumps(about)
+        return text if len(text) < _MESSAGE_LIMIT and json.loads(text) == about else None
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _rebuilt(text: str) -> Exception | None:
+    """Return an exception of a user's class; None where this process lacks it. Nothing is imported, or called."""
+    try:
+        about = json.loads(text)
+        module, name = about["class"]
+        kind = operator.attrgetter(name)(sys.modules[module])
+        if module == "builtins" or not issubclass(kind, Exception):
+            return None
+        if issubclass(kind, (SteepestError, StopIteration)):
+            return None
+        made: Exception = Exception.__new__(kind)  # TypeError for one that is built in C
+        made.args = tuple(about["args"])
+        vars(made).update(about["attributes"])
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return None
+    return made
+
+
+def _of_both(message: str, own: Exception) -> ModelRaisedError:
+    """Return a ModelRaisedError that is of the class of a user's exception, too, with what that has."""
+    kind: Any = type(own)
+    made: ModelRaisedError = Exception.__new__(_class_of_both(kind))
+    made.args = own.args
+    vars(made).update(vars(own), _message=message)
+    return made
+
+
+@functools.cache
+def _class_of_both(kind: type[Exception]) -> Any:
+    def told(error: Exception) -> str:
+        message: str = vars(error)["_message"]
+        return message
+
+    plain = {"__str__": told, "__reduce__": lambda each: (ModelRaisedError, (told(each),))}
+    name = f"ModelRaisedError, {kind.__qualname__}"
+    return type(name, (ModelRaisedError, kind), {**plain, "__module__": __name__})
 
 
 def folds_frames(function: Callable[P, T]) -> Callable[P, T]:

@@ -20,11 +20,10 @@ from typing import Any
 from steepest.core.runtime import OnSystem, Process
 from steepest.errors import (
     ConfigurationError,
-    ModelRaisedError,
     PeerLostError,
-    RemoteTraceback,
     describe_error,
     described_error,
+    raised_by_user,
 )
 from steepest.validation import require_choice
 
@@ -220,9 +219,7 @@ def _error(name: str, told: dict[str, str]) -> Exception:
     """Return the exception that stands for what a child's method raised."""
     if (own := described_error(told, f"{name}: ")) is not None:
         return own
-    error = ModelRaisedError(f"{name}: {told['error']}")
-    error.__cause__ = RemoteTraceback(told["traceback"])
-    return error
+    return raised_by_user(f"{name}: {told['error']}", told)
 
 
 def settle(call: Future[Any], name: str, well: bool, answer: bytes) -> None:

@@ -16,10 +16,9 @@ import cloudpickle
 
 from steepest.errors import (
     ConfigurationError,
-    ModelRaisedError,
     PeerLostError,
-    RemoteTraceback,
     described_error,
+    raised_by_user,
 )
 from steepest.runtime.job_runtime import (
     CallError,
@@ -108,9 +107,8 @@ def raise_remote(error: CallRaisedError, who: str, what: str) -> NoReturn:
         if (own := described_error(cause.told, f"{who}: ")) is not None:
             raise own
         hint = unimportable(cause.told["error"])
-        raise ModelRaisedError(
-            f"{who} could not {what}: {cause.told['error']}{hint and f'; {hint}'}"
-        ) from RemoteTraceback(cause.told["traceback"])
+        words = f"{who} could not {what}: {cause.told['error']}{hint and f'; {hint}'}"
+        raise raised_by_user(words, cause.told)
     if isinstance(cause, UnreadableError):
         words = last_line(error)
         raise ConfigurationError(

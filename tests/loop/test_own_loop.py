@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import signal
 import sys
 import warnings
@@ -27,6 +28,7 @@ from steepest.errors import (
     ModelError,
     ModelRaisedError,
     RemoteTraceback,
+    raised_by_user,
 )
 from steepest.loop.script import UserScript
 from steepest.loop.user_loop import current
@@ -602,11 +604,74 @@ def behind(parts: Parts, epochs: int) -> None:
         ("import steepest\nfrom tests.loop.test_own_loop import *\nScript(raising)()", "raised in step 1: Key"),
     ],
 )  # fmt: skip
-def test_a_script_is_named_where_it_raises(script: str, words: str, tmp_path: Path) -> None:
+def test_a_script_is_named_where_it_raises(
+    script: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # all are as before
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     (path := tmp_path / "script.py").write_text(script)
     with pytest.raises(ModelRaisedError, match=words.format(r"script\.py")) as raised:
         run(UserScript.read(str(path)), 2)
     assert f'File "{path}", line {script.count(chr(10)) + 1}' in str(raised.value.__cause__)
+
+
+class NoDataError(Exception):
+    """A user's."""
+
+    def __init__(self, shard: int, *left: Any) -> None:
+        super().__init__(shard, *left)
+        self.shard = shard
+
+    def __str__(self) -> str:
+        return f"shard {self.shard} is empty"
+
+
+def without_data(*left: Any, when: str) -> None:
+    if when == "before":
+        raise NoDataError(3, *left)
+    model, optimizer = steepest.prepare(model := perceptron(), sgd()(model))
+    for _ in steepest.epochs(1):
+        if when == "in a step":
+            raise NoDataError(3, *left)
+        model(torch.zeros(1, 3).double()).sum().backward()
+        optimizer.step()
+    raise NoDataError(3, *left)
+
+
+@pytest.mark.parametrize("when", ["before", "in a step", "behind"])
+def test_what_a_loop_raises_is_caught_as_the_users_class(when: str) -> None:
+    """And as ours, with the same attributes."""
+    with pytest.raises(NoDataError, match=r"worker .*: NoDataError: shard 3 is empty") as raised:
+        run(partial(without_data, when=when), 2)
+    assert isinstance(raised.value, ModelRaisedError)
+    assert (raised.value.shard, raised.value.args) == (3, (3,))
+    assert "raise NoDataError(3, *left)" in str(raised.value.__cause__)
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert (type(again), str(again)) == (ModelRaisedError, str(raised.value))
+
+
+def test_an_exception_that_is_not_made_of_plain_values_is_ours_alone() -> None:
+    with pytest.raises(ModelRaisedError, match="NoDataError: shard 3 is empty") as raised:
+        run(partial(without_data, torch.zeros(1), when="before"), 2)
+    assert type(raised.value) is ModelRaisedError
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        '{"class": ["builtins", "KeyError"], "args": [], "attributes": {}}',
+        '{"class": ["os", "system"], "args": ["true"], "attributes": {}}',
+        '{"class": ["nowhere", "Error"], "args": [], "attributes": {}}',
+        '{"class": ["steepest.errors", "CheckpointError"], "args": [], "attributes": {}}',
+        '{"class": ["tests.loop.test_own_loop", "NoDataError"], "args": 7, "attributes": {}}',
+        '{"class": 7}',
+        "[]",
+    ],
+)
+def test_no_other_class_is_made_of_what_a_process_says(kind: str) -> None:
+    found = raised_by_user("it raised", {"kind": kind, "traceback": ""})
+    assert type(found) is ModelRaisedError
 
 
 def test_the_command_prints_the_frames_of_users_code_once(

@@ -15,6 +15,7 @@ from steepest.errors import (
     NonFiniteError,
     RemoteTraceback,
     described_error,
+    raised_by_user,
 )
 
 
@@ -43,9 +44,10 @@ def raise_step_error(
         own = described_error(described, f"{who}, step {step}: ")
         if isinstance(own, (ModelError, DataPlaneError)):
             raise own
-        raise ModelRaisedError(
-            f"{who} raised in step {step}: {failure.error}; nothing of the step was applied"
-        ) from RemoteTraceback(failure.traceback)
+        raise raised_by_user(
+            f"{who} raised in step {step}: {failure.error}; nothing of the step was applied",
+            described,
+        )
     if failure.reason == "schedule":
         raise ModelRaisedError(
             f"the learning-rate schedule raised in step {step}: {failure.error}; nothing of the "
