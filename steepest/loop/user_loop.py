@@ -504,7 +504,7 @@ class UserLoop:
         self.samples += samples
         self.weight += samples
         self.calls.weight += samples
-        self._batch_weight = float(samples)
+        self._batch_weight, self._own_weight = float(samples), None
 
     def _batch_again(self, pending: Batch) -> Any:
         """Return a batch that others have taken since their last step, where the loop enters after it; else None."""
