@@ -322,7 +322,7 @@ def test_with_drop_last_no_batch_is_smaller(workers: int) -> None:
     assert [result.samples for result in cluster.step(4)] == [8] * 4
     *_, failed = InProcessCluster(task.creator(), num_workers=workers).step(2)
     assert isinstance(failed, Failure)
-    assert "more than 1 value" in failed.error
+    assert "drop_last=True" in failed.error
 
 
 # -- streams --------------------------------------------------------------------------------------

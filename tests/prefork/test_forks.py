@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from steepest.prefork import template, worker_start
+from tests.processes import until
 
 WORKER = "/ray/default_worker.py"
 SECONDS = 60.0
@@ -162,5 +163,7 @@ def test_a_template_passes_over_who_has_ended_before_it_looks() -> None:
     """It asks the next one for Ray's variables, which a child of the raylet has."""
     told = {"RAY_RAYLET_PID": "7", "OTHER": "8"}
     with subprocess.Popen(["cat"], env=told, stdin=subprocess.PIPE) as process:
-        assert template.ray_variables(process.pid) == {"RAY_RAYLET_PID": "7"}
+        until(
+            lambda: template.ray_variables(process.pid) == {"RAY_RAYLET_PID": "7"}
+        )  # exec is over
     assert template.ray_variables(process.pid) == {}

@@ -32,7 +32,7 @@ from steepest.errors import (
     PeerLostError,
     ProtocolError,
 )
-from steepest.runtime import connection
+from steepest.runtime import holders
 from steepest.runtime.holders import who_else
 from steepest.testing import linear_model_creator
 from steepest.tls import certificates
@@ -506,7 +506,7 @@ def test_files_that_do_not_fit_are_refused_before_anything_starts(
 def test_files_that_do_not_fit_leave_no_trainer_and_no_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "_holders", [])  # another test's simulation may have left one
+    monkeypatch.setattr(holders, "_holders", [])  # another test's simulation may have left one
     nowhere = str(tmp_path / "nowhere.pem")
     config = run_config(tls=TLSConfig(certificate=nowhere, key=nowhere, ca=nowhere))
     with Simulation(1).running() as simulation:
