@@ -111,23 +111,48 @@ def on_ray() -> Iterator[JobRuntime]:
         yield own
 
 
-@pytest.fixture(scope="module")
-def machine() -> Iterator[JobRuntime]:
-    own = MachineRuntime()
-    own.connect()
-    yield own
-    own.close()
+def test_a_signal_is_named_and_all_that_was_printed_is_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with on_processes() as here:
+        group = here.ask([{"CPU": 1.0}], "PACK")
+        process = here.start(Body, ["steepest worker 1", 1], (group, 0), cpus=1, gpus=0, calls=4)
+        stays, pid = here.call(process, "stay"), here.call(process, "pid").get(SECONDS)
+        here.call(process, "say", "first").get(SECONDS)
+        here.show_output([process])
+        assert capsys.readouterr().out == "[worker 1] first\n"
+        here.call(process, "say", "last").get(SECONDS)
+        os.kill(pid, signal.SIGTERM)
+        with pytest.raises(ProcessDiedError, match="killed by SIGTERM"):
+            stays.get(SECONDS)
+        assert here.last_lines(here.node, pid, ()) == ["first", "last", "firstlast"]
+    assert capsys.readouterr() == ("[worker 1] last\n", "[worker 1] firstlast\n")
 
 
-@pytest.fixture(params=["processes", "simulation", pytest.param("ray", marks=pytest.mark.ray)])
+def test_nothing_stays_when_a_runtime_ends() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        with on_processes() as here:
+            group = here.ask([{"CPU": 1.0}] * 64, "PACK")  # more than there are cores
+            process = here.start(
+                Body, ["steepest worker 1", 1], (group, 9), cpus=1, gpus=0, calls=4
+            )
+            here.call(process, "ones", 300_000).get(SECONDS)
+            pid = here.call(process, "pid").get(SECONDS)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture(
+    scope="module", params=["processes", "simulation", pytest.param("ray", marks=pytest.mark.ray)]
+)
 def here(request: pytest.FixtureRequest) -> Iterator[JobRuntime]:
-    if request.param == "processes":
-        with using(request.getfixturevalue("machine")):
-            yield runtime()
-        return
+    """Each runtime in turn: real threads take no time of a simulation."""
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
-    with on_ray() if request.param == "ray" else on_a_simulation() as found:
+    worlds = {"processes": on_processes, "simulation": on_a_simulation, "ray": on_ray}
+    with worlds[request.param]() as found:
         yield found
 
 
@@ -224,36 +249,3 @@ def test_processes_end_with_their_room(here: JobRuntime) -> None:
     here.give_back(group)
     with pytest.raises(ProcessDiedError):
         stays.get(SECONDS)
-
-
-def test_a_signal_is_named_and_all_that_was_printed_is_there(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with on_processes() as here:
-        group = here.ask([{"CPU": 1.0}], "PACK")
-        process = here.start(Body, ["steepest worker 1", 1], (group, 0), cpus=1, gpus=0, calls=4)
-        stays, pid = here.call(process, "stay"), here.call(process, "pid").get(SECONDS)
-        here.call(process, "say", "first").get(SECONDS)
-        here.show_output([process])
-        assert capsys.readouterr().out == "[worker 1] first\n"
-        here.call(process, "say", "last").get(SECONDS)
-        os.kill(pid, signal.SIGTERM)
-        with pytest.raises(ProcessDiedError, match="killed by SIGTERM"):
-            stays.get(SECONDS)
-        assert here.last_lines(here.node, pid, ()) == ["first", "last", "firstlast"]
-    assert capsys.readouterr() == ("[worker 1] last\n", "[worker 1] firstlast\n")
-
-
-def test_nothing_stays_when_a_runtime_ends() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(2):
-        with on_processes() as here:
-            group = here.ask([{"CPU": 1.0}] * 64, "PACK")  # more than there are cores
-            process = here.start(
-                Body, ["steepest worker 1", 1], (group, 9), cpus=1, gpus=0, calls=4
-            )
-            here.call(process, "ones", 300_000).get(SECONDS)
-            pid = here.call(process, "pid").get(SECONDS)
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-    assert len(os.listdir("/proc/self/fd")) == before

@@ -51,7 +51,7 @@ class ForkedProcess:
         self.ends = [theirs.detach(), *(end for _, end in printed)]
         self._output = _Output(self, [begin for begin, _ in printed])
         system().start(self._write, f"to {name}")
-        system().start(self._read, f"from {name}")
+        self._reader = system().start(self._read, f"from {name}")
 
     # -- its life ---------------------------------------------------------------------------------
 
@@ -79,6 +79,11 @@ class ForkedProcess:
                 self._descriptor = None
         with contextlib.suppress(OSError):  # children of its own may hold the other end open
             self._frames.socket.shutdown(socket.SHUT_RD)
+
+    def join(self, seconds: float) -> None:
+        """Return when its end is noted and all that it has printed is printed, or after some seconds."""
+        self._reader.join(seconds)
+        self.output.join()
 
     def drop_ends(self) -> None:
         """Close its ends here, once the template has them."""
@@ -298,8 +303,7 @@ class ForkServer:
             process.kill()
         until = system().now() + _GONE_SECONDS
         for process in forks:
-            process.status.wait(max(until - system().now(), 0.0))
-            process.output.join()
+            process.join(max(until - system().now(), 0.0))
 
     def end(self) -> None:
         """End the template, and with it its forks; return when it is gone."""
