@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
+import numpy as np
 import torch
 
 from steepest.core.engine.replicas import Replicas, WorkerResult
@@ -12,7 +16,6 @@ from steepest.core.models.protocol import Model, Unfreezing
 from steepest.core.optim.spec import ScheduleState
 from steepest.core.tensors.dtypes import LOOP_STATE, Tensors, furthest
 from steepest.errors import ConfigurationError, describe_error
-from steepest.runtime.job_runtime import Call, runtime
 from steepest.runtime.lent_models import lent_to
 
 
@@ -37,17 +40,37 @@ def name_of(function: Any) -> str:
     )
 
 
-def sent(fn: Callable[..., Any], result: Any) -> Call:
-    """Put what a user's function returned into Ray's store, which pickles it.
+@dataclass(frozen=True)
+class PickledResult:
+    """What a user's function has returned, pickled where it ran.
 
-    Whatever the result's own methods raise is caught here; when Ray pickles what a call returned, a
-    `SystemExit` leaves the caller without an answer.
+    Attributes:
+        pickle: without its buffers.
+        buffers: as bytes, which travel without being copied.
+    """
+
+    pickle: bytes
+    buffers: list[np.ndarray[Any, Any]]
+
+    def value(self) -> Any:
+        """Return the value; whatever its own methods raise is raised."""
+        return cloudpickle.loads(self.pickle, buffers=self.buffers)
+
+
+def sent(fn: Callable[..., Any], result: Any) -> PickledResult:
+    """Pickle what a user's function returned.
+
+    Whatever the result's own methods raise is caught here; where Ray pickles what a call returned, a
+    `SystemExit` leaves the caller without an answer. A reference to Ray's store in its place would leave the driver
+    with a connection to this process, also when that has ended.
 
     Raises:
         ConfigurationError: it cannot be pickled.
     """
     try:
-        return runtime().put((result,))  # a bare reference may not be put
+        buffers: list[pickle.PickleBuffer] = []
+        content = cloudpickle.dumps(result, protocol=5, buffer_callback=buffers.append)
+        return PickledResult(content, [_bytes_of(buffer) for buffer in buffers])
     except BaseException as error:
         why = describe_error(error.__cause__ or error)["error"]
         raise ConfigurationError(
@@ -56,14 +79,19 @@ def sent(fn: Callable[..., Any], result: Any) -> Call:
         ) from error
 
 
-def on_models(replicas: Replicas, fn: Callable[[Model], Any], name: str = "") -> Call:
+def _bytes_of(buffer: pickle.PickleBuffer) -> np.ndarray[Any, Any]:
+    raw = buffer.raw()
+    return np.frombuffer(raw, np.uint8) if raw.nbytes else np.empty(0, np.uint8)
+
+
+def on_models(replicas: Replicas, fn: Callable[[Model], Any], name: str = "") -> PickledResult:
     """Run a user's function on every replica; return the list of its results, see `sent`."""
     with lent_to(name or f"the function {name_of(fn)}", replicas):
         results = [fn(model) for model in replicas.models]
     return sent(fn, results)
 
 
-def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> Call:
+def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> PickledResult:
     """Run a user's function on the first replica; return its result, see `sent`."""
     with lent_to(f"the function {name_of(fn)}", replicas):
         result = fn(replicas.models[0])

@@ -13,7 +13,6 @@ from steepest.runtime.activity import log_report
 from steepest.runtime.calls import (
     drop_calls,
     has_answered,
-    last_line,
     raise_remote,
     raise_unsendable,
     travelling,
@@ -22,14 +21,12 @@ from steepest.runtime.calls import (
 from steepest.runtime.context import LOOK_SECONDS, JobContext
 from steepest.runtime.deaths import Deaths
 from steepest.runtime.job_runtime import (
-    Call,
     CallRaisedError,
     ProcessDiedError,
     ResultLostError,
-    UnreadableError,
     runtime,
 )
-from steepest.runtime.remote_functions import name_of
+from steepest.runtime.remote_functions import PickledResult, name_of
 
 _NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
 
@@ -100,13 +97,10 @@ class WorkerCalls:
         return [results[index] for index in chosen]
 
     def _result(self, ref: Any, calls: Mapping[Any, int], what: str) -> Any:
-        """Return what a call of a worker returned, or put into Ray's store."""
+        """Return what a call of a worker returned; what a user's function has returned is unpickled."""
         name = self._name(calls[ref])
         try:
             result = ref.get()
-            if isinstance(result, Call):
-                (result,) = result.get()
-            return result
         except CallRaisedError as error:
             names = who_raised(error, {each: self._name(worker) for each, worker in calls.items()})
             try:
@@ -117,11 +111,14 @@ class WorkerCalls:
         except (ProcessDiedError, ResultLostError) as error:
             self._deaths.raise_if_dead(wait=_NOTICE_SECONDS)
             raise PeerLostError(f"{name} died before it could {what}") from error
-        except (UnreadableError, SystemExit) as error:
+        if not isinstance(result, PickledResult):
+            return result
+        try:
+            return result.value()
+        except (Exception, SystemExit) as error:
             raise ConfigurationError(
                 f"the driver cannot read what {name} returned when asked to {what}: "
-                f"{last_line(error)}: return what can be pickled, of modules that the driver has "
-                "too"
+                f"{type(error).__name__}: {error}: return what can be pickled, of modules that the driver has too"
             ) from error
 
     def _name(self, worker: int) -> str:

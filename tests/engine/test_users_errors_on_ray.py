@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -374,3 +375,22 @@ def test_a_model_that_one_worker_cannot_build(
 
     with pytest.raises(raised, match=words):
         DistributedSGD(build, num_workers=2)
+
+
+@pytest.mark.long
+def test_no_socket_stays_of_workers_whose_functions_have_returned() -> None:
+    counts = []
+    for _ in range(4):
+        with DistributedSGD(create, num_workers=2) as made:
+            assert made.foreach_model(lambda model: np.arange(3.0))[1].tolist() == [0.0, 1.0, 2.0]
+        counts.append(sockets())
+    assert counts[3] <= counts[1]  # Ray itself keeps some
+
+
+def sockets() -> int:
+    """How many sockets this process has open."""
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+            found.append(os.readlink(each))
+    return sum(each.startswith("socket:") for each in found)
