@@ -222,14 +222,14 @@ class MachineRuntime(OwnProcess):
         without: Collection[str] = (),
         node: str | None = None,
     ) -> Group:
-        """Return room for bundles, which has its GPUs when there are so many free ones."""
+        """Return room for bundles, which has its GPUs when there are so many free ones; ResourcesError: not here."""
+        if _NODE in without or (how == "STRICT_SPREAD" and len(bundles) > 1):
+            raise ResourcesError(
+                "all processes of runtime='processes' are on this machine: give runtime='ray' for others"
+            )
         number = next(self._group_numbers)
         group = MachineGroup(_GroupId(number), [dict(bundle) for bundle in bundles])
         self._groups[group.id.hex()] = group
-        if _NODE in without or (how == "STRICT_SPREAD" and len(bundles) > 1):
-            raise ResourcesError(
-                "all processes of this runtime are on this machine, and on no other node"
-            )
         self._place(group)
         return group
 
