@@ -54,7 +54,7 @@ class LightningModel(TorchModel):
             epochs, which is Lightning's default interval, or with a frequency.
         epochs: the epochs that are going to be trained.
         ignore_hooks: names of methods that the module overrides and that need not be called.
-        autocast, loss_scale: see `TorchModel`.
+        autocast, loss_scale, buffers: see `TorchModel`.
 
     Raises:
         ModelError: the module is no LightningModule, optimizes by itself, lacks a method, or
@@ -67,7 +67,7 @@ class LightningModel(TorchModel):
         ...     return LightningModel(Net(lr=0.1), data=train_set, batch_size=32)
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords of a user, most of them optional
         self,
         module: Any,
         *,
@@ -78,6 +78,7 @@ class LightningModel(TorchModel):
         ignore_hooks: Collection[str] = (),
         autocast: torch.dtype | None = None,
         loss_scale: float = 1.0,
+        buffers: Mapping[str, str] | None = None,
     ) -> None:
         for name, value in (("steps_per_epoch", steps_per_epoch), ("epochs", epochs)):
             if value is not None:
@@ -99,6 +100,7 @@ class LightningModel(TorchModel):
             lr_scheduler=schedule,
             autocast=autocast,
             loss_scale=loss_scale,
+            buffers=buffers,
         )
 
     def take_place(self, where: Where, replica: int, replicas: int) -> None:

@@ -389,7 +389,7 @@ class Trainer:
         asked = dict.fromkeys(self._crew.workers, ())
         states = self._crew.ask("send its buffers", "states", asked)
         each = [state for part in states for state in part]
-        return merged_states(each, self._described.layout.index)
+        return merged_states(each, self._described)
 
     # -- deaths --------------------------------------------------------------------------------
 

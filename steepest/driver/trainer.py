@@ -458,7 +458,8 @@ class DistributedSGD:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters, under each of their names, and of buffers.
 
-        Running statistics, such as BatchNorm's, are averaged over replicas; other buffers are worker 0's.
+        Running statistics, such as BatchNorm's, are averaged over replicas; other buffers are worker 0's, unless
+        ``TorchModel(buffers=)`` says otherwise.
 
         The plain module takes it: ``module.load_state_dict(sgd.state_dict())``.
         """

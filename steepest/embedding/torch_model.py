@@ -77,6 +77,7 @@ class TorchModel(dense.TorchModel):
         loss_scale: float = 1.0,
         table_shards: int = 8,
         reduction: str = "mean",
+        buffers: Mapping[str, str] | None = None,
     ) -> None:
         self.tables: tuple[Table, ...] = ()
         self.held: tuple[Table, ...] = ()
@@ -89,7 +90,7 @@ class TorchModel(dense.TorchModel):
         super().__init__(
             module, data=data, optimizer=optimizer, loss=loss, batch_size=batch_size, metrics=metrics,
             lr_scheduler=lr_scheduler, learning_rate=learning_rate, autocast=autocast,
-            loss_scale=loss_scale, reduction=reduction,
+            loss_scale=loss_scale, reduction=reduction, buffers=buffers,
         )  # fmt: skip
 
     def held_rows(self) -> list[torch.nn.Parameter]:

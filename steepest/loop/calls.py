@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def prepare(
     any_steps: bool = False,
     reduction: str = "mean",
     table_shards: int = 8,
+    buffers: Mapping[str, str] | None = None,
 ) -> Any:
     """Make a model, its optimizer, schedulers and loaders those of the job whose worker this is.
 
@@ -62,8 +63,9 @@ def prepare(
             worker, such as several passes over a batch. Otherwise each step takes the next batch.
         reduction: what the loss does with the samples of a batch: "mean", or "sum" where it adds them up. Then the
             gradients of all workers are added up too.
-
         table_shards: parts into which the rows of embedding tables are dealt, see `TorchModel`.
+        buffers: what stands for all workers' values of buffers, such as ``{"queue": "first", "codes": "mean"}``, see
+            `TorchModel`. Names are those of the module, or "0.queue" and "1.queue" of several.
 
     Returns:
         The same in the same order, a single one by itself: loaders are others, whatever else is what it was.
@@ -96,7 +98,7 @@ def prepare(
     data = None if not loaders else training_data(loaders[0], loop)
     lockstep = _lockstep(loop, servers, data, any_steps=any_steps)
     shares = _shares(data, loaders, alike=lockstep is None)
-    model = LoopModel(loop, module, servers, shares, project, table_shards)
+    model = LoopModel(loop, module, servers, shares, project, table_shards, buffers)
     _check_tables(model, alike=lockstep is None and not closures)
     # where workers do not wait for each other, each reads all of a further loader
     further = loaders[1:] if loop.together else []

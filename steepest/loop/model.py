@@ -64,7 +64,7 @@ class LoopModel(TorchModel):
         loop: of the user's function, in `prepare`.
         module, optimizers: that it has given there.
         project: what is done to parameters after each update, see `prepare`.
-        table_shards: see `steepest.TorchModel`.
+        table_shards, buffers: see `steepest.TorchModel`.
         data: of which each share is a batch of the loop's, or one of its steps.
 
     Attributes:
@@ -83,6 +83,7 @@ class LoopModel(TorchModel):
         data: TrainingData,
         project: Projection | None = None,
         table_shards: int = 8,
+        buffers: Mapping[str, str] | None = None,
     ) -> None:
         def chosen(own: torch.nn.Module) -> Any:
             one = optimizers[0] if len(optimizers) == 1 else list(optimizers)
@@ -97,6 +98,7 @@ class LoopModel(TorchModel):
                 batch_size=data.batch_size,
                 optimizer=chosen,
                 table_shards=table_shards,
+                buffers=buffers,
             )
         self._writes = LoopWrites()
         given = {id(self._parameters[name]) for name in self.optimizer_spec.trainable()}

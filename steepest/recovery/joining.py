@@ -114,7 +114,7 @@ class Joining:
 
         place = get(start.building[-1], "say where it is")
         states = self._states_of_the_others(missing)
-        mean = merged_states(states, cluster.job.description.layout.index) if states else None
+        mean = merged_states(states, cluster.job.description) if states else None
         get(
             runtime().call(actor, "bind", cluster.stored_job, cluster.chosen.gpu),
             "bind the model again",

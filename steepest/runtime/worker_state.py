@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from steepest.core.engine.job import Description
 from steepest.core.engine.replica_states import merged_states
 from steepest.core.engine.replicas import InnerOptimizerState, Replicas
 from steepest.core.system import system
@@ -43,7 +44,7 @@ def worker_state(replicas: Replicas, step: int, ledger: Sequence[int] | None = N
 
 
 def buffers_of(
-    workers: Sequence[WorkerState], installed: dict[str, torch.Tensor]
+    workers: Sequence[WorkerState], installed: dict[str, torch.Tensor], about: Description
 ) -> tuple[dict[int, Tensors], Tensors]:
     """Return the buffers of all replicas by index, in the order of workers, and what stands for all of them."""
     # installed: parameters by name, which replicas have that have not changed them.
@@ -53,4 +54,4 @@ def buffers_of(
         {name: state[name] if name in state else installed[name] for name in names}
         for state in states
     ]
-    return dict(enumerate(states)), merged_states(whole, installed)
+    return dict(enumerate(states)), merged_states(whole, about)

@@ -129,10 +129,10 @@ class JobState:
     @property
     def buffers(self) -> Buffers | None:
         """Buffers by replica, and their mean; None where workers keep those that they have."""
-        weights, layout, workers = self.shared.weights, self.job.description.layout, self.workers
+        weights, about, workers = self.shared.weights, self.job.description, self.workers
         if weights is None or workers is None or not any(any(each.buffers) for each in workers):
             return self.collected_buffers
-        return buffers_of(workers, layout.named(weights))
+        return buffers_of(workers, about.layout.named(weights), about)
 
     def is_held_by(self, processes: Collection[Any]) -> bool:
         """Return whether nothing newer than the driver's copy is lost if only these processes live.

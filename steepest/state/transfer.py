@@ -21,7 +21,6 @@ from steepest.core.engine.job import Job
 from steepest.core.engine.replica_states import (
     all_states,
     differing_buffers,
-    mean_states,
     merged_states,
 )
 from steepest.core.engine.replicas import Replicas
@@ -88,15 +87,16 @@ class StateTransfer:
     def weights(self) -> tuple[dict[str, torch.Tensor], int]:
         """Return parameters by name, as CPU copies, and after how many steps they are these.
 
-        It may be called on any thread, amid training. Frozen parameters are averaged over replicas.
+        It may be called on any thread, amid training. Frozen parameters that the model changes itself are
+        averaged over replicas, see `merged_states`.
         """
         job = self._cluster.job
         layout, snapshot = job.description.layout, self.snapshot("weights")
         found = snapshot.named(layout)
         if not all(entry.trainable for entry in layout.entries):
             states = all_states(self._cluster.workers.ask)
-            mean = mean_states(states, [1.0] * len(states)) if states else {}
-            found |= {name: value for name, value in mean.items() if name in found}
+            own = merged_states(states, job.description) if states else {}
+            found |= {name: value for name, value in own.items() if name in found}
         return found, job.step_of(snapshot.version)
 
     def set_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
@@ -282,15 +282,18 @@ class StateTransfer:
 
     def _merged(self, states: Sequence[Tensors]) -> Tensors:
         """Return the state that stands for those of replicas; warn once where it cannot."""
-        parameters = self._cluster.job.description.layout.index
-        if not self._told_of_buffers and (differing := differing_buffers(states, parameters)):
+        about = self._cluster.job.description
+        if not self._told_of_buffers and (differing := differing_buffers(states, about)):
             self._told_of_buffers = True
             log.warning(
-                "the buffers %.200s differ between workers: state_dict() and the weights of checkpoints have worker "
-                "0's. A checkpoint has all workers' besides, which are restored with as many workers",
+                "the buffers %.200s differ between workers, by more than a mean could stand for: state_dict() and "
+                "the weights of checkpoints have worker 0's. A checkpoint has all workers' besides, which are restored "
+                'with as many workers. Say what you want of each: buffers={"%s": "first"}, or "mean", to '
+                "steepest.prepare or TorchModel",
                 ", ".join(map(repr, differing)),
+                differing[0],
             )
-        return merged_states(states, parameters)
+        return merged_states(states, about)
 
     @owned(Moment.WHOLE)
     def ends(self) -> list[int]:

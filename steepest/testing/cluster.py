@@ -344,7 +344,7 @@ class InProcessCluster:
         states = all_states(
             lambda function, *arguments: [function(each, *arguments) for each in replicas]
         )
-        return merged_states(states, self.job.description.layout.index) if states else {}
+        return merged_states(states, self.job.description) if states else {}
 
     def disconnect(self, peer: Peer) -> None:
         """Close every channel of a worker, a server or the client, as its death would."""

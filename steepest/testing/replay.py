@@ -305,7 +305,7 @@ class _PartReplay:
         held = self._server.chunks.items()
         records = [(index, about, value) for index, chunk in held for about, value in chunk.state()]
         everything = _all(self._states, self._workers)
-        mean = merged_states(everything, self._layout.index)
+        mean = merged_states(everything, self._job.description)
         own = {name: value for name, value in mean.items() if name in self._layout.index}
         if self._succeeded:
             _refuse_if(list(own), self._log)

@@ -105,6 +105,7 @@ class Queued(nn.Module):
         self.register_buffer("queue", torch.zeros(8, 3, dtype=torch.float64))
         self.register_buffer("pointer", torch.tensor(0))
         self.register_buffer("full", torch.tensor(False))
+        self.register_buffer("level", torch.zeros((), dtype=torch.float64))  # a statistic, unknown
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -112,6 +113,7 @@ class Queued(nn.Module):
                 self.queue[int(self.pointer) % 8] = key
                 self.pointer += 1 + steepest.rank()
             self.full |= bool(steepest.rank())
+            self.level += 1 + steepest.rank() / 8
         return self.layer(self.norm(x))
 
 
@@ -119,11 +121,11 @@ class Queued(nn.Module):
 BUFFERS: dict[int, dict[str, torch.Tensor]] = {}
 
 
-def queued() -> None:
+def queued(buffers: dict[str, str] | None = None) -> None:
     model: Any = Queued()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader: Any = DataLoader(TensorDataset(*samples(6 * BATCH)), batch_size=BATCH)
-    model, optimizer, loader = steepest.prepare(model, optimizer, loader)
+    model, optimizer, loader = steepest.prepare(model, optimizer, loader, buffers=buffers)
     for _ in steepest.epochs(1):
         for x, y in loader:
             optimizer.zero_grad()
@@ -139,7 +141,7 @@ def test_what_is_no_running_statistic_is_worker_0s(
     BUFFERS.clear()
     with caplog.at_level(logging.WARNING, "steepest.state.transfer"):
         found = run(queued, workers, STRATEGIES["ps"]).weights
-    for name in ("queue", "pointer", "full"):
+    for name in ("queue", "pointer", "full", "level"):
         assert torch.equal(found[name], BUFFERS[0][name])
         assert workers == 1 or not torch.equal(BUFFERS[0][name], BUFFERS[1][name])
     for name in ("norm.running_mean", "norm.running_var"):
@@ -147,4 +149,22 @@ def test_what_is_no_running_statistic_is_worker_0s(
         assert torch.allclose(found[name], mean, rtol=1e-12)
     told = [r.getMessage() for r in caplog.records if "differ between workers" in r.getMessage()]
     assert len(told) == (workers > 1)
-    assert all("'queue'" in each and "'norm" not in each for each in told)
+    assert all("'queue', 'pointer', 'full' differ" in each for each in told)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_user_says_what_stands_for_all_workers_values_of_a_buffer(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    BUFFERS.clear()
+    chosen = {"*": "mean", "pointer": "first", "norm.*var": "first"}
+    with caplog.at_level(logging.WARNING, "steepest.state.transfer"):
+        found = run(lambda: queued(chosen), workers, STRATEGIES["ps"]).weights
+    for name in ("queue", "level", "norm.running_mean"):
+        mean = torch.stack([each[name] for each in BUFFERS.values()]).mean(dim=0)
+        assert torch.allclose(found[name], mean, rtol=1e-12)
+        assert not torch.equal(found[name], BUFFERS[0][name])
+    for name in ("pointer", "norm.running_var"):
+        assert torch.equal(found[name], BUFFERS[0][name])
+    assert found["full"], "of bool whether any is true"
+    assert not [r for r in caplog.records if "differ between workers" in r.getMessage()]

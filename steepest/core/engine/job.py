@@ -71,6 +71,9 @@ class Description:
     divides: bool = False
     # whether an update is to be the sum over its samples, and no mean
     sums: bool = False
+    # what stands for all replicas' values of a buffer or frozen parameter, by name: "mean" or "first", see
+    # `steepest.core.engine.replica_states.merged_states`; only of those that the model says it of
+    merging: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -439,6 +442,7 @@ def check_agreement(
         ("blocks of samples", first.blocks, other.blocks),
         ("drop_last", first.drop_last, other.drop_last),
         ("sums of samples", first.sums, other.sums),
+        ("choice of buffers", dict(first.merging), dict(other.merging)),
         ("optimizer", first.optimizer_spec.name, other.optimizer_spec.name),
         (
             "parameter groups",

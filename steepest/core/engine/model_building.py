@@ -14,7 +14,14 @@ from steepest.core.engine.extension import Extension
 from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.job import Description, ModelCreator, check_agreement
 from steepest.core.engine.opaque_parts import OpaqueParts
-from steepest.core.models.protocol import AddsUpSamples, AsksForClipping, Attended, HasNotice, Model
+from steepest.core.models.protocol import (
+    AddsUpSamples,
+    AsksForClipping,
+    Attended,
+    ChoosesMerging,
+    HasNotice,
+    Model,
+)
 from steepest.core.models.step_size import StepSize, making_models
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.errors import ModelError
@@ -80,6 +87,7 @@ def build_models(
             fingerprint=told,
             row_hashes=rows,
             sums=isinstance(m, AddsUpSamples) and m.sums_samples,
+            merging=m.merging if isinstance(m, ChoosesMerging) else {},
         )
         for m, (told, rows) in ((model, described_data(model.data)) for model in models)
     ]

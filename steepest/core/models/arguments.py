@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import inspect
 from collections.abc import Container, Mapping
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from steepest.core.models.names import plain
 from steepest.core.optim.detached_schedule import check_scheduler
 from steepest.errors import ConfigurationError, ModelError
-from steepest.validation import require_positive
+from steepest.validation import require_choice, require_positive
 
 
 def check_module(module: Any) -> None:
@@ -37,6 +38,38 @@ def check_module(module: Any) -> None:
         raise ModelError(
             f"parameter {lazy[0]!r} is lazy: run the module once before handing it over"
         )
+
+
+def chosen_buffers(chosen: Mapping[str, str] | None, module: torch.nn.Module) -> dict[str, str]:
+    """Return what stands for all replicas' values of buffers and parameters, by their names.
+
+    Args:
+        chosen: "mean" or "first" by pattern of names, as a user gives it; the last one that fits a name counts.
+        module: the user's.
+
+    Raises:
+        ConfigurationError: something else, or a pattern that fits no buffer and no parameter.
+    """
+    if chosen is None:
+        return {}
+    if not isinstance(chosen, Mapping) or not all(isinstance(pattern, str) for pattern in chosen):
+        raise ConfigurationError(
+            f'buffers={chosen!r:.200}: give "mean" or "first" by name, such as {{"queue": "first"}}'
+        )
+    buffers = [plain(name) for name, _ in module.named_buffers(remove_duplicate=False)]
+    names = [*buffers, *(plain(name) for name, _ in module.named_parameters())]
+    found = {}
+    for pattern, value in chosen.items():
+        require_choice(f"buffers[{pattern!r:.80}]", value, ("mean", "first"))
+        fitting = fnmatch.filter(names, pattern)
+        if not fitting:
+            raise ConfigurationError(
+                f"buffers={{{pattern!r:.80}: ...}} fits none of the module's buffers "
+                f"({', '.join(buffers[:8]) or 'there are none'}) "
+                'and parameters: give a name of named_buffers(), or a pattern such as "*.queue"'
+            )
+        found.update(dict.fromkeys(fitting, value))
+    return found
 
 
 def check_reduction(reduction: Any, loss: Any, size: int | None) -> bool:

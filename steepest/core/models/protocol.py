@@ -459,6 +459,15 @@ class AddsUpSamples(Protocol):
 
 
 @runtime_checkable
+class ChoosesMerging(Protocol):
+    """An ability of a model: it says what stands for all replicas' values of some of its buffers."""
+
+    @property
+    def merging(self) -> Mapping[str, str]:
+        """Of names that `Model.state` has: "mean", or "first" for worker 0's value."""
+
+
+@runtime_checkable
 class HasNotice(Protocol):
     """An ability of a model: there is something that its user should know, which the driver logs once."""
 

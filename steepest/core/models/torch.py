@@ -20,6 +20,7 @@ from steepest.core.models.arguments import (
     check_not_sparse,
     check_precision,
     check_reduction,
+    chosen_buffers,
     sparse_gradient,
 )
 from steepest.core.models.containers import changed_parts
@@ -108,15 +109,21 @@ class TorchModel:
             them up. Then an update's gradient is the sum over all samples of the step (in
             asynchronous modes of the push, under `local` of the worker's batch). The losses of
             results and evaluations are means all the same.
+        buffers: what stands for the values of all replicas in `state_dict`, evaluations and the weights of checkpoints,
+            and for a replica that joins: their "mean", or worker 0's ("first"). By name of a buffer, or of a frozen
+            parameter that the module changes itself; or by pattern, such as ``{"*.queue": "first"}``, of which the
+            last that fits counts. Others as `steepest.core.engine.replica_states.merged_states` says: the mean of
+            frozen parameters and running statistics, else worker 0's.
 
     Attributes:
         optimizer_state: with which the optimizer arrived, until servers have it; None for none.
+        merging: see `steepest.core.models.protocol.ChoosesMerging`.
 
     Raises:
         ModelError: a lazy parameter, a name used twice, nothing to train, a trained embedding with
             sparse=True.
-        ConfigurationError: bad data, batch size, loss, optimizer, metrics, schedule, autocast or
-            loss scale; a loss that says that it is a sum where `reduction` says "mean"; sums of
+        ConfigurationError: bad data, batch size, loss, optimizer, metrics, schedule, autocast,
+            loss scale or buffers; a loss that says that it is a sum where `reduction` says "mean"; sums of
             data that choose their own batches.
 
     Example:
@@ -155,6 +162,7 @@ class TorchModel:
         autocast: torch.dtype | None = None,
         loss_scale: float = 1.0,
         reduction: str = "mean",
+        buffers: Mapping[str, str] | None = None,
     ) -> None:
         check_module(module)
         check_functions(loss, optimizer, metrics, lr_scheduler, learning_rate)
@@ -164,6 +172,7 @@ class TorchModel:
         self.module = module
         self.data, self.batch_size = self._as_source(data, batch_size)
         self._sums = check_reduction(reduction, loss, self.data.size)
+        self.merging = chosen_buffers(buffers, module)
         self._loss = loss
         self._metrics = dict(metrics or {})
         self._output: Any = None
