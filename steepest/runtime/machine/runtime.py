@@ -85,7 +85,10 @@ class MachineRuntime(OwnProcess):
         return True
 
     def _living_template(self) -> ForkServer:
-        if self._template is None or self._template.is_over:
+        if self._template is not None and self._template.is_over:
+            self._template.end()  # else its number stays taken
+            self._template = None
+        if self._template is None:
             self._template = ForkServer()
         return self._template
 
