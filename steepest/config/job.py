@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from steepest.core.engine.extension import Extension
 from steepest.errors import ConfigurationError
 from steepest.validation import require_choice, require_count
 
@@ -17,7 +19,7 @@ class JobConfig:
     """What the processes of a job compute, however many there are.
 
     Attributes:
-        devices_per_worker, gpu, accumulate, global_batch_size, seed: as of `DistributedSGD`.
+        devices_per_worker, gpu, accumulate, global_batch_size, seed, extensions: as of `DistributedSGD`.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -28,6 +30,7 @@ class JobConfig:
     accumulate: int = 1
     global_batch_size: int | None = None
     seed: int = 0
+    extensions: Sequence[Extension] | None = None
 
     def __post_init__(self) -> None:
         require_choice("gpu", self.gpu, (False, True))
@@ -38,6 +41,14 @@ class JobConfig:
         if counts["seed"] > _LARGEST_SEED:
             raise ConfigurationError(
                 f"seed={self.seed}: give an integer of at most {_LARGEST_SEED}"
+            )
+        if self.extensions is not None and not (
+            isinstance(self.extensions, Sequence)
+            and all(isinstance(each, Extension) for each in self.extensions)
+        ):
+            raise ConfigurationError(
+                f"extensions={self.extensions!r:.80}: give a sequence of "
+                "steepest.core.engine.extension.Extension, see docs/extensions.md"
             )
         if self.global_batch_size is not None:
             counts["global_batch_size"] = require_count("global_batch_size", self.global_batch_size)

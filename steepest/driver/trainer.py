@@ -18,6 +18,7 @@ from steepest.checkpoint.files import Checkpoints
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
 from steepest.core.engine.commit_log import CommitLog
+from steepest.core.engine.extension import Extension
 from steepest.core.engine.job import Job, ModelCreator
 from steepest.core.engine.replicas import Replicas, WorkerResult
 from steepest.core.messages.means import Measured
@@ -103,6 +104,8 @@ class DistributedSGD:
         checkpoints: where `fit` keeps checkpoints, and how often. The newest whole checkpoint in
             that directory is restored, and `fit` leaves out as many steps as it has: the same
             program, started again, ends where it would have ended. None to keep none.
+        extensions: what attaches to the workers, see `docs/extensions.md`; each is pickled. None for all that
+            the library has (`steepest.extensions.EXTENSIONS`).
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -134,6 +137,7 @@ class DistributedSGD:
         seed: int = 0,
         run_config: RunConfig | None = None,
         checkpoints: Checkpoints | None = None,
+        extensions: Sequence[Extension] | None = None,
     ) -> None:
         require_model_creator(model_creator)
         if checkpoints is not None:
@@ -149,6 +153,7 @@ class DistributedSGD:
             accumulate=accumulate,
             global_batch_size=global_batch_size,
             seed=seed,
+            extensions=extensions,
         )
         config = strategy_for(strategy, least, chosen)
         most = chosen.most_of(most)

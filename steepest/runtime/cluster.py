@@ -129,6 +129,8 @@ class Cluster(JobContext):
         return count
 
     def _start(self, model_creator: ModelCreator, num_workers: int, config: Strategy) -> None:
+        if self.chosen.extensions is not None:
+            travelling("extensions", self.chosen.extensions)  # refuses what cannot be pickled
         creator = self.creator = travelling(
             getattr(model_creator, "given_as", "model_creator"), model_creator
         )
@@ -413,6 +415,7 @@ class Cluster(JobContext):
         keep_memory, lease = self.run_config.resources.keep_memory, self.lease.seconds
         arguments = (
             f"steepest {name}", self.token, threads, keep_memory, lease, self.identity, self._program,
+            self.chosen.extensions,
         )  # fmt: skip
         at = self.placement.at(seat)
         actor = runtime().start(ProcessActor, arguments, at, cpus=cpus, gpus=gpus, calls=_THREADS)

@@ -19,6 +19,7 @@ from steepest.collectives.members import AwaitedMember, MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.data.stream_place import StreamPlace
+from steepest.core.engine.extension import Extension
 from steepest.core.engine.hosting import (
     build_replicas,
     host_client,
@@ -143,6 +144,7 @@ class ProcessActor:
         lease: float | None = None,  # seconds without a word from the driver; None for ever
         identity: Identity | None = None,
         program: ProgramDefaults | None = None,  # of the driver, which users' code finds here
+        extensions: Sequence[Extension] | None = None,  # None for the library's
     ) -> None:
         self._name = ""
         self._take_name(name)
@@ -156,6 +158,7 @@ class ProcessActor:
             tuple(log for log in logs if log),
             began(os.getpid()) if runtime().owns_process else None,
         )
+        self._extensions = EXTENSIONS if extensions is None else tuple(extensions)
         self._models: list[Model] = []
         self._replicas: Replicas | None = None
         self._memory: Memory | None = None  # for the replicas, until they are bound
@@ -277,7 +280,7 @@ class ProcessActor:
         """Make a worker's models, one for each device, with `seed`; return what they have in common."""
         self._index = worker
         self._models, description = build_models(
-            model_creator, worker, devices, seed, cut, size, EXTENSIONS
+            model_creator, worker, devices, seed, cut, size, self._extensions
         )
         warn_if_short(
             2 * description.layout.nbytes,
@@ -302,7 +305,7 @@ class ProcessActor:
         devices = [gpu_of(i) if gpu else CPU for i in range(len(self._models))]
         memory, self._memory = self._memory, None
         self._replicas = build_replicas(
-            *(job, self._index, self._models, devices, self._replicas, memory, EXTENSIONS),
+            *(job, self._index, self._models, devices, self._replicas, memory, self._extensions),
             serves=job.servers_in_workers,
         )
 
@@ -388,7 +391,7 @@ class ProcessActor:
                 self._index,
                 self._replicas,
                 incarnation=incarnation,
-                extensions=EXTENSIONS,
+                extensions=self._extensions,
             )
             # the last to be hosted: it has further messages admitted
             AwaitedMember(self.router, self._index)

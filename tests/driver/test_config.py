@@ -16,6 +16,7 @@ import torch
 import steepest
 from steepest import DistributedSGD, errors
 from steepest.config.run import DeadlineConfig, FailureConfig, ResourceConfig, RunConfig
+from steepest.core.engine.extension import Extension
 from steepest.errors import ConfigurationError, SteepestError
 from steepest.strategies.allreduce import AllreduceStrategy
 from steepest.strategies.local import LocalStrategy
@@ -44,6 +45,15 @@ def refused(make: Callable[[], object]) -> str:
 )
 def test_what_is_no_function_that_makes_models_is_refused(creator: Any, words: str) -> None:
     assert words in refused(lambda: DistributedSGD(creator))
+
+
+@pytest.mark.parametrize("extensions", [Extension(), [Extension], 3])
+def test_what_is_no_sequence_of_extensions_is_refused(extensions: Any) -> None:
+    words = "give a sequence of steepest.core.engine.extension.Extension"
+    assert words in refused(lambda: DistributedSGD(_no_model, extensions=extensions))
+
+
+def _no_model(worker: int, device: int) -> None: ...
 
 
 def test_a_page_without_plotly_is_refused_before_anything_starts(
