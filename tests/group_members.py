@@ -1,4 +1,4 @@
-"""Members of one process group of torch's in this process, with a program for them, and jobs of plain processes."""
+"""Members of one process group of torch's in this process, with a program for them, and jobs of processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from steepest import AllreduceStrategy
-from steepest.core import ProcessRuntime, Settings, Trainer
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
 from steepest.process_groups.extension import ProcessGroups
@@ -28,6 +27,7 @@ from steepest.process_groups.group import (
 )
 from steepest.process_groups.torch_groups import TorchGroups
 from tests.core import models
+from tests.jobs_on_processes import trained
 
 SECONDS = 30.0
 
@@ -102,13 +102,8 @@ def weights(
     sharded: bool = False,
     nonfinite: str = "refuse",
 ) -> dict[str, torch.Tensor]:
-    """Return what plain processes train in two epochs."""
-    with Trainer(
-        creator, num_workers=workers, seed=3, runtime=ProcessRuntime(), extensions=(ProcessGroups(groups),),
-        strategy=AllreduceStrategy(
-            data_plane="gloo", sharded=sharded, nonfinite=nonfinite, chunk_bytes=64
-        ),
-        settings=Settings(step_timeout=SECONDS, snapshot_every=2),
-    ) as job:  # fmt: skip
-        job.fit(epochs=2)
-        return job.state_dict()
+    """Return what processes train in two epochs."""
+    strategy = AllreduceStrategy(
+        data_plane="gloo", sharded=sharded, nonfinite=nonfinite, chunk_bytes=64
+    )
+    return trained(creator, workers, strategy=strategy, extensions=(ProcessGroups(groups),))

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,17 +73,12 @@ def streaming(worker: int, device: int) -> TorchModel:
 
 
 def poisoned(worker: int, device: int) -> TorchModel:
-    """Return a model whose loss raises for one sample."""
+    """Return a model whose loss raises."""
 
-    def loss(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        if POISON in number.tolist():
-            raise ZeroDivisionError(f"no loss for sample {POISON}")
-        return output.mean()
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("no loss for any sample")
 
-    x, numbers = data()[0], torch.arange(SAMPLES)
-    return TorchModel(
-        network(), loss=loss, data=(x, numbers), batch_size=BATCH, optimizer=optimizer
-    )
+    return TorchModel(network(), loss=loss, data=data(), batch_size=BATCH, optimizer=optimizer)
 
 
 def struck(
@@ -128,6 +124,12 @@ def unmade(worker: int, device: int) -> Any:
     if worker == 1:
         raise LookupError("there is no model for worker 1")
     return classifier(worker, device)
+
+
+def unsendable() -> Any:
+    """Return a creator that cannot be pickled."""
+    lock = threading.Lock()
+    return lambda worker, device: lock
 
 
 def deadly(worker: int, device: int) -> Any:

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from steepest import AllreduceStrategy, DistributedSGD, RunConfig
-from steepest.core import ProcessRuntime, Settings, Trainer
-from steepest.core.messages.driver import Result
-from steepest.errors import DataPlaneError, DeadlineError
+from steepest.errors import DataPlaneError
 from steepest.process_groups import torch_groups
 from steepest.process_groups.extension import ProcessGroups
 from steepest.process_groups.group import Groups
@@ -21,22 +19,22 @@ from steepest.process_groups.torch_groups import TorchGroups
 from steepest.testing import replay
 from tests.core import models
 from tests.group_members import SECONDS, Member, added, group, weights
+from tests.jobs_on_processes import CONFIG, machine, machine_of_module, trained  # noqa: F401 - fixtures
 from tests.living import pids
 from tests.reference import Task, difference, same_bits, samples, sgd
 from tests.standing_in_for_nccl import StandInGroups
-from tests.step_callbacks import Kill
+from tests.step_callbacks import After, Kill
 from tests.striking_groups import StrikingGroups
+
+processes = pytest.mark.usefixtures("machine")
 
 
 def served(workers: int) -> dict[str, torch.Tensor]:
     """Return what the library's own connections train."""
-    with Trainer(
-        models.classifier, num_workers=workers, seed=3, runtime=ProcessRuntime(),
-    ) as job:  # fmt: skip
-        job.fit(epochs=2)
-        return job.state_dict()
+    return trained(models.classifier, workers)
 
 
+@processes
 @pytest.mark.few(2)
 @pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
@@ -52,6 +50,7 @@ def test_a_killed_worker_changes_no_bit_and_servers_have_the_same_weights(
     assert difference(straight, served(workers)) < 1e-14
 
 
+@processes
 @pytest.mark.few(3)
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -67,6 +66,7 @@ def test_a_death_between_two_operations_of_a_step_changes_no_bit(
     assert same_bits(struck, weights(3, sharded=sharded))
 
 
+@processes
 @pytest.mark.few(1)
 @pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
@@ -79,36 +79,40 @@ def test_a_backward_pass_on_another_thread_changes_no_bit(sharded: bool, tmp_pat
 
 
 @pytest.mark.long
+@processes
 def test_a_group_that_fails_while_all_live_is_an_error_and_the_trainer_goes_on(
     tmp_path: Path,
 ) -> None:
     broken = StrikingGroups(tmp_path, 1, 3, dies=False)
-    with Trainer(
-        models.classifier, num_workers=3, seed=3, runtime=ProcessRuntime(), extensions=(ProcessGroups(broken),),
+    with DistributedSGD(
+        models.classifier, 3, seed=3, run_config=CONFIG, extensions=(ProcessGroups(broken),),
         strategy=AllreduceStrategy(data_plane="gloo", chunk_bytes=64),
-        settings=Settings(step_timeout=SECONDS, snapshot_every=2),
-    ) as job:  # fmt: skip
-        words = r"worker [012], step 1: adding up gradients with the other 2 workers failed at chunk \d+: Gloo, while"
+    ) as trainer:  # fmt: skip
+        words = (
+            r"worker [012] on .*, step 1: adding up gradients with the other 2 workers failed at "
+            r"chunk \d+: Gloo, while"
+        )
         with pytest.raises(DataPlaneError, match=words):
-            job.fit(epochs=2)
-        job.fit(epochs=2)
-        assert same_bits(job.state_dict(), weights(3))
+            trainer.fit(epochs=2, progress=False)
+        trainer.fit(epochs=2, progress=False)
+        found = trainer.state_dict()
+    assert same_bits(found, weights(3))
 
 
 @pytest.mark.long
-def test_a_worker_that_hangs_is_named_and_the_others_end() -> None:
-    with Trainer(
-        models.classifier, num_workers=3, runtime=ProcessRuntime(), extensions=(ProcessGroups(),),
-        strategy=AllreduceStrategy(data_plane="gloo"), settings=Settings(step_timeout=1.0),
-    ) as job:  # fmt: skip
-
-        def hang(result: Result) -> None:
-            os.kill(job.pids[1], signal.SIGSTOP)
-
-        # once its report is here, only the sum is lacking, of which no server has a part
-        words = r"step \d+ was not committed within 1 s: still waiting for (worker 1|.*server 1)"
-        with pytest.raises(DeadlineError, match=words):
-            job.fit(steps=1000, on_step=hang)
+@processes
+def test_a_worker_that_hangs_is_replaced_and_changes_no_bit() -> None:
+    """The others wait for it in an operation, which its death ends."""
+    with DistributedSGD(
+        models.classifier, 3, seed=3, run_config=CONFIG,
+        strategy=AllreduceStrategy(data_plane="gloo", chunk_bytes=64),
+    ) as trainer:  # fmt: skip
+        victim = pids(trainer)[1]
+        hang = After({5: partial(os.kill, victim, signal.SIGSTOP)})
+        trainer.fit(epochs=2, progress=False, callbacks=[hang])
+        assert victim not in pids(trainer)
+        found = trainer.state_dict()
+    assert same_bits(found, weights(3))
 
 
 @pytest.mark.ray

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from steepest import AllreduceStrategy, DistributedSGD
-from steepest.core import ProcessRuntime, Settings, Trainer
 from steepest.errors import ConfigurationError
 from steepest.process_groups import nccl_groups, torch_groups
-from steepest.process_groups.extension import ProcessGroups
 from steepest.process_groups.nccl_groups import NcclGroups
 from steepest.process_groups.torch_groups import TorchGroup
 from steepest.testing.models import linear_model_creator
-from tests.core import models
-from tests.group_members import SECONDS, Member, added, group, weights
+from tests.group_members import SECONDS, Member, added, group
 from tests.modes import make
 from tests.processes import until
-from tests.reference import Task, same_bits
+from tests.reference import Task
 from tests.simulation.run import Simulation, run_config
 from tests.standing_in_for_nccl import StandInBackend, StandInGroups
 
@@ -64,27 +59,6 @@ def test_a_member_that_does_nothing_is_waited_for_some_time_and_those_that_share
         for member in members:
             text = str(member.failures.get(timeout=SECONDS))
             assert text.startswith("NCCL, while the members meet: workers 0 and 1 share one GPU, ")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("sharded", [False, True])
-def test_jobs_have_the_bits_of_gloo_and_a_killed_worker_changes_none(
-    sharded: bool, tmp_path: Path
-) -> None:
-    struck = partial(models.struck, models.classifier, tmp_path, 1, [3, 2])
-    found = []
-    for creator in (models.classifier, struck):
-        with Trainer(
-            creator, num_workers=3, seed=3, runtime=ProcessRuntime(),
-            extensions=(ProcessGroups(StandInGroups()),),
-            strategy=AllreduceStrategy(data_plane="nccl", sharded=sharded, chunk_bytes=64),
-            settings=Settings(step_timeout=SECONDS, snapshot_every=2),
-        ) as job:  # fmt: skip
-            job.fit(epochs=2)
-            found.append(job.state_dict())
-    assert len(list(tmp_path.iterdir())) == 2
-    assert same_bits(found[0], found[1])
-    assert same_bits(found[0], weights(3, sharded=sharded))
 
 
 def test_what_nccl_needs_and_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
