@@ -264,6 +264,11 @@ def described_error(described: Mapping[str, str], prefix: str = "") -> SteepestE
     return found
 
 
+def described_by(message: Any) -> dict[str, str]:
+    """Return what `describe_error` returned, of a message that has it as attributes."""
+    return {"error": message.error, "traceback": message.traceback, "kind": message.kind}
+
+
 def raised_by_user(message: str, described: Mapping[str, str]) -> ModelRaisedError:
     """Return the error for what `describe_error` described; its cause is the `RemoteTraceback`.
 

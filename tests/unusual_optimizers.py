@@ -57,6 +57,10 @@ class Clipped(torch.optim.SGD):
         return super().step(closure)
 
 
+class NoLuckError(Exception):
+    """A user's."""
+
+
 class Raising(torch.optim.SGD):
     """Momentum; raises after it has updated a chunk, when so many others have been updated as `left` says.
 
@@ -72,7 +76,7 @@ class Raising(torch.optim.SGD):
         if self.left and self.left[0] == 0:
             del self.left[0]
             Raising.before()
-            raise ZeroDivisionError("no luck today")
+            raise NoLuckError("no luck today")
         if self.left:
             self.left[0] -= 1
 

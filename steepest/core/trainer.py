@@ -33,10 +33,10 @@ from steepest.core.transport.router import Router
 from steepest.core.worker_process import make_transport
 from steepest.errors import (
     ConfigurationError,
-    ModelRaisedError,
     PeerLostError,
-    RemoteTraceback,
     ShutdownError,
+    described_by,
+    raised_by_user,
 )
 from steepest.validation import require_count, require_model_creator
 
@@ -351,10 +351,11 @@ class Trainer:
             raise PeerLostError(f"{failure.peer}: {failure.why}")
         if failure.reason == "optimizer":
             self.close()
-            raise ModelRaisedError(
+            raise raised_by_user(
                 f"{failure.peer}: the optimizer raised in step {failure.step + 1}: {failure.error}; "
-                "parts of the model had the update by then and others not: the trainer is closed"
-            ) from RemoteTraceback(failure.traceback)
+                "parts of the model had the update by then and others not: the trainer is closed",
+                described_by(failure),
+            )
         raise_step_error(failure, {})
 
     def _revoke(self) -> None:

@@ -22,7 +22,7 @@ from steepest.errors import DeadlineError, PeerLostError, ShutdownError
 from steepest.observe.history import Figures, History
 from steepest.observe.results import StepResult
 from steepest.recovery.supervisor import Supervisor
-from steepest.runtime.calls import has_answered
+from steepest.runtime.calls import ALIKE_SECONDS, drop_calls, has_answered
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.job_runtime import runtime
 from steepest.runtime.owner import Moment, Request, owned
@@ -536,7 +536,35 @@ class Training:
             self.cluster.deaths.lost(failure.peer, failure.why)
         hosts = {peer: place.host for peer, place in self.cluster.places.items()}
         late = self._where(failure.awaited)
-        raise_step_error(failure, hosts, late, self._held_up() if failure.awaited else "")
+        alike = self._raised_alike(failure) if failure.reason == "raised" else []
+        held_up = self._held_up() if failure.awaited else ""
+        raise_step_error(failure, hosts, late, held_up, alike)
+
+    def _raised_alike(self, failure: Failure) -> list[int]:
+        """Return the other workers that raised the same in the step that has failed, if they do so soon."""
+        actors = {
+            peer.index: actor
+            for peer, actor in self.cluster.actors.items()
+            if peer.role == "worker" and peer.index != failure.worker
+        }
+        found, deadline = [], system().now() + ALIKE_SECONDS
+        while actors:
+            calls = {
+                worker: runtime().call(actor, "raised_before", failure.generation)
+                for worker, actor in actors.items()
+            }
+            self.owner.await_calls([*calls.values()], max(deadline - system().now(), 0.0))
+            for worker, call in calls.items():
+                if not has_answered(call) or (error := call.get()) is None:
+                    continue
+                del actors[worker]
+                if error == failure.error:
+                    found.append(worker)
+            if system().now() >= deadline:
+                drop_calls(calls.values())
+                break
+            self.owner.attend(_SHORT_SECONDS if actors else 0.0, lambda: False)
+        return found
 
     def _held_up(self) -> str:
         """Return which servers wait for something of their machines, and for what, if they answer soon."""

@@ -23,10 +23,10 @@ from steepest.errors import (
     ConfigurationError,
     DeadlineError,
     PeerLostError,
-    RemoteTraceback,
     ShutdownError,
     SteepestError,
     described_error,
+    raised_by_user,
 )
 from steepest.parameter_server import open_connections
 from steepest.parameter_server.access import Access, is_forked
@@ -544,8 +544,8 @@ def _read_optimizer(optimizer: OptimizerFactory, initial: ArrayTree) -> Optimize
 
 def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
     """Return the results of Ray calls on servers within `timeout` seconds, failures as errors of this library."""
-    # DeadlineError: not all calls returned in time; PeerLostError: a server died, or failed by an error that is none of
-    # this library's; SteepestError: that a server raised.
+    # DeadlineError: not all calls returned in time; PeerLostError: a server died; ModelRaisedError: a server failed by
+    # an error that is none of this library's; SteepestError: that a server raised.
     try:
         results: list[Any] = ray.get(refs, timeout=timeout)
     except ray.exceptions.GetTimeoutError:
@@ -555,9 +555,9 @@ def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
             raise
         if (own := described_error(error.cause.told, "a server: ")) is not None:
             raise own from own.__cause__
-        raise PeerLostError(
-            f"a server failed: waited for {what}, and {error.cause}"
-        ) from RemoteTraceback(error.cause.told["traceback"])
+        words = f"a server failed: waited for {what}, and {error.cause}"
+        raised = raised_by_user(words, error.cause.told)
+        raise raised from raised.__cause__
     except ray.exceptions.RayActorError as error:
         raise PeerLostError(
             f"a server died while starting: {' '.join(str(error).split())}"

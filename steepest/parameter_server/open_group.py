@@ -16,7 +16,7 @@ from steepest.core.protocol.commit_rules import Staged
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.membership import Made, Readers
 from steepest.core.protocol.push_tracking import StagedEach
-from steepest.errors import ProtocolError, listed
+from steepest.errors import ProtocolError, described_by, listed
 
 
 class OpenGroup:
@@ -148,14 +148,15 @@ class OpenGroup:
             refused = PushRefused(push.sequence, about.get("culprits", ()))
             if reason == "optimizer":
                 raised = f"{about['peer']}: its optimizer raised: {about['error']}"
-                refused = replace(refused, raised=raised, traceback=about["traceback"])
+                described = {name: about[name] for name in ("error", "traceback", "kind")}
+                refused = replace(refused, raised=raised, **described)
             out.append((worker_peer(push.worker), refused.pack()))
         return out
 
     def _update_failed(self, server: Peer, failed: Failed) -> Outgoing:
         """Refuse all pushes from now on, unless a client has installed another state since."""
         if self.torn is None and failed.version > self._installed:
-            self.torn = {"peer": server, "error": failed.error, "traceback": failed.traceback}
+            self.torn = {"peer": server, **described_by(failed)}
         return []
 
     def _install(self, client: Peer, install: Install) -> Outgoing:

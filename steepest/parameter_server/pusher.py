@@ -15,13 +15,13 @@ from steepest.core.messages.snapshots import Read, SnapshotEnd
 from steepest.core.messages.users import PushCommitted, Pushed, PushRefused
 from steepest.core.tensors.memory import Bytes
 from steepest.errors import (
-    ModelRaisedError,
     NonFiniteError,
     PeerLostError,
     ProtocolError,
-    RemoteTraceback,
     ShutdownError,
+    described_by,
     listed,
+    raised_by_user,
 )
 from steepest.parameter_server.arrays import Arrays, WantedPart
 
@@ -231,7 +231,7 @@ class Pusher:
             case Kind.PUSH_REFUSED:
                 refused = PushRefused.unpack(message)
                 if refused.raised:
-                    self._fail_by_optimizer(message.sequence, refused.raised, refused.traceback)
+                    self._fail_by_optimizer(message.sequence, refused.raised, refused)
                     return
                 culprits = refused.culprits
                 names = ", ".join(repr(name) for _, name in culprits if name) or "the array"
@@ -248,21 +248,23 @@ class Pusher:
                 end = SnapshotEnd.unpack(message)
                 if end.given_up:
                     why = f"{source}: {end.given_up}"
-                    self._fail_by_optimizer(message.sequence, why, end.traceback)
+                    self._fail_by_optimizer(message.sequence, why, end)
                     return
                 request.servers.discard(source.index)
                 self._finish_if_complete(end, request)
             case _:
                 raise ProtocolError(f"a parameter server's user does not take {message.kind.name}")
 
-    def _fail_by_optimizer(self, sequence: int, why: str, traceback: str) -> None:
+    def _fail_by_optimizer(
+        self, sequence: int, why: str, raised: PushRefused | SnapshotEnd
+    ) -> None:
         """Fail a request because the servers' optimizer raised in its update, or an earlier one."""
         self._leave_memory(self._requests[sequence])
-        error = ModelRaisedError(
+        error = raised_by_user(
             f"{why}; parts of the arrays have that update and others not: load_state_dict() a state "
-            "from before it"
+            "from before it",
+            described_by(raised),
         )
-        error.__cause__ = RemoteTraceback(traceback)
         self._end(sequence).set_exception(error)
 
     def _take(self, weights: Weights, request: _Unanswered) -> None:

@@ -39,7 +39,13 @@ from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.core.transport.router import Router
 from steepest.core.transport.sockets import WireTransport
-from steepest.errors import ConfigurationError, ModelRaisedError, RemoteTraceback, SteepestError
+from steepest.errors import (
+    ConfigurationError,
+    ModelRaisedError,
+    SteepestError,
+    described_by,
+    raised_by_user,
+)
 from steepest.extensions import EXTENSIONS
 from steepest.loop.model import LoopModel
 from steepest.planning.profile import CodecCosts, Costs, Profile
@@ -307,9 +313,9 @@ class _MeasuredJob:
         took = time.thread_time() - began
         outcome = self._client.outcomes.get()
         if isinstance(outcome, Failure):
-            raise ModelRaisedError(
-                f"the model raised while it was measured: {outcome.error}"
-            ) from RemoteTraceback(outcome.traceback)
+            raise raised_by_user(
+                f"the model raised while it was measured: {outcome.error}", described_by(outcome)
+            )
         assert isinstance(outcome, Result)
         if len(self._rows) == before or not outcome.samples:
             return False

@@ -18,6 +18,7 @@ from steepest.errors import (
     ConfigurationError,
     PeerLostError,
     described_error,
+    listed,
     raised_by_user,
 )
 from steepest.runtime.job_runtime import (
@@ -29,7 +30,8 @@ from steepest.runtime.job_runtime import (
 )
 
 _NAMED = 4  # processes that raised the same
-_ALIKE_SECONDS = 0.3  # in which the others, which began at the same time, come as far
+#: In which the other workers, which began at the same time, come as far as one that raised.
+ALIKE_SECONDS = 0.3
 _DEEPEST = 20  # parts within parts that are looked at
 
 
@@ -68,11 +70,10 @@ def never_ran(call: Any) -> bool:
 def who_raised(error: CallRaisedError, calls: Mapping[Any, str]) -> str:
     """Return the names of the processes that raised the same error, such as "worker 0, worker 2"."""
     if calls:
-        runtime().wait(calls, _ALIKE_SECONDS)
+        runtime().wait(calls, ALIKE_SECONDS)
     words = _words_of(error)
     found = [name for call, name in calls.items() if _words_of(end_of(call)[1]) == words]
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return ", ".join(found[:_NAMED]) + more or "a process"
+    return listed(found, _NAMED) or "a process"
 
 
 def _words_of(error: CallError | None) -> str:

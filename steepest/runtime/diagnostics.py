@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from steepest.core.messages.driver import Failure
 from steepest.core.messages.message import Peer, worker_peer
-from steepest.errors import ModelRaisedError, RemoteTraceback
+from steepest.errors import ModelRaisedError, described_by, raised_by_user
 from steepest.runtime.places import Place
 
 
@@ -24,10 +24,9 @@ def update_error(
         if now is None
         else f"the job is set back: weights and optimizer state are those after step {now}"
     )
-    error = ModelRaisedError(
+    return raised_by_user(
         f"{failure.peer}{f' on {place.host}' if place else ''}: the optimizer raised in step "
         f"{failure.step + 1}: {failure.error}; parts of the model had the update by then and others "
-        f"not, so {then}"
+        f"not, so {then}",
+        described_by(failure),
     )
-    error.__cause__ = RemoteTraceback(failure.traceback)
-    return error

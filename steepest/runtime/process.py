@@ -217,6 +217,10 @@ class ProcessActor:
         """
         return None if self._worker is None else self._worker.computing, self.router.where()
 
+    def raised_before(self, generation: int) -> str | None:
+        """Return the error of which the worker failed in a step that was given up, see `Worker.raised_before`."""
+        return "" if self._worker is None else self._worker.raised_before(generation)
+
     def doing(self) -> Activity:
         """Return what the process is doing; also while the router is in the middle of a long step."""
         share = self.where()[0]

@@ -26,7 +26,7 @@ from steepest.runtime.process import ProgramDefaults
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits, samples, sgd
 from tests.simulated_programs import quiet
-from tests.simulation.run import Simulation, run_config
+from tests.simulation.run import Simulation, pause, run_config
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +105,7 @@ def test_only_some_of_many_workers_are_named() -> None:
     here = cast("JobRuntime", SimpleNamespace(wait=lambda calls, seconds: [*calls]))
     calls = {Raised("KeyError: 1" if i == 1 else "no file"): f"worker {i}" for i in range(8)}
     for words, names in (
-        ("no file", "worker 0, worker 2, worker 3, worker 4 and 3 more"),
+        ("no file", "worker 0, worker 2, worker 3, worker 4, 3 more"),
         ("KeyError: 1", "worker 1"),
         ("another", "a process"),
     ):
@@ -129,6 +129,65 @@ def test_functions_that_cannot_be_run(*, alike: bool) -> None:
         rf"{who} could not run the function 'function': ValueError: {what}", str(error)
     )
     assert frames(error.__cause__) == ["test_told_errors.function", "test_told_errors.breaks"]
+
+
+class EmptyShardError(Exception):
+    """A user's."""
+
+
+@pytest.mark.parametrize("strategy", ["ps", "async", "allreduce"])
+@pytest.mark.parametrize("bad", [{0, 1, 2}, {0, 2}, {1}])
+def test_all_workers_that_raise_the_same_in_a_step_are_named(bad: set[int], strategy: str) -> None:
+    """Those that raise it a little later too."""
+
+    def create(worker: int, device: int) -> TorchModel:
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            pause(0.01 * worker)
+            if worker in bad:
+                raise EmptyShardError("no file")
+            return output.sum()
+
+        return model(loss=loss)
+
+    def program() -> None:
+        with DistributedSGD(create, 3, strategy=strategy, run_config=run_config()) as trainer:
+            trainer.fit(steps=6, progress=False)
+
+    error = raised_by(program, EmptyShardError)
+    who = ", ".join(rf"worker {worker} on \S+" for worker in sorted(bad))
+    assert re.match(rf"{who} raised in step \d: EmptyShardError: no file;", str(error)), str(error)
+
+
+def test_another_error_of_the_same_step_is_not_taken_for_the_same() -> None:
+    def loss_of(worker: int) -> Any:
+        return lambda output, target: breaks(worker)
+
+    def program() -> None:
+        with DistributedSGD(
+            lambda worker, device: model(loss=loss_of(worker)), 2, run_config=run_config()
+        ) as trainer:
+            trainer.step()
+
+    error = raised_by(program, ModelRaisedError)
+    assert re.match(r"worker (\d) on \S+ raised in step 1: ValueError: no file", str(error))
+
+
+def test_what_a_schedule_raises_is_caught_as_the_users_class() -> None:
+    def rate(step: int) -> float:
+        if step > 1:
+            raise EmptyShardError("no rate")
+        return 0.1
+
+    def create(worker: int, device: int) -> TorchModel:
+        return model(learning_rate=rate)
+
+    def program() -> None:
+        with DistributedSGD(create, 2, run_config=run_config()) as trainer:
+            trainer.fit(steps=3, progress=False)
+
+    error = raised_by(program, EmptyShardError)
+    assert isinstance(error, ModelRaisedError)
+    assert "the learning-rate schedule raised in step 3" in str(error)
 
 
 def test_a_step_tells_the_frames_of_the_model_alone() -> None:

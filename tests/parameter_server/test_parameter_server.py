@@ -27,6 +27,7 @@ from steepest.errors import (
     AuthenticationError,
     ConfigurationError,
     DeadlineError,
+    ModelRaisedError,
     NonFiniteError,
     PeerLostError,
     ShutdownError,
@@ -546,6 +547,29 @@ def test_connections_to_servers_that_are_gone_are_closed_when_another_is_opened(
         assert second.pull().tolist() == [0, 0, 0]
     assert open_connections.known(first._access.token) is None
     assert connection.closed
+
+
+class NotHereError(Exception):
+    """A user's."""
+
+
+class OnlyAtHome(torch.optim.Optimizer):
+    """It can be made in one process alone."""
+
+    def __init__(self, parameters: Any, home: int) -> None:
+        if os.getpid() != home:
+            raise NotHereError(home)
+        super().__init__(parameters, {"home": home})
+
+    def step(self, closure: Any = None) -> None: ...  # type: ignore[override]
+
+
+def test_what_an_optimizer_raises_on_a_server_is_caught_as_the_users_class() -> None:
+    home = os.getpid()
+    with pytest.raises(NotHereError, match="NotHereError") as raised:
+        ParameterServer(np.zeros(3), optimizer=lambda p: OnlyAtHome(p, home))
+    assert isinstance(raised.value, ModelRaisedError)
+    assert "raise NotHereError(home)" in str(raised.value.__cause__)
 
 
 def test_servers_that_do_not_start_in_time_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

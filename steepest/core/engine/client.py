@@ -52,12 +52,12 @@ from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
-    ModelRaisedError,
     PeerLostError,
     ProtocolError,
-    RemoteTraceback,
     ShutdownError,
+    described_by,
     listed,
+    raised_by_user,
 )
 
 T = TypeVar("T")
@@ -422,9 +422,8 @@ class Client:
             raise ProtocolError(f"versions {read.found.version} and {end.version} in one snapshot")
         if end.given_up:
             error: Exception = DeadlineError(f"{source} gave up a snapshot: {end.given_up}")
-            if end.traceback:
-                error = ModelRaisedError(f"{source}: {end.given_up}")
-                error.__cause__ = RemoteTraceback(end.traceback)
+            if end.error:
+                error = raised_by_user(f"{source}: {end.given_up}", described_by(end))
             self.give_up(read.future, error)
             return
         read.found.version = end.version

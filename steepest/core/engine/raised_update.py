@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from steepest.core.messages.membership import Failed
 from steepest.core.messages.snapshots import SnapshotEnd
-from steepest.errors import describe_error
+from steepest.errors import describe_error, described_by
 
 
 @dataclass(frozen=True)
@@ -33,5 +34,5 @@ class RaisedUpdate:
         """Return what a reader at a generation and version is sent instead of weights."""
         # open_to_all: readers hear of it from servers alone; a job's client has the traceback from the coordinator.
         why = f"its optimizer raised in the update to version {self.version}: {self.error}"
-        traceback = self.traceback if open_to_all else ""
-        return SnapshotEnd(at[0], sequence, at[1], given_up=why, traceback=traceback)
+        described: dict[str, Any] = described_by(self) if open_to_all else {}
+        return SnapshotEnd(at[0], sequence, at[1], given_up=why, **described)

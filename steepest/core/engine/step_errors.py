@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 from steepest.core.messages.driver import Failure
@@ -11,12 +11,15 @@ from steepest.errors import (
     DataPlaneError,
     DeadlineError,
     ModelError,
-    ModelRaisedError,
     NonFiniteError,
     RemoteTraceback,
+    described_by,
     described_error,
+    listed,
     raised_by_user,
 )
+
+_NAMED = 4  # workers that raised the same
 
 
 def raise_step_error(
@@ -24,6 +27,7 @@ def raise_step_error(
     hosts: Mapping[Peer, str],  # where processes run, as far as that is known
     late: Sequence[tuple[str, str, str]] = (),  # name, samples in words, frames of users' code
     held_up: str = "",  # by what servers are, in words
+    alike: Collection[int] = (),  # further workers that raised the same
 ) -> NoReturn:
     """Raise the error that a failed step stands for.
 
@@ -38,9 +42,11 @@ def raise_step_error(
     step = failure.step + 1
     if failure.reason == "raised":
         assert failure.worker is not None
-        host = hosts.get(worker_peer(failure.worker))
-        who = f"worker {failure.worker}{f' on {host}' if host else ''}"
-        described = {"kind": failure.kind, "error": failure.error, "traceback": failure.traceback}
+        workers = [worker_peer(index) for index in sorted({failure.worker, *alike})]
+        who = listed(
+            [f"{peer} on {hosts[peer]}" if peer in hosts else str(peer) for peer in workers]
+        )
+        described = described_by(failure)
         own = described_error(described, f"{who}, step {step}: ")
         if isinstance(own, (ModelError, DataPlaneError)):
             raise own
@@ -49,10 +55,11 @@ def raise_step_error(
             described,
         )
     if failure.reason == "schedule":
-        raise ModelRaisedError(
+        raise raised_by_user(
             f"the learning-rate schedule raised in step {step}: {failure.error}; nothing of the "
-            "step was applied: it must give every step's hyperparameters"
-        ) from RemoteTraceback(failure.traceback)
+            "step was applied: it must give every step's hyperparameters",
+            described_by(failure),
+        )
     if failure.reason == "nonfinite":
         found = ", ".join(
             f"{name!r} of worker {worker}"

@@ -116,6 +116,7 @@ class Worker:
         self._waited = 0.0  # seconds between the last report and the weights that followed it
         self._pushed_at = 0.0
         self._spans: RoleSpans | None = None
+        self._raised = (-1, "")  # the generation in which it last failed, and of what error
 
     def record(self, spans: RoleSpans | None) -> None:
         """Record what the worker does, see `RecordsSpans`."""
@@ -127,6 +128,17 @@ class Worker:
         return max(
             [self.generation, *(m.generation for _, m in self._deferred if m.kind is Kind.MEMBERS)]
         )
+
+    def raised_before(self, generation: int) -> str | None:
+        """Return the error of which the worker failed in the generation before one; also amid a step.
+
+        "" if it did not, and None while it computes what may still fail so.
+        """
+        computes = self.computing is not None and self.generation < generation
+        own, error = self._raised
+        if own == generation - 1:
+            return error
+        return None if computes else ""
 
     def join(self) -> None:
         """Send the coordinator JOIN: this worker is ready for a generation."""
@@ -659,4 +671,5 @@ class Worker:
             log.debug("worker %d: step at version %d abandoned", self._index, version)
             return
         failed = Failed(self.generation, self._incarnation, version, **describe_error(error))
+        self._raised = failed.generation, failed.error
         self._send(COORDINATOR, failed.pack())

@@ -135,7 +135,10 @@ class SnapshotEnd(Body):
     given_up: Annotated[str, TEXT] = ""  # why the rest is not sent, in words; empty where all was
     # of the optimizer that raised, from a parameter server by itself; it sends such an end also instead of the weights
     # that a push makes, under the push's number
+    # this, traceback and kind: see `steepest.errors.describe_error`
+    error: Annotated[str, TEXT] = ""
     traceback: Annotated[str, TEXT] = ""
+    kind: Annotated[str, TEXT] = ""
 
 
 @body(Kind.PUT)

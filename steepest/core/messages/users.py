@@ -51,7 +51,10 @@ class PushRefused(Body):
     culprits: Annotated[Seq[Seq[Any]], CULPRITS] = ()
     # the server whose optimizer raised, and what, in words; empty if none did
     raised: Annotated[str, TEXT] = ""
-    traceback: Annotated[str, TEXT] = ""  # of what it raised
+    # this, traceback and kind: see `steepest.errors.describe_error`
+    error: Annotated[str, TEXT] = ""
+    traceback: Annotated[str, TEXT] = ""
+    kind: Annotated[str, TEXT] = ""
 
 
 @body(Kind.USER_LEFT)
