@@ -1,4 +1,4 @@
-"""Training on a GPU beside plain PyTorch and DistributedDataParallel, with plain processes: Ray is not needed.
+"""Training on a GPU beside plain PyTorch and DistributedDataParallel, on processes of this machine, without Ray.
 
     python -m benchmarks.gpu                               # ResNet-101, some minutes on one GPU
     python -m benchmarks.gpu --device cpu --size small     # tries the script out where no GPU is
@@ -38,8 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import Workload
 from benchmarks.resnet import ResNet
-from steepest.core import Settings, Trainer
-from steepest.core.models.torch import TorchModel
+from steepest import Callback, DeadlineConfig, DistributedSGD, RunConfig, TorchModel
 
 SECONDS = 600.0
 SIZES = {
@@ -73,20 +72,30 @@ def creator(size: str, worker: int, device: int) -> TorchModel:
 Turn = Callable[[int], tuple[float, float]]
 
 
+class Ends(Callback):
+    """Notes when each step is committed, and its metrics."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self.metrics: dict[str, float] = {}
+
+    def on_step(self, sgd, result) -> None:
+        self.ends.append(time.perf_counter())
+        self.metrics = result.metrics or {}
+
+
 @contextlib.contextmanager
 def ours(size: str, workers: int, device: str) -> Iterator[Turn]:
-    settings = Settings(device=device, step_timeout=SECONDS)
-    with Trainer(
-        functools.partial(creator, size), num_workers=workers, settings=settings,
+    config = RunConfig(runtime="processes", deadlines=DeadlineConfig(step=SECONDS))
+    with DistributedSGD(
+        functools.partial(creator, size), workers, gpu=device != "cpu", run_config=config,
         strategy="allreduce" if workers == 1 else "ps",
     ) as trainer:  # fmt: skip
 
         def turn(steps: int) -> tuple[float, float]:
-            ends: list[float] = []
-            results = trainer.fit(
-                steps=steps + 1, on_step=lambda result: ends.append(time.perf_counter())
-            )
-            return ends[-1] - ends[0], (results[-1].metrics or {}).get("memory", 0.0)
+            seen = Ends()
+            trainer.fit(steps=steps + 1, callbacks=[seen], progress=False)
+            return seen.ends[-1] - seen.ends[0], seen.metrics.get("memory", 0.0)
 
         yield turn
 

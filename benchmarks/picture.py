@@ -2,7 +2,7 @@
 
     python -m benchmarks.picture --out docs/worker_dies.png
 
-Three worker processes of this machine (`steepest.core`) train handwritten digits under "ps". One is killed by SIGKILL
+Three worker processes of this machine train handwritten digits under "ps". One is killed by SIGKILL
 when step 60 is committed. Both jobs are run for the picture, and their weights are compared. Needs matplotlib.
 """
 
@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import signal
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
 
-from examples.core_digits import model
-from steepest.core import ProcessRuntime, Settings, Trainer
+from steepest import Callback, DistributedSGD, FailureConfig, RunConfig, TorchModel
 
-WORKERS, EPOCHS, KILLED_AT, RATE = 3, 10, 60, 0.1
+WORKERS, EPOCHS, KILLED_AT = 3, 10, 60
+#: All wait for the successor, so that both jobs have the same weights.
+CONFIG = RunConfig(runtime="processes", failure=FailureConfig(patience=math.inf, spares=0))
 
 
 @dataclass
@@ -35,26 +38,39 @@ class Run:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def train(kill_at: int | None, start_method: str, strategy: str = "ps") -> Run:
-    """Train once; kill worker 1 when a step is committed."""
-    run, first = Run(), 0.0
-
-    def committed(result) -> None:
-        nonlocal first
-        now = time.monotonic()
-        first = first or now
-        run.losses.append(result.loss)
-        run.seconds.append(now - first)
-        if result.step == kill_at and run.killed is None:
-            run.killed = now - first
-            os.kill(trainer.pids[1], signal.SIGKILL)
-
-    trainer = Trainer(
-        partial(model, RATE), num_workers=WORKERS, strategy=strategy,
-        settings=Settings(on_death="replace"), runtime=ProcessRuntime(start_method),
+def model(worker_index: int, device_index: int) -> TorchModel:
+    """A worker's model: a perceptron with its loss, digits and optimizer."""
+    x, y = (torch.as_tensor(each) for each in load_digits(return_X_y=True))
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    return TorchModel(
+        net, loss=F.cross_entropy, data=(x[:1500].float() / 16, y[:1500]), batch_size=32,
+        optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
     )  # fmt: skip
-    with trainer:
-        trainer.fit(epochs=EPOCHS, on_step=committed)
+
+
+class Noting(Callback):
+    """Notes each step of a run, and kills a process when one is committed."""
+
+    def __init__(self, run: Run, kill_at: int | None, victim: int) -> None:
+        self.run, self.kill_at, self.victim = run, kill_at, victim
+        self.first = 0.0
+
+    def on_step(self, sgd, result) -> None:
+        now = time.monotonic()
+        self.first = self.first or now
+        self.run.losses.append(result.loss)
+        self.run.seconds.append(now - self.first)
+        if result.step == self.kill_at:
+            self.run.killed = now - self.first
+            os.kill(self.victim, signal.SIGKILL)
+
+
+def train(kill_at: int | None, strategy: str = "ps") -> Run:
+    """Train once; kill worker 1 when a step is committed."""
+    run = Run()
+    with DistributedSGD(model, WORKERS, strategy=strategy, run_config=CONFIG) as trainer:
+        victim = trainer.foreach_worker(lambda worker: worker.pid)[1]
+        trainer.fit(epochs=EPOCHS, callbacks=[Noting(run, kill_at, victim)], progress=False)
         run.weights = trainer.state_dict()
     return run
 
@@ -99,13 +115,8 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.picture", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--out", type=Path, default=Path("docs/worker_dies.png"))
-    parser.add_argument(
-        "--start-method", choices=("spawn", "forkserver"), default="forkserver",
-        help="how a successor starts (default: forkserver)",
-    )  # fmt: skip
     options = parser.parse_args(arguments)
-    calm = train(None, options.start_method)
-    struck = train(KILLED_AT, options.start_method)
+    calm, struck = train(None), train(KILLED_AT)
     pause = max(
         after - before for before, after in itertools.pairwise(struck.seconds)
     )  # while a successor starts

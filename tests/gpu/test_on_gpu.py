@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from steepest import AllreduceStrategy, DistributedSGD, LocalStrategy, ParameterServerStrategy
-from steepest.core import Settings, Trainer
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.host_copies import DeviceCopies
@@ -20,10 +19,10 @@ from steepest.core.messages.driver import Failure
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.tensors.shared_memory import allocate
 from steepest.errors import DataPlaneError
-from steepest.process_groups.extension import ProcessGroups
 from steepest.testing import InProcessCluster, replay
 from tests.core.models import struck
 from tests.gpu import models
+from tests.jobs_on_processes import CONFIG, machine, machine_of_module  # noqa: F401 - fixtures
 from tests.reference import Weights, difference, same_bits
 
 needs_gpu = pytest.mark.skipif(
@@ -159,31 +158,26 @@ def test_a_replay_on_the_cpu_has_the_weights_to_rounding() -> None:
     assert difference(replay(job.log(), models.classifier), job.weights()) < 1e-10
 
 
+def on_processes(creator: Any, strategy: Strategy) -> Weights:
+    """What two processes train in eight steps."""
+    on_gpu = models.DEVICE != "cpu"
+    with DistributedSGD(
+        creator, 2, gpu=on_gpu, strategy=strategy, seed=SEED, run_config=CONFIG
+    ) as trainer:
+        trainer.fit(steps=8, progress=False)
+        return trainer.state_dict()
+
+
 @needs_gpu
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("name", ["ps", "allreduce", "gloo", "gloo, sharded"])
 def test_processes_share_a_gpu_and_a_killed_one_changes_nothing(name: str, tmp_path: Path) -> None:
     found = []
     for creator in (models.classifier, partial(struck, models.classifier, tmp_path, 1, [3])):
-        with Trainer(
-            creator, num_workers=2, strategy=STRATEGIES[name], seed=SEED, extensions=(ProcessGroups(),),
-            settings=Settings(device=models.DEVICE, snapshot_every=2, step_timeout=120.0),
-        ) as trainer:  # fmt: skip
-            trainer.fit(steps=8)
-            found.append(trainer.state_dict())
+        found.append(on_processes(creator, STRATEGIES[name]))
     assert len(list(tmp_path.iterdir())) == 1
     assert same_bits(found[0], found[1])
     assert difference(found[0], alone(2, 8)) < 1e-10
-
-
-def over_nccl(creator: Any, *, sharded: bool) -> Weights:
-    """What two processes train whose gradients are added up over NCCL."""
-    with Trainer(
-        creator, num_workers=2, seed=SEED, extensions=(ProcessGroups(),),
-        strategy=AllreduceStrategy(data_plane="nccl", sharded=sharded),
-        settings=Settings(device="cuda", snapshot_every=2, step_timeout=120.0),
-    ) as trainer:  # fmt: skip
-        trainer.fit(steps=8)
-        return trainer.state_dict()
 
 
 needs_nccl = pytest.mark.skipif(
@@ -193,13 +187,15 @@ needs_nccl = pytest.mark.skipif(
 
 @needs_gpu
 @needs_nccl
+@pytest.mark.usefixtures("machine")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each worker")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_gpus_add_up_over_nccl_and_a_killed_process_changes_nothing(
     sharded: bool, tmp_path: Path
 ) -> None:
     struck_once = partial(struck, models.classifier, tmp_path, 1, [3])
-    found = [over_nccl(each, sharded=sharded) for each in (models.classifier, struck_once)]
+    strategy = AllreduceStrategy(data_plane="nccl", sharded=sharded)
+    found = [on_processes(each, strategy) for each in (models.classifier, struck_once)]
     assert len(list(tmp_path.iterdir())) == 1
     assert same_bits(found[0], found[1])
     assert difference(found[0], alone(2, 8)) < 1e-10
@@ -207,10 +203,11 @@ def test_gpus_add_up_over_nccl_and_a_killed_process_changes_nothing(
 
 @needs_gpu
 @needs_nccl
+@pytest.mark.usefixtures("machine")
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="each worker has a GPU of its own")
 def test_workers_that_share_a_gpu_are_told_that_nccl_does_not_do_that() -> None:
     with pytest.raises(DataPlaneError, match="workers 0 and 1 share one GPU"):
-        over_nccl(models.classifier, sharded=False)
+        on_processes(models.classifier, AllreduceStrategy(data_plane="nccl"))
 
 
 @needs_gpu

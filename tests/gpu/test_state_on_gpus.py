@@ -16,7 +16,6 @@ from torch import nn
 
 import steepest
 from steepest import AllreduceStrategy, DistributedSGD
-from steepest.core import ProcessRuntime, Settings, Trainer
 from steepest.core.messages.driver import Failure
 from steepest.core.tensors.memory import fill
 from steepest.process_groups.extension import ProcessGroups
@@ -25,7 +24,9 @@ from steepest.testing.inspection import replicas_of
 from tests import own_loops
 from tests.core.models import struck
 from tests.gpu import models, strict_device
-from tests.group_members import SECONDS, weights
+from tests.group_members import weights
+from tests.jobs_on_processes import machine, machine_of_module  # noqa: F401 - fixtures
+from tests.jobs_on_processes import trained as trained_on_processes
 from tests.modes import Moody, check, make, trained
 from tests.own_loop_runs import Kills
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples
@@ -328,17 +329,13 @@ def test_a_loop_of_ones_own_has_its_state_there_too(victim: int | None, *, shard
 
 def over_streams(creator: Any, strategy: AllreduceStrategy) -> Weights:
     """What three processes train in two epochs, whose groups have threads and streams of their own."""
-    with Trainer(
-        creator, num_workers=3, seed=3, runtime=ProcessRuntime(), strategy=strategy,
-        extensions=(ProcessGroups(StandInGroups()),),
-        settings=Settings(step_timeout=SECONDS, snapshot_every=2, device=models.DEVICE),
-    ) as job:  # fmt: skip
-        job.fit(epochs=2)
-        return job.state_dict()
+    groups = (ProcessGroups(StandInGroups()),)
+    return trained_on_processes(creator, 3, strategy=strategy, gpu=True, extensions=groups)
 
 
 @needs_strict
 @pytest.mark.long
+@pytest.mark.usefixtures("machine")
 @BOTH
 def test_groups_on_streams_of_their_own_are_in_order_with_the_models(
     *, sharded: bool, tmp_path: Path
@@ -353,6 +350,7 @@ def test_groups_on_streams_of_their_own_are_in_order_with_the_models(
 
 @needs_strict
 @pytest.mark.long
+@pytest.mark.usefixtures("machine")
 @BOTH
 def test_so_are_gradients_that_are_passed_on_one_by_one(*, sharded: bool) -> None:
     """Those of a step in which a sum is not finite, in memory that is made for it."""

@@ -277,10 +277,10 @@ def _wants_gpus(group: MachineGroup) -> bool:
 
 
 def _gpus() -> int:
-    """Return how many GPUs torch sees, without starting to use one."""
+    """Return how many GPUs torch sees, of whichever kind, without starting to use one."""
     import torch
 
-    return torch.cuda.device_count()
+    return torch.accelerator.device_count()
 
 
 def _own(calls: Collection[Call]) -> list[ParcelCall]:
