@@ -7,9 +7,9 @@
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die and
 # the driver gets signals; make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, test-core-alone, bench-check,
-# test-cluster, test-gpu, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage, site. make test-core: training
-# with plain processes, which make test leaves out; make test-gpu: training on a GPU, or on what stands for one; make test-core-alone: the same without the rest of the package. make package: the files of
-# a release, in dist/, checked and used.
+# test-cluster, test-gpu, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage, site. make test-gpu:
+# training on a GPU, or on what stands for one; make test-core-alone: the core's roles without the rest of the package. make package:
+# the files of a release, in dist/, checked and used.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest
 # also where the environment says otherwise: the tests start many processes, which would compile the same modules
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-core test-core-alone test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
+.PHONY: demo test test-core-alone test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
   test-page test-site bench-check test-full test-gpu environments \
   mutants coverage check bench soak package sbom site clean
 
@@ -101,11 +101,8 @@ demo: $(STAMP)
 	$(BIN)/steepest demo
 
 test: $(STAMP)
-	$(PYTEST) -m "not ray and not cluster and not long" --numprocesses=2 --ignore=tests/core --ignore=tests/gpu
+	$(PYTEST) -m "not ray and not cluster and not long" --numprocesses=2 --ignore=tests/gpu
 	$(PYTEST) -m "ray and not cluster and not long"
-
-test-core: $(STAMP)
-	$(PYTEST) -m "long or not long" --numprocesses=2 tests/core
 
 # on a GPU, or where there is none on a device of torch's that stands for one, which a C++ compiler makes once
 test-gpu: export TORCH_EXTENSIONS_DIR = $(abspath $(VENV))/torch_extensions
@@ -116,7 +113,7 @@ test-core-alone: $(STAMP)
 	$(BIN)/python tests/core/alone.py --numprocesses=2 $(if $(FULL),,-m "not long")
 
 test-cluster: $(STAMP)
-	$(PYTEST) -m "long and not ray and not cluster" --numprocesses=2 --ignore=tests/core --ignore=tests/gpu
+	$(PYTEST) -m "long and not ray and not cluster" --numprocesses=2 --ignore=tests/gpu
 	$(PYTEST) -m "cluster or long and ray"
 
 bench-check: $(STAMP)

@@ -34,7 +34,7 @@ PASSED_OVER = shutil.ignore_patterns(
 IN_SOURCES = (
     "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md",
     "Makefile", "constraints.txt", ".ci/run", "steepest/__init__.py", "steepest/py.typed", "tests/conftest.py",
-    "tests/project/test_docs.py", "benchmarks/tests/conftest.py", "docs/guide.md", "examples/core_digits.py",
+    "tests/project/test_docs.py", "benchmarks/tests/conftest.py", "docs/guide.md", "examples/own_loop_digits.py",
     "release/package.py",
 )  # fmt: skip
 
@@ -140,7 +140,7 @@ def use_installed(wheel: Path, sources: Path, folder: Path) -> None:
     for command in (
         ["steepest", "--version"],
         ["python", str(Path(__file__).with_name("installed.py")), str(ROOT)],
-        ["python", "examples/core_digits.py", "ps"],
+        ["python", "examples/own_loop_digits.py", "--workers", "2"],
         ["steepest", "doctor"],
     ):
         began = time.monotonic()

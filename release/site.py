@@ -29,7 +29,6 @@ NAVIGATION = {
         "docs/own_strategy",
         "docs/own_model",
         "docs/extensions",
-        "docs/core",
     ),
     "Runs": (
         "docs/control",
@@ -44,7 +43,14 @@ NAVIGATION = {
         "docs/ending",
         "docs/testing",
     ),
-    "Places": ("docs/places", "docs/sagemaker", "docs/spark", "docs/tune", "docs/security"),
+    "Places": (
+        "docs/places",
+        "docs/one_machine",
+        "docs/sagemaker",
+        "docs/spark",
+        "docs/tune",
+        "docs/security",
+    ),
     "Moving over": (
         "docs/moving",
         "docs/porting",

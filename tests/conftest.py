@@ -29,7 +29,6 @@ pytest.register_assert_rewrite(  # before a test module imports them
         f"tests.{name}"
         for name in (
             "chunk_store_contract",
-            "core.runtime_contract",
             "failing_nodes",
             "jobs_with_copies",
             "model_contract",

@@ -2,8 +2,8 @@
 
     python tests/core/alone.py [arguments of pytest]
 
-`steepest/core` with the four single files below, `tests/core` and the example are copied to a temporary folder, and
-run there. The package can import PyTorch, NumPy, msgpack and the standard library alone, and nobody Ray.
+`steepest/core` with the four single files below, `tests/core` and some tests of its parts are copied to a temporary
+folder, and run there. The package can import PyTorch, NumPy, msgpack and the standard library alone, and nobody Ray.
 """
 
 from __future__ import annotations
@@ -16,15 +16,24 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Tests of the core's roles, and of rules and parts of them that need nothing else.
+TESTS = [
+    "tests/core", "tests/data/test_sampler.py", "tests/protocol/test_coordinator.py", "tests/tensors/test_layout.py",
+    "tests/transport/test_router.py",
+]  # fmt: skip
 PARTS = [
     "steepest/__init__.py", "steepest/errors.py", "steepest/lazy.py", "steepest/validation.py",
-    "steepest/core", "tests/core", "examples/core_digits.py",
+    "steepest/core", "tests/hand_moved_clock.py", *TESTS,
 ]  # fmt: skip
-#: What the package may import there; it unpickles functions of the tests, and of a program.
-LIBRARIES = ["steepest", "torch", "numpy", "msgpack", "tests", "__main__", "__mp_main__"]
+#: What the package may import there.
+LIBRARIES = ["steepest", "torch", "numpy", "msgpack"]
 
 _CUSTOMIZE = f"""
 import builtins, sys
+# that of a checkout that is installed would find the folders that are not here
+sys.meta_path[:] = [
+    each for each in sys.meta_path if not getattr(each, "__module__", "").startswith("__editable__")
+]
 found = builtins.__import__
 def limited(name, globals=None, locals=None, fromlist=(), level=0):
     first = name.partition(".")[0]
@@ -55,8 +64,11 @@ def main(arguments: list[str]) -> int:
                 shutil.copy(source, target)
         (there / "sitecustomize.py").write_text(_CUSTOMIZE)
         (there / "pytest.ini").write_text(_PYTEST)
+        (there / "tests/conftest.py").write_text(
+            "from tests.hand_moved_clock import clock as clock\n"
+        )
         environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", *arguments, "tests/core"]
+        command = [sys.executable, "-m", "pytest", "-q", *arguments, *TESTS]
         return subprocess.run(command, cwd=there, env=environment).returncode
 
 

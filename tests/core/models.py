@@ -1,11 +1,10 @@
-"""Models and a process' body for the tests of plain processes, which their children import."""
+"""Models for the tests of jobs, which worker processes import."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,18 +57,6 @@ def counter(worker: int, device: int) -> TorchModel:
         data=(torch.eye(SAMPLES, dtype=torch.float64), torch.zeros(SAMPLES)),
         optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=1.0),
     )  # fmt: skip
-
-
-def normalized(worker: int, device: int) -> TorchModel:
-    """Return a classifier with buffers."""
-    net = torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2)).double()
-    return TorchModel(net, loss=F.cross_entropy, data=data(), batch_size=BATCH, optimizer=optimizer)
-
-
-def streaming(worker: int, device: int) -> TorchModel:
-    """Return a classifier of batches without numbers."""
-    batches = (row for row in zip(*data(), strict=True))
-    return TorchModel(network(), loss=F.cross_entropy, data=batches, optimizer=optimizer)
 
 
 def poisoned(worker: int, device: int) -> TorchModel:
@@ -130,43 +117,3 @@ def unsendable() -> Any:
     """Return a creator that cannot be pickled."""
     lock = threading.Lock()
     return lambda worker, device: lock
-
-
-def deadly(worker: int, device: int) -> Any:
-    """End the process, in one of the workers."""
-    if worker == 1:
-        os._exit(3)
-    return classifier(worker, device)
-
-
-class Body:
-    """A process' body, for tests of a runtime."""
-
-    def __init__(self, first: int) -> None:
-        self._numbers = [first]
-
-    def add(self, number: int) -> list[int]:
-        """Return all numbers so far."""
-        self._numbers.append(number)
-        return self._numbers
-
-    def raise_(self) -> None:
-        """Raise an error that is not steepest's."""
-        raise KeyError("no such key")
-
-    def leave(self) -> None:
-        """Raise what usually ends a program."""
-        sys.exit("leaving")
-
-    def end(self, code: int) -> None:
-        """End the process."""
-        os._exit(code)
-
-    def unsendable(self) -> Any:
-        """Return what cannot be pickled."""
-        return lambda: None
-
-    def wait(self) -> None:
-        """Return never."""
-        while True:
-            os.read(os.pipe()[0], 1)

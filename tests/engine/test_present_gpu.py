@@ -12,9 +12,7 @@ from steepest import DistributedSGD
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.model_building import build_models
 from steepest.core.engine.replicas import Replicas, WorkShare
-from steepest.core.models.step_size import StepSize
 from steepest.core.tensors.layout import ChunkSpec
-from steepest.core.worker_process import WorkerProcess
 from steepest.errors import ConfigurationError
 from steepest.loop.turns import Turns
 from tests.core import models
@@ -50,19 +48,6 @@ def test_a_function_that_takes_turns_has_the_gpu_of_the_thread_that_drives_it(cu
     turns = Turns(cuda.current, "a user's function")
     cuda.set(torch.device("cuda", 2))
     assert turns.resume().result == 2
-
-
-def test_the_models_of_plain_processes_are_made_on_their_workers_gpu(cuda: Cuda) -> None:
-    found = []
-
-    def creator(worker: int, device: int) -> Any:
-        found.append(cuda.current())
-        return models.classifier(worker, device)
-
-    process = WorkerProcess(bytes(32), 1, (), "cuda")
-    process.build(creator, 6, 0, ChunkSpec(), StepSize(8))
-    assert found == [2]
-    process._router.stop()
 
 
 def test_each_replica_of_a_worker_computes_on_its_own_gpu(

@@ -247,7 +247,6 @@ def test_tests_do_not_sleep_and_the_package_does_not_unpickle() -> None:
     pipes = [
         ROOT / "steepest" / name
         for name in (
-            "core/processes.py",
             "runtime/machine/parcels.py",
             "runtime/remote_functions.py",
         )

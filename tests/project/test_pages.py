@@ -69,8 +69,8 @@ def test_training_goes_on_after_an_interruption(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.long
-def test_plain_processes_train_as_their_page_says(tmp_path: Path) -> None:
-    (program,) = blocks_of("docs/core.md")
+def test_processes_of_one_machine_train_as_their_page_says(tmp_path: Path) -> None:
+    (program,) = blocks_of("docs/one_machine.md")
     lines = [line.split() for line in run_block(program, tmp_path).splitlines()]
     assert len(lines) == 40, f"five epochs of 256 samples, 32 a step: {lines}"
     assert float(lines[-1][1]) < float(lines[0][1])
