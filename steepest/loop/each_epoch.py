@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 from steepest.core.data.protocol import Indices, Source
+from steepest.core.engine.generators import restore, states
 from steepest.data.drawn import Drawn
 
 
@@ -45,7 +46,7 @@ class EachEpochSource:
         inner: the same; another one where the user's function has begun anew, and made its data once more.
     """
 
-    each_epoch = True
+    each_epoch = model_seeds = True  # see `steepest.core.data.protocol.Source`
 
     def __init__(self, inner: Source) -> None:
         self.inner = inner
@@ -64,7 +65,10 @@ class EachEpochSource:
 
         def parts() -> Iterator[Iterable[Any]]:
             yield (first,)
-            first.load()  # a loop that has ended did not take it
+            if first.rest is None:  # the loop has ended, or had its gradients already
+                before = states()
+                first.load()
+                restore(before)
             assert first.rest is not None
             yield first.rest
 

@@ -138,6 +138,7 @@ class Gatherer:
                 raise
         found = self.gatherings.found(wanted)
         if found is None:
+            self._held = self._held or HeldGenerators()
             return None
         if self._held is not None:
             self._held.go_on()

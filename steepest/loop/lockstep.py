@@ -23,6 +23,7 @@ class Steps:
 
     size: int | None = None
     divides = True  # see `steepest.core.engine.job.Description`
+    model_seeds = True  # see `steepest.core.data.protocol.Source`
 
     def __init__(self, contents: Any = None) -> None:
         self.contents = contents

@@ -16,6 +16,8 @@ import torch
 
 from steepest.collectives.members import MemberCollective
 from steepest.core.data.protocol import Indices
+from steepest.core.data.sampler import step_seed
+from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.optimizer_slices import assemble
 from steepest.core.models.names import plain
 from steepest.core.models.protocol import Arrive, Computed, PastShare, Ready, Where, all_here
@@ -29,7 +31,7 @@ from steepest.core.tensors.dtypes import LOOP_STATE
 from steepest.core.tensors.layout import ChunkSpec
 from steepest.embedding.torch_model import TorchModel
 from steepest.errors import ModelError, UnfrozenError
-from steepest.loop.each_epoch import EachEpochSource, loaded
+from steepest.loop.each_epoch import EachEpochSource, Later, loaded
 from steepest.loop.kept import pack, unpack
 from steepest.loop.overlap import Overlap
 from steepest.loop.parameter_places import ParameterPlaces
@@ -128,9 +130,15 @@ class LoopModel(TorchModel):
 
     def loaded(self, batch: Batch) -> Batch:
         """Return a batch that the loop takes with its data, on the device of the model."""
+        if isinstance(batch.data, Later):  # the loop may have drawn since it was given
+            self._seed_for(batch.where.step, batch.where.part[0])
         data, samples = loaded(batch.data)
         samples = batch.samples if samples is None else samples
         return Batch(self._to_device(data), batch.where, samples, batch.whole)
+
+    def _seed_for(self, step: int, part: int) -> None:
+        """Seed all generators for loading a batch, as the engine does where it loads it."""
+        seed_everything(step_seed(self.loop.seed, step, part))
 
     def _take_array(self, array: Any) -> Any:
         """Return an array as it is: the loop gets what the loader's `collate_fn` returned."""
@@ -154,6 +162,7 @@ class LoopModel(TorchModel):
         share = self._past_share(step - 1)
         if share is None or not share.batches:
             return self.any_batch()
+        self._seed_for(step - 1, loop.rank)
         batch, _ = self._batch_of(share.batches[-1])
         return batch
 
@@ -166,6 +175,7 @@ class LoopModel(TorchModel):
         if share is None or len(share.batches) != 1:
             return None
         (indices,) = share.batches
+        self._seed_for(step, self.loop.rank)
         return Again(*self._batch_of(indices), share.samples)
 
     def full_step(self, step: int) -> int:

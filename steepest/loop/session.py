@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from steepest.core.engine.generators import HeldGenerators, seed_everything
 from steepest.core.models.protocol import Where
 from steepest.core.models.step_size import making_models, step_size
 from steepest.core.protocol.commit_rules import CommitAll, CommitRule
@@ -59,6 +60,7 @@ class Session:
     ) -> None:
         self._error: BaseException | None = None  # that it has raised, or with which it has ended
         self._errand: Errand | None = None  # that the loop awaits
+        self._held: HeldGenerators | None = None  # as the function has left them in `prepare`
         self._step_size = step_size()  # what the function may ask for where it begins anew
         self.job = JobView(self._turns(rank), rank, size)
         self.loop = UserLoop(function, self.job, seed, rule, local, paced, ahead)
@@ -89,6 +91,7 @@ class Session:
         Raises:
             ConfigurationError: it has returned without that. What the function raises is raised too.
         """
+        seed_everything(self.loop.seed)  # as at the first beginning
         self._go_on()
         self._raise_error()
         if self.job.asked is not Ask.BEGIN or self.loop.prepared is None:
@@ -98,6 +101,7 @@ class Session:
             )
         model = self.loop.prepared.model
         model.session = self
+        self._held = HeldGenerators()
         return model
 
     def compute(self, batch: Batch) -> bool:
@@ -273,6 +277,9 @@ class Session:
         Args:
             waits: for other workers, where it gathers; otherwise it stays there unless all parts are here.
         """
+        if self._held is not None:
+            held, self._held = self._held, None
+            held.go_on()
         while True:
             given = None
             if self._errand is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from steepest.core.data.sampler import step_seed
-from steepest.core.engine.generators import States, restore, seed_everything, states
+from steepest.core.engine.generators import seed_everything
 from steepest.core.models.protocol import Where, checked_metrics, checked_weight
 from steepest.core.models.scalars import as_number
 from steepest.core.protocol.commit_rules import CommitRule, needs_all
@@ -39,6 +39,7 @@ from steepest.loop.unseen import Unseen, noted
 from steepest.loop.window import Window
 
 _local = threading.local()
+_AT_THE_TOP = 1 << 32  # in place of a number of steps: an epoch begins
 
 
 class UserLoop:
@@ -105,7 +106,6 @@ class UserLoop:
         self.fresh: dict[str, float] = {}
         self.batches = 0
         self.pending: Batch | None = None  # a batch that the loop has yet to take
-        self._generators: States | None = None  # with it, if an epoch ends before it
         self.taken: Batch | None = None
         self.wanted_epochs: int | None = None
         self.meets = self.together
@@ -271,6 +271,7 @@ class UserLoop:
         before = (self.job.passed if arrived or pending is None else pending.where.step) - 1
         self._begin_ticks(before)
         while self.epoch < count:
+            self._seed_for(self.epoch, _AT_THE_TOP)
             self.prepared.enter(first + self.epoch)
             yield first + self.epoch
             if from_the_start:
@@ -307,7 +308,7 @@ class UserLoop:
             self.states.boundary.leave()
             self.batches += 1
             self._own_weight = None
-            self._seed_for(lockstep.number, 0)
+            self._seed_for(self.epoch, _AT_THE_TOP)
             self.prepared.enter(first + self.epoch)
             yield first + self.epoch
             # rounds of a loop without a loader may add up gradients for a step in a later one
@@ -369,7 +370,9 @@ class UserLoop:
     def last_batch(self) -> Any:
         """Return the worker's batch of the step before, see `steepest.loop.standing_in.Joins`."""
         assert self.prepared is not None
-        return self.prepared.model.batch_before(self.job.passed)
+        found = self.prepared.model.batch_before(self.job.passed)
+        self._seed_for(self.lockstep.number if self.lockstep else self.job.passed - 1)
+        return found
 
     def take_arrived(self, *, after_step: bool) -> None:
         """Take the state of the others that gather, see `steepest.loop.standing_in.Joins`."""
@@ -382,6 +385,7 @@ class UserLoop:
     def enter_after(self) -> None:
         """Note that the loop is behind a step, as the others are."""
         self.gatherer.enter(Region.AFTER, self.job.passed)
+        self._seed_for(self.job.passed - 1, 1)
 
     def on_device(self, batch: Any) -> Any:
         """Return a batch on the device of the model."""
@@ -446,10 +450,8 @@ class UserLoop:
         pending = self._next_pending()
         if (back := self._batch_again(pending)) is not None:
             return back
-        if self._generators is not None:
-            restore(self._generators)
-            self._generators = None
         pending = self.prepared.model.loaded(pending)
+        self._seed_for(pending.where.step, part=pending.where.part[0])
         taken = None if self.taken is None else self.taken.where
         new = taken is None or taken.step != pending.where.step
         if self.local and not self.together:
@@ -486,7 +488,6 @@ class UserLoop:
         self.calls.leave_out(calls)
         epoch = self.pending.where.epoch or 0
         if epoch > self.epoch:
-            self._generators = states()  # what runs between two epochs may draw
             self._end_epoch()
         # what a dead worker has left over comes late
         late = self.pending.where.leased and self._left == self.epoch - 1
@@ -517,10 +518,12 @@ class UserLoop:
             self._tell_of_other_size(holds=given_up and not self.window.until)
         if not self.window.until:
             return None
-        back = self.window.again(self.seed, self.job.rank)
-        if back is None:
+        found = self.window.again()
+        if found is None:
             self.window.until = 0
             return None
+        step, back = found
+        self._seed_for(step)
         if back.is_first:
             self.states.begin_step()
         self.whole += back.whole
@@ -541,6 +544,7 @@ class UserLoop:
         self._left = self.epoch
         if (self.gatherer.region, self.gatherer.number) != (Region.END, number):
             self.gatherer.enter(Region.END, number)
+            self._seed_for(number, 0, Region.END)
             self.states.boundary.mark("end")
             self.calls.end_epoch()
         raise StopIteration
@@ -551,7 +555,7 @@ class UserLoop:
             self._end_epoch()
         while self.pending is None and not lockstep.skip:
             self.job.turns.ask(Ask.BATCH)
-        self._seed_for(lockstep.number + 1, 0)
+        self._seed_for(lockstep.number + 1)
         if self._enters:
             self._enters, self.first = False, lockstep.batches_before(self.job.size)
         self._begin_sum(lockstep)
@@ -666,11 +670,23 @@ class UserLoop:
             self.gatherer.gatherings.drop_before(lockstep.first_number)
         else:
             self.gatherer.enter(Region.AFTER, self.at_step + 1)
+            assert self.taken is not None
+            self._seed_for(self.taken.where.step, 1, part=self.taken.where.part[0])
         self.states.boundary.mark("" if lockstep is not None else "after")
 
-    def _seed_for(self, number: int, taken: int) -> None:
-        """Seed all generators for a batch, or round, after so many steps: a worker that joins draws the same there."""
-        seed_everything(step_seed(step_seed(self.seed, number, self.job.rank), taken, 0))
+    def _seed_for(
+        self, number: int, taken: int = 0, region: int = 0, part: int | None = None
+    ) -> None:
+        """Seed all generators for a place of the loop: a worker that joins draws the same there.
+
+        Args:
+            number: of the batch, or round, see `GatheringPlace`; of the epoch at its top.
+            taken: steps that are taken of it, or `_AT_THE_TOP`.
+            region: Region.END behind an epoch.
+            part: of the batch that is the worker's; its rank, if that is left out.
+        """
+        own = step_seed(self.seed, number, self.job.rank if part is None else part)
+        seed_everything(step_seed(own, taken, region))
 
     def _weight_of(self, lockstep: Lockstep) -> float:
         """Return what the present batch weighs in a step."""

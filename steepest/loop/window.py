@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from steepest.core.data.sampler import step_seed
-from steepest.core.engine.generators import restore, seed_everything, states
 from steepest.core.models.protocol import Where
 from steepest.loop.lockstep import MOST_AGAIN
 
@@ -61,7 +59,6 @@ class Window:
     whole: int = 0
     _last: int = 0  # the job's step of the last batch
     _left: Iterator[tuple[int, Again]] = field(default_factory=lambda: iter(()))
-    _generators: Any = None
 
     def opens(self, where: Where, *, stepped: bool, size: int, whole: int) -> bool:
         """Note a batch; return whether it is the first since a step, or of an epoch.
@@ -107,13 +104,8 @@ class Window:
             if (found := model.batch_at(step)) is not None:
                 yield step, replace(found, is_first=not self.goes_back)
 
-    def again(self, seed: int, rank: int) -> Again | None:
-        """Return the next batch to take again, with its random numbers to come; None, once all are taken."""
-        self._generators = self._generators or states()
-        for step, found in self._left:
-            seed_everything(step_seed(seed, step, rank))
-            self.goes_back = True
-            return found
-        restore(self._generators)
-        self._generators, self.goes_back = None, False
-        return None
+    def again(self) -> tuple[int, Again] | None:
+        """Return the next batch to take again, with the job's step that it was of; None, once all are taken."""
+        found = next(self._left, None)
+        self.goes_back = found is not None
+        return found

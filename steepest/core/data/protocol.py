@@ -30,7 +30,8 @@ class Source(Protocol):
     `steepest.core.data.streams.StreamSource`. One of which users should know something has it as
     `notice`, logged once by the driver. One with `contents`, arrays or a data set, is told from
     others by them, see `steepest.core.data.fingerprint`. One whose data may change between two epochs has
-    `each_epoch=True`: it is opened anew for each, with the shares of that epoch alone.
+    `each_epoch=True`: it is opened anew for each, with the shares of that epoch alone. One of a model that seeds all
+    random generators where it takes a batch has `model_seeds=True`: they are not kept for it as loading has left them.
     """
 
     @property

@@ -28,7 +28,9 @@ class _Loaded:
     place: Place
     batch: Any  # None where loading it raised
     error: BaseException | None
-    generators: HeldGenerators  # as they were after it was loaded
+    generators: (
+        HeldGenerators | None
+    )  # as they were after it was loaded; None where the model seeds them
     seconds: float  # that loading it took
 
 
@@ -127,7 +129,9 @@ class BatchLoader:
             except BaseException as raised:  # noqa: BLE001 - the user's code may call sys.exit()
                 error = raised
             seconds = self._now() - began
-            self._loaded = _Loaded(places[0], batch, error, HeldGenerators(), seconds)
+            seeded = getattr(self._models[places[0][1]].data, "model_seeds", False)
+            held = None if seeded else HeldGenerators()
+            self._loaded = _Loaded(places[0], batch, error, held, seconds)
 
     def load(self, place: Place) -> Any:
         """Seed all generators as for the batch of a place, and return the batch."""
@@ -156,7 +160,7 @@ class BatchLoader:
             raise loaded.error
         if loaded.place != place:  # a stream goes on where it is
             self._seed_for(place)
-        else:
+        elif loaded.generators is not None:
             loaded.generators.go_on()
         return loaded.batch
 
