@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, NoReturn
 
 from steepest.core.data.sampler import SamplePlan
-from steepest.core.engine.client import Client, Position
+from steepest.core.engine.client import Client, Outcome, Position
 from steepest.core.engine.step_errors import raise_step_error
 from steepest.core.messages.driver import Failure, Result, WorkerLost
 from steepest.core.messages.message import Peer
 from steepest.core.system import Queue, system
-from steepest.errors import DeadlineError, PeerLostError, ShutdownError
+from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
 from steepest.observe.history import Figures, History
 from steepest.observe.results import StepResult
 from steepest.recovery.supervisor import Supervisor
@@ -36,7 +36,7 @@ _ALL = 1 << 40
 _LATER_SECONDS = 5.0  # that the coordinator has to say that a step is late, before the driver does
 
 
-def _loss(outcome: Result | Failure | PeerLostError, client: Client) -> tuple[Peer, str] | None:
+def _loss(outcome: Outcome, client: Client) -> tuple[Peer, str] | None:
     """Return the role that is lost, and why, if an outcome of a client says so."""
     if isinstance(outcome, PeerLostError):
         return client.lost_peer or Peer("server", 0), str(outcome)
@@ -505,6 +505,8 @@ class Training:
             return None
         if isinstance(outcome, PeerLostError):
             self._raise_lost(outcome)
+        if isinstance(outcome, ProtocolError):
+            raise outcome
         if isinstance(outcome, Failure) and outcome.reason == "optimizer":
             return None  # the supervisor sets the job back, and raises
         late = isinstance(outcome, Failure) and outcome.reason == "deadline"

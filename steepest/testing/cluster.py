@@ -34,7 +34,7 @@ from steepest.core.models.protocol import Model, arriving_with
 from steepest.core.models.step_size import StepSize
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.transport.router import Router
-from steepest.errors import ConfigurationError, PeerLostError
+from steepest.errors import ConfigurationError, PeerLostError, ProtocolError
 from steepest.extensions import EXTENSIONS
 from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing.faults import Fault
@@ -273,6 +273,7 @@ class InProcessCluster:
 
         Raises:
             PeerLostError: a server is dead.
+            ProtocolError: the coordinator refuses the request.
             DeadlineError: nothing moves any more.
         """
         self.client.ask(steps, True)
@@ -281,7 +282,7 @@ class InProcessCluster:
             self.network.run_until(lambda: not self.client.outcomes.empty(), "a step")
             outcome = self.client.outcomes.get()
             assert outcome is not None
-            if isinstance(outcome, PeerLostError):
+            if isinstance(outcome, (PeerLostError, ProtocolError)):
                 raise outcome
             if isinstance(outcome, WorkerLost):
                 self.left.append(outcome)

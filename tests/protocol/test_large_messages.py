@@ -170,7 +170,7 @@ def test_with_a_thousand_workers_and_groups_no_decision_outgrows_a_message(
             )
             for server in () if together else range(2):
                 staged = Message(Kind.PUSH_STAGED, generation, 0, version + 1, coordinator.version)
-                staged.meta = {"worker": worker}
+                staged.meta = {"worker": worker, "squares": 0.1}
                 largest(coordinator.handle(server_peer(server), staged), seen)
         for server in range(2) if together else ():
             staged = Message(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from steepest import DistributedSGD
 from steepest.collectives.members import MemberCollective
 from steepest.collectives.messages import MEMBERS, MemberKind
 from steepest.config.compression import TopK
@@ -37,7 +38,8 @@ from steepest.strategies.parameter_server import ParameterServerStrategy
 from steepest.testing import Fault, InProcessCluster
 from tests.group_in_one_thread import GroupInOneThread, like
 from tests.modes import MODES, make, mode, trained
-from tests.reference import Task, perceptron, same_bits, samples, sgd
+from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
+from tests.simulation.run import Simulation, run_config
 
 # -- the table ---------------------------------------------------------------------------------------
 
@@ -561,6 +563,25 @@ def test_a_request_that_is_refused_is_answered() -> None:
         cluster.wait(client.read("x"), "read a state")
     assert cluster.router(COORDINATOR).refused == 3
     trained(cluster, 2)
+    client.ask(1, True, rates=[(0, "x")])  # type: ignore[list-item]
+    with pytest.raises(ProtocolError, match="coordinator refuses a request: ASK from .*rates"):
+        cluster.step()
+    trained(cluster, 2)
+
+
+def test_who_waits_for_steps_hears_that_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task(optimizer=sgd(momentum=0.9))
+    with (
+        Simulation(1).running(),
+        DistributedSGD(task.creator(), 2, run_config=run_config()) as trainer,
+    ):
+        trainer.fit(steps=2, progress=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer._training.rates, "since", lambda step: [(0, "x")])
+            with pytest.raises(ProtocolError, match="refuses a request: ASK"):
+                trainer.fit(steps=2, progress=False)
+        trainer.fit(steps=2, progress=False)
+        assert difference(trainer.weights(), task.trace(2, 4)[-1]) < 1e-12
 
 
 def state_of(crowd: GroupInOneThread, key: str, value: torch.Tensor) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -63,7 +64,8 @@ from steepest.errors import (
 T = TypeVar("T")
 Holders = Sequence[Sequence[int]]
 #: What comes of the steps that a client has asked for, and of the processes that take them.
-Outcome = Result | Failure | WorkerLost | PeerLostError
+Outcome = Result | Failure | WorkerLost | PeerLostError | ProtocolError
+_ASKS = 16  # of which the coordinator may still refuse some
 
 
 @dataclass(frozen=True, order=True)
@@ -112,7 +114,8 @@ class Client:
     def __init__(
         self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send
     ) -> None:
-        # RESULT, FAILURE and WORKER_LOST, or the loss of a peer, in the order of events, for any thread
+        # RESULT, FAILURE and WORKER_LOST, the loss of a peer, or that a request for steps was refused, in the order of
+        # events, for any thread
         self.outcomes: Queue[Outcome] = system().queue()
         self.on_outcome: Callable[[], None] = lambda: None  # called when there is another one
         # the newest generation and version that the client has heard of
@@ -128,6 +131,7 @@ class Client:
         self._waiting = 0  # number of the last read that named its version
         self._installs: dict[int, _Installation] = {}
         self._answers: dict[int, Future[Any]] = {}  # of requests that one message answers
+        self._asks: deque[int] = deque(maxlen=_ASKS)  # numbers of requests for steps
         self._ended: set[tuple[int, int]] = set()  # (worker, life) of each WORKER_LOST
         self._failure: PeerLostError | None = None  # after which nothing is answered any more
         # the first coordinator or server whose loss the client has heard of
@@ -142,7 +146,7 @@ class Client:
     def ask(
         self, steps: int, stats: bool, rates: RateChanges = (), generation: int | None = None
     ) -> None:
-        """Ask the coordinator for more steps; each ends as one entry of `outcomes`."""
+        """Ask the coordinator for more steps; each ends as one entry of `outcomes`, a request that it refuses too."""
         # generation: the newest of which the caller knows, who may not have taken all outcomes; None for the client's.
         # After the loss of a server or the coordinator the only entry is that loss. stats: whether results have loss,
         # metrics and timings; rates: that hold instead of the schedule's.
@@ -152,6 +156,7 @@ class Client:
             self._tell(self._failure)
             return
         self._requests += 1
+        self._asks.append(self._requests)
         known = self.position.generation if generation is None else generation
         order = AskForSteps(known, self._requests, steps, stats, rates)
         self._send(COORDINATOR, order.pack())
@@ -457,6 +462,8 @@ class Client:
             error = ConfigurationError(why)
         else:
             error = ProtocolError(f"{source} refuses a request: {refused.why}")
+            if sequence in self._asks:
+                self._tell(error)
         if (install := self._installs.pop(sequence, None)) is not None:
             install.future.set_exception(error)
         if (read := self._reads.get(sequence)) is not None:
