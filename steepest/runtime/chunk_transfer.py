@@ -12,9 +12,9 @@ import torch
 
 from steepest.core.engine.optimizer_records import state_fields, state_tensor
 from steepest.core.engine.server import Server
+from steepest.core.tensors.free_memory import free_bytes, warn_if_short
 from steepest.core.tensors.memory import fill
 from steepest.core.tensors.shared_memory import allocate
-from steepest.runtime.free_memory import free_bytes, warn_if_short
 
 Bytes = npt.NDArray[np.uint8]
 

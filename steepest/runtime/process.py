@@ -50,6 +50,7 @@ from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.system import system
 from steepest.core.tensors.allocator import keep_freed_memory, start_thread
 from steepest.core.tensors.dtypes import Tensors
+from steepest.core.tensors.free_memory import free_bytes, warn_if_short
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.core.tensors.memory import Bytes, fill
 from steepest.core.tensors.shared_memory import AVAILABLE, segment_of
@@ -63,7 +64,6 @@ from steepest.extensions import EXTENSIONS
 from steepest.runtime.activity import Activity, activity_of
 from steepest.runtime.calls import RemoteError
 from steepest.runtime.chunk_transfer import ChunkState, RetainedChunks
-from steepest.runtime.free_memory import free_bytes, warn_if_short
 from steepest.runtime.job_runtime import runtime
 from steepest.runtime.lease import ProcessLease
 from steepest.runtime.lent_models import lent_to

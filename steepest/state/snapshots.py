@@ -18,11 +18,11 @@ from steepest.core.engine.job import Job
 from steepest.core.engine.shared_state import SharedState
 from steepest.core.optim.portable import Record
 from steepest.core.system import system
+from steepest.core.tensors.free_memory import free_bytes, warn_if_short
 from steepest.embedding.row_messages import RowsToRead
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.calls import drop_calls, raise_remote
 from steepest.runtime.cluster import Cluster
-from steepest.runtime.free_memory import free_bytes, warn_if_short
 from steepest.runtime.job_runtime import CallRaisedError, ProcessDiedError, ResultLostError, runtime
 from steepest.runtime.owner import Moment, Owner, owned
 from steepest.runtime.worker_state import WorkerState

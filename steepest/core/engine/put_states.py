@@ -13,11 +13,13 @@ from steepest.core.engine.optimizer_records import state_tensor
 from steepest.core.messages.message import Message, MessageKind, Peer, Send
 from steepest.core.messages.snapshots import Put, PutReceived, PutState, ReplaceState
 from steepest.core.optim.portable import Record
+from steepest.core.tensors.free_memory import free_bytes
 from steepest.errors import ProtocolError
 
 _MOST_PUTS = 16  # states of one client that are not installed
 _TIMES = 64  # as large as the weights may all states be that are not installed
 _ALWAYS = 1 << 30  # and so many bytes more
+_TIMES_FREE = 16  # as large as what is free besides may all rows be that are not installed
 _PARTS: Mapping[MessageKind, type[Put | PutState | ReplaceState]] = {
     part.KIND: part for part in (Put, PutState, ReplaceState)
 }
@@ -30,6 +32,7 @@ class _ArrivingPut:
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
     state: list[tuple[int, dict[str, Any], torch.Tensor]] = field(default_factory=list)
     replaces_state: bool = False
+    rows: int = 0  # bytes of the state of opaque chunks
 
 
 class PutStates:
@@ -72,6 +75,25 @@ class PutStates:
             raise ProtocolError(
                 f"{size} bytes beside {held} of states that are not installed: server {self._server} takes {most}"
             )
+
+    def make_room_for_rows(self, size: int) -> None:
+        """Check that the machine has room for a part of so many bytes of an opaque chunk; ProtocolError: it has not."""
+        # No server knows how many rows a client has for it.
+        if self._is_short_of(size):
+            self._drop_lost()
+            if self._is_short_of(size):
+                raise ProtocolError(
+                    f"{size} bytes beside {self._rows()} of rows that are not installed: server {self._server} has "
+                    "not so much memory"
+                )
+
+    def _is_short_of(self, size: int) -> bool:
+        free = free_bytes()
+        return free is not None and (size > free or self._rows() + size > _TIMES_FREE * free)
+
+    def _rows(self) -> int:
+        """Return the bytes of all states of opaque chunks."""
+        return sum(put.rows for put in self._puts.values())
 
     def _held(self) -> int:
         """Return the bytes of all states, but for those of opaque chunks."""
@@ -118,6 +140,7 @@ class PutStates:
                 if put.replaces_state:
                     raise ProtocolError("optimizer state after REPLACE_STATE, its last message")
                 put.state.append((part.chunk, part.about, value))
+                put.rows += value.nbytes if held.is_opaque else 0
             case ReplaceState():
                 put = self._put_of(source, part)
                 try:

@@ -232,8 +232,10 @@ class Server:
         held = self.chunks.get(message.chunk)
         if message.kind is Kind.PUT_STATE:
             size = checked_state_size(message, size)
-            if held is None or not held.is_opaque:  # nobody knows how many rows an opaque one has
+            if held is None or not held.is_opaque:
                 self._puts.make_room(size)
+            else:
+                self._puts.make_room_for_rows(size)
             return torch.empty(size, dtype=torch.uint8)
         is_push = message.kind in (Kind.PUSH, Kind.HOST_PUSH)
         takes = held is not None and (

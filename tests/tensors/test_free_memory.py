@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from steepest import DistributedSGD
-from steepest.runtime.free_memory import free_bytes, warn_if_short
+from steepest.core.tensors.free_memory import free_bytes, warn_if_short
 from steepest.state import snapshots
 from tests.reference import Task
 
