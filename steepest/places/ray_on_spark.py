@@ -145,6 +145,8 @@ def _set_up(session: Any, nodes: Nodes, root: str) -> str:
     import ray
     from ray.util.spark import setup_ray_cluster
 
+    from steepest.runtime.connection import end_ray
+
     master = session.sparkContext.master
     resources = (
         {} if is_local(master) else {"num_cpus_worker_node": nodes.cpus, "num_gpus_worker_node": 0}
@@ -165,8 +167,8 @@ def _set_up(session: Any, nodes: Nodes, root: str) -> str:
         try:
             joined = sum(bool(node["Alive"]) for node in ray.nodes()) - 1  # without the head
         finally:
-            ray.shutdown()
-    except (RuntimeError, ValueError, ConnectionError, ray.exceptions.RayError) as error:
+            end_ray()
+    except Exception as error:  # Ray raises what it likes, a bare Exception where it starts slowly
         why = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
         raise ResourcesError(f"{asked} did not start: {why}") from error
     if joined < nodes.count:
@@ -184,10 +186,10 @@ def is_local(master: str) -> bool:
 
 def _shut_down() -> None:
     """Let Ray end what it knows to have started."""
-    import ray
+    from steepest.runtime.connection import end_ray
 
     Hook.ending = True
-    ray.shutdown()
+    end_ray()
     active = active_ray_on_spark()
     if active is None:
         return

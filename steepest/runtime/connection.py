@@ -16,7 +16,7 @@ from steepest.config.run import (
     set_environment,
 )
 from steepest.core.transport.loopback import require_loopback
-from steepest.errors import ConfigurationError
+from steepest.errors import ConfigurationError, ResourcesError
 from steepest.prefork.template import Template, start_template
 from steepest.prefork.worker_start import TEMPLATE
 from steepest.runtime.job_runtime import runtime
@@ -61,7 +61,7 @@ def connect(address: str) -> None:
     is to be sent, so RAY_AUTH_MODE is set to "token" then, if it is not set.
 
     Raises:
-        ConfigurationError: the cluster does not let this process in.
+        ConfigurationError: the cluster does not let this process in, or is of another version.
     """
     named = [name for name in TOKENS if environment_variable(name)]
     mode = environment_variable(MODE)
@@ -83,6 +83,10 @@ def connect(address: str) -> None:
             f"who has it; this process has sent {sent} ({MODE} is {mode or 'not set'}): set "
             f"{MODE}=token, and the cluster's token as {' or '.join(TOKENS)}"
         ) from error
+    except Exception as error:  # of another version, say
+        raise ConfigurationError(
+            f"could not connect to the Ray at {address}: {_words(error)}"
+        ) from error
 
 
 def start_ray(
@@ -96,6 +100,7 @@ def start_ray(
 
     Raises:
         ConfigurationError: this machine does not reach itself, or there is no room for Ray's files.
+        ResourcesError: Ray does not start.
     """
     try:
         require_loopback()
@@ -127,13 +132,23 @@ def start_ray(
                 _temp_dir=folders.directory,
                 _system_config=own,
             )
-        except BaseException:
+        except BaseException as error:
             if template is not None:
                 template.end()
+            if isinstance(error, Exception):  # Ray raises a bare one where it starts slowly
+                raise ResourcesError(
+                    f"Ray did not start on this machine: {_words(error)} Try again when the machine is less busy, or "
+                    'train without Ray: steepest run --runtime processes, RunConfig(runtime="processes")'
+                ) from error
             raise
     if template is not None:
         end_with_ray("worker_template", template.process)
     logging.getLogger("ray").setLevel(logging.WARNING)  # what it warns of later is heard
+
+
+def _words(error: Exception) -> str:
+    """Return what an exception of Ray's says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextlib.contextmanager
