@@ -172,6 +172,11 @@ class LocalReplicas(Replicas):
         return
 
     @property
+    def digest(self) -> None:
+        """None, likewise."""
+        return
+
+    @property
     def arrivals(self) -> torch.Tensor:
         """The flat vector to which new weights are written: with a delay not what models compute with."""
         return self._arrivals

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from steepest.core.messages.fields import NO_STEP, RETURNED, StepDigest
 from steepest.core.optim.portable import Record
 from steepest.core.protocol.commit_rules import (
     NO_NORM,
@@ -19,6 +20,7 @@ from steepest.errors import ConfigurationError
 from steepest.loop.closures import NO_GRADIENT, ByClosure, Trying, step_by_closure
 from steepest.loop.job_view import JobView
 from steepest.loop.lockstep import Lockstep
+from steepest.loop.losses import Losses
 from steepest.loop.prepared import Ask, Batch, Prepared
 from steepest.loop.state_elsewhere import StateElsewhere, changed_state
 from steepest.loop.table_rows import Errand
@@ -33,8 +35,11 @@ class SteppingLoop(Trying, Protocol):
     lockstep: Lockstep | None
     taken: Batch | None
     stepped: bool
+    epoch: int
+    own_weight: float | None
     samples: int
     whole: int
+    losses: Losses
     sums: bool
     together: bool
     rule: CommitRule
@@ -64,6 +69,7 @@ class LoopSteps:
         hyper: of the last step, by parameter group: what differs from the optimizer as it was given to `prepare`.
         changed: the same, right behind a step alone.
         clip: the greatest norm of the gradient in the step in progress; None for any.
+        lacks_batches: whether the loop was entered where others may have taken batches of their next step.
         clips: by optimizer, that of its next step.
         overflowed: whether a scaler wants the step in progress left out.
         is_left_out: whether that step's update was left out.
@@ -89,6 +95,7 @@ class LoopSteps:
         self.hyper: list[dict[str, Any]] | None = None
         self.changed: list[dict[str, Any]] | None = None
         self.clip: float | None = None
+        self.lacks_batches = False
         self.clips: dict[int, float] = {}
         self.overflowed = self.is_left_out = False
         self.stepping: set[int] = set()
@@ -246,10 +253,32 @@ class LoopSteps:
         self.stepping = self._stepped_by[index] if stepping is None else stepping
         self.is_left_out = False
         self.clip = clip
+        prepared.model.digest = self._digest(index)
         loop.job.turns.ask(Ask.COMMIT)
+        self.lacks_batches = False
         self.clip = None
         loop.end_step(index)
         self.changed = None
+
+    def _digest(self, index: int) -> StepDigest:
+        """Return what all workers' loops are to have in common in the step of an optimizer."""
+        loop = self._loop
+        lockstep, taken, passes = loop.lockstep, loop.taken, len(loop.losses.found)
+        # a loop may go through its batch in parts, as many as it has samples, or as the weight that it says is made of
+        alike = loop.own_weight is None and loop.samples * loop.job.size == loop.whole
+        known = alike and passes and not (self.lacks_batches or self.trying)
+        if lockstep is not None:
+            batch, step = lockstep.number - lockstep.has_loader, lockstep.taken
+        else:
+            batch, step = 0 if taken is None else taken.where.step, 0
+        return StepDigest(loop.epoch, batch, step, index, passes if known else None)
+
+    def no_step(self, *, returned: bool) -> StepDigest | None:
+        """Return the digest of an update in which the loop takes no step; `returned`: because its function has."""
+        if returned:
+            return StepDigest(None, None, None, RETURNED)
+        taken = self._loop.taken
+        return taken and StepDigest(self._loop.epoch, taken.where.step, 0, NO_STEP)
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer, which servers have, as the optimizer itself would."""

@@ -19,6 +19,7 @@ from steepest.core.data.protocol import Indices
 from steepest.core.data.sampler import step_seed
 from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.optimizer_slices import assemble
+from steepest.core.messages.fields import StepDigest
 from steepest.core.models.names import plain
 from steepest.core.models.protocol import Arrive, Computed, PastShare, Ready, Where, all_here
 from steepest.core.models.step_size import step_size
@@ -70,8 +71,10 @@ class LoopModel(TorchModel):
         data: of which each share is a batch of the loop's, or one of its steps.
 
     Attributes:
-        hyper, take_back: see `steepest.core.models.protocol.Model`.
+        hyper, take_back, digest: see `steepest.core.models.protocol`.
     """
+
+    digest: StepDigest | None = None
 
     take_back: Callable[[], None] | None = None
     session: Session  # of the worker, which sets it once the function has come to `prepare`
@@ -351,6 +354,7 @@ class LoopModel(TorchModel):
         if where.empty and self.session.sees_all_steps:
             self._stand_by(where)
         elif where.empty:
+            self.digest = None
             self.session.pass_by(where)
 
     def _stand_by(self, where: Where) -> None:
@@ -397,6 +401,8 @@ class LoopModel(TorchModel):
         stepped = self._in_turn(self._go_on_with, given, ready)
         if loop.taken is not None and loop.taken.where == self._where:
             samples = loop.taken.samples
+        if not stepped:
+            self.digest = loop.steps.no_step(returned=session.has_ended)
         if stepped:
             self._check_trained()
             if self.tables:

@@ -128,6 +128,7 @@ class Schedules:
         for ticks, at, batches in zip(self._ticks, self._ticked or none, unticked, strict=True):
             if together or at is None:
                 ticks.begin(step, 0 if at is None else step - at, batches)
+                ticks.by_step = at is not None
             else:  # a worker's steps come in any order: it goes on from what the scheduler had counted
                 ticks.begin(at, 0, batches)
                 ticks.by_step = True

@@ -58,6 +58,7 @@ class UserLoop:
         steps: those of its optimizers.
         prepared: what the function has given to `prepare`; `lockstep` and `sums` are of that.
         taken: the last batch that the loop took; `stepped` says whether its step was taken.
+        own_weight: what the last batch weighs, if the loop has said it.
         weight, samples, whole, losses: of the batches of the last step, or of the step in progress: what they weigh,
             their samples, those of all workers, and their losses.
         fresh: what was reported since the last step.
@@ -111,7 +112,7 @@ class UserLoop:
         self.meets = self.together
         self.epoch, self._left = 0, -1  # in which the loop is; through which it has gone last
         self.stepped = False
-        self._own_weight: float | None = None  # of the last batch of which the loop has said it
+        self.own_weight: float | None = None
         self.calls = ReportCalls(self.calls.count)
         self.kept: Kept | None = None
         self.schedules = Schedules(self)
@@ -307,7 +308,7 @@ class UserLoop:
             self.gatherer.enter(Region.BEFORE, lockstep.number)
             self.states.boundary.leave()
             self.batches += 1
-            self._own_weight = None
+            self.own_weight = None
             self._seed_for(self.epoch, _AT_THE_TOP)
             self.prepared.enter(first + self.epoch)
             yield first + self.epoch
@@ -320,6 +321,7 @@ class UserLoop:
     def _take(self, state: Mapping[str, Any]) -> None:
         """Set what has arrived, now that all is there of which it is the state."""
         self.arriving = None
+        self.steps.lacks_batches = True
         self.job.arrive(state["step"])
         self.calls = ReportCalls(state["reports"], state["since"])
         self.batches = state["batches"]
@@ -496,6 +498,9 @@ class UserLoop:
                 f"the loop over the loader was left in epoch {epoch} before its end, and begun anew: go through all "
                 "batches of an epoch, or return"
             )
+        missed = self.taken is not None and self.pending.where.step > self.taken.where.step + 1
+        if missed and self.together and not self.local:  # steps in which this worker has no samples
+            self.schedules.catch_up(self.pending.where.step - 1)
         return self.pending
 
     def _count(self, samples: int) -> None:
@@ -505,7 +510,7 @@ class UserLoop:
         self.samples += samples
         self.weight += samples
         self.calls.weight += samples
-        self._batch_weight, self._own_weight = float(samples), None
+        self._batch_weight, self.own_weight = float(samples), None
 
     def _batch_again(self, pending: Batch) -> Any:
         """Return a batch that others have taken since their last step, where the loop enters after it; else None."""
@@ -564,7 +569,7 @@ class UserLoop:
         self.gatherer.enter(Region.BEFORE, lockstep.number)
         self.gatherer.order = []
         self.batches += 1
-        self._own_weight = None
+        self.own_weight = None
         self.calls.weight += lockstep.samples or 0
         return self.prepared.model.on_device(batch) if self.prepared is not None else batch
 
@@ -609,17 +614,17 @@ class UserLoop:
             )
         if self.lockstep is not None:
             before = self._weight_of(self.lockstep) if self.lockstep.samples is not None else 0.0
-            if self._own_weight is not None:
-                before = self._own_weight
-            self._own_weight = checked_weight(weight)
-            self.calls.weight += self._own_weight - before
+            if self.own_weight is not None:
+                before = self.own_weight
+            self.own_weight = checked_weight(weight)
+            self.calls.weight += self.own_weight - before
             return
         if self.taken is None and not self.window.goes_back:
             raise ConfigurationError(
                 "steepest.weight() before the first batch: call it in the loop over the loader"
             )
         before, self._batch_weight = self._batch_weight, checked_weight(weight)
-        self._own_weight = self._batch_weight
+        self.own_weight = self._batch_weight
         self.weight += self._batch_weight - before
         self.calls.weight += self._batch_weight - before
 
@@ -690,15 +695,15 @@ class UserLoop:
 
     def _weight_of(self, lockstep: Lockstep) -> float:
         """Return what the present batch weighs in a step."""
-        if self._own_weight is not None:
-            return self._own_weight
+        if self.own_weight is not None:
+            return self.own_weight
         return 1.0 if lockstep.samples is None else float(lockstep.samples)
 
     @property
     def averaged(self) -> int:
         """The number of samples of which a loss is to be the mean; 0 where it may be something else."""
         averages = self.steps.averages and not self.sums
-        if not averages or not self.has_entered or self._own_weight is not None:
+        if not averages or not self.has_entered or self.own_weight is not None:
             return 0
         if self.lockstep is not None:
             return self.lockstep.samples or 0

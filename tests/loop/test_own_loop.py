@@ -462,17 +462,6 @@ def test_an_asynchronous_loop_is_replayed_to_the_bit_with_its_own_rates() -> Non
     assert rates == {round(0.1 * 0.9**step, 9) for step in range(1, len(found.steps))}
 
 
-def uneven(parts: Parts, epochs: int) -> None:
-    """Worker 0 returns in the middle of the first epoch."""
-    for _ in steepest.epochs(epochs):
-        for number, (x, y) in enumerate(parts.loader):
-            if steepest.rank() == 0 and number == 1:
-                return
-            parts.optimizer.zero_grad()
-            nn.functional.mse_loss(parts.model(x), y).backward()
-            parts.optimizer.step()
-
-
 def early(parts: Parts, epochs: int) -> None:
     """All return in the middle of the first epoch."""
     for _ in steepest.epochs(epochs):
@@ -482,12 +471,6 @@ def early(parts: Parts, epochs: int) -> None:
             parts.optimizer.zero_grad()
             nn.functional.mse_loss(parts.model(x), y).backward()
             parts.optimizer.step()
-
-
-def test_a_worker_whose_function_has_returned_no_longer_counts() -> None:
-    found = run(Script(uneven), 2)
-    # the last step, in which nobody has samples, is not part of the history
-    assert [row["samples"] for row in found.steps] == [4, 2, 2, 0, 2, 2, 2, 0, 2, 2, 2]
 
 
 def test_a_run_ends_where_all_functions_have_returned() -> None:

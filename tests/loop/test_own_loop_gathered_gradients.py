@@ -105,24 +105,6 @@ def test_a_worker_that_misses_a_step_is_not_awaited() -> None:
     assert difference(run(script, 2).weights, script.alone(2)) < 1e-12
 
 
-def returning(parts: Parts, epochs: int) -> None:
-    """Worker 1 returns early, the other one goes on to gather."""
-    for epoch in steepest.epochs(epochs):
-        for x, y in parts.loader:
-            if steepest.rank() == 1 and epoch == 1:
-                return
-            parts.optimizer.zero_grad()
-            own = parts.model(x)
-            everything, targets = steepest.gather((own, y))
-            (own @ everything.T - y @ targets.T).square().mean().backward()
-            parts.optimizer.step()
-        assert len(steepest.gather(torch.ones(2))) == (4 if epoch == 0 else 2)
-
-
-def test_a_worker_that_has_returned_is_not_awaited() -> None:
-    run(Script(returning), 2)
-
-
 def by_one(parts: Parts, epochs: int) -> None:
     for _ in steepest.epochs(epochs):
         for x, y in parts.loader:

@@ -10,6 +10,7 @@ import pytest
 from steepest.collectives import messages as collective
 from steepest.collectives.messages import MEMBERS
 from steepest.core.messages import driver, gradients, membership, snapshots, users
+from steepest.core.messages.fields import StepDigest
 from steepest.core.messages.message import Kind, MessageKind, Peer, PushId
 from steepest.core.messages.permissions import TRAINING, MessageCheck
 from steepest.core.messages.schema import Body, body
@@ -36,6 +37,9 @@ SAID: list[Body] = [
     gradients.PushStaged(1, 2, 3, 4, 0, 2.5, CULPRITS),
     gradients.Report(1, 2, 3, 4, 8.0, 16, 100, 200, 0.25, {"error": 1.5}, {"compute": 0.5}),
     gradients.Report(1, 2, 3, 4, 8.0, 16, 100, 200),
+    gradients.Report(
+        1, 2, 3, 4, 8.0, 16, 9, 9, hyper=[{"betas": (0.9, 0.5)}], digest=StepDigest(0, 3, 1, 0)
+    ),
     gradients.CommitOrder(
         1,
         4,
@@ -69,6 +73,7 @@ SAID: list[Body] = [
     driver.AskForSteps(2, 5, 10, rates=[[4, [0.5]], [7, None]]),
     driver.Result(1, 4, 2, 16, 100, 200, [0, 1], 0.25, {"error": 1.5}, {"compute": 0.5}, 2.5),
     driver.Failure(1, 4, 2, "lost", peer=Peer("server", 1), why="killed"),
+    driver.Failure(1, 4, 2, "unlike", why="workers disagree about lr"),
     driver.Failure(1, 4, 2, "deadline", awaited=["worker 1"], seconds=10.0),
     driver.Revoke(5),
     driver.Revoked(1, 5, 4),

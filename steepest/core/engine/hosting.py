@@ -134,6 +134,7 @@ def make_coordinator(job: Job) -> Coordinator:
         sums=job.sums_at_commit,
         scale_rate=job.strategy.scale_rate,
         clock=system().time if job.stores is not None and job.stores.keeps_time else None,
+        groups=[hyper for _, hyper in job.server_spec.groups],
     )
 
 

@@ -23,7 +23,7 @@ from steepest.core.engine.host_copies import copies_for
 from steepest.core.engine.present_gpu import choose_gpu, differ
 from steepest.core.engine.sample_places import Place, SamplePlaces
 from steepest.core.engine.spans import RoleSpans, SpanKind
-from steepest.core.messages.fields import RateChanges
+from steepest.core.messages.fields import RateChanges, StepDigest
 from steepest.core.messages.means import Measured, mean_metrics
 from steepest.core.models.protocol import (
     Arrive,
@@ -34,6 +34,7 @@ from steepest.core.models.protocol import (
     Model,
     PastShare,
     SaysClipping,
+    SaysDigest,
     SaysHyper,
     SaysNotes,
     SaysOverflow,
@@ -127,6 +128,7 @@ class _Able:
         # of the first
         self.hyper = models[0] if isinstance(models[0], SaysHyper) else None
         self.clipping = models[0] if isinstance(models[0], SaysClipping) else None
+        self.digest = models[0] if isinstance(models[0], SaysDigest) else None
         self.notes = models[0] if isinstance(models[0], SaysNotes) else None
         self.overflow = models[0] if isinstance(models[0], SaysOverflow) else None
 
@@ -339,6 +341,11 @@ class Replicas:
     def clip(self) -> float | None:
         """The greatest norm of the last gradient's update, where a model says it; see `Model`."""
         return None if self._able.clipping is None else self._able.clipping.clip_step
+
+    @property
+    def digest(self) -> StepDigest | None:
+        """What all workers' models are to have in common in the last gradient's update, see `Model`."""
+        return None if self._able.digest is None else self._able.digest.digest
 
     def require_norm(self) -> None:
         """Check that the norm is known by which the last gradient's update is clipped; else ConfigurationError."""

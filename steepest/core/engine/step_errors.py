@@ -32,7 +32,7 @@ def raise_step_error(
     """Raise the error that a failed step stands for.
 
     Raises:
-        ModelError: the model was used in a way that steepest refuses.
+        ModelError: the model was used in a way that steepest refuses, or workers' own loops do not do the same.
         ModelRaisedError: the user's model, data or schedule raised; its traceback is the cause.
         DataPlaneError: living workers could not add up their gradients among themselves.
         NonFiniteError: a gradient holds NaN or infinity.
@@ -60,6 +60,8 @@ def raise_step_error(
             "step was applied: it must give every step's hyperparameters",
             described_by(failure),
         )
+    if failure.reason == "unlike":
+        raise ModelError(f"step {step}: {failure.why}; nothing of the step was applied")
     if failure.reason == "nonfinite":
         found = ", ".join(
             f"{name!r} of worker {worker}"

@@ -617,6 +617,7 @@ class Worker:
             more=None if self._computed is None else self._computed.more or None,
             hyper=self._replicas.hyper,
             clip=self._replicas.clip,
+            digest=self._replicas.digest,
             notes=self._replicas.notes,
             overflowed=self._replicas.overflowed,
         )

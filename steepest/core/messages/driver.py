@@ -88,14 +88,14 @@ class Failure(Body):
     step: Annotated[int, COUNT]
     # "raised" (a worker's model or data; with worker, error, traceback, kind), "schedule" (it raised; with error,
     # traceback, kind), "optimizer" (a server's raised, and the committed update is applied in part; with peer, error,
-    # traceback, kind), "nonfinite" (with culprits), "lost" (a process died; with peer, why), "deadline" (with awaited,
-    # seconds)
+    # traceback, kind), "nonfinite" (with culprits), "unlike" (workers' own loops do not do the same; with why), "lost"
+    # (a process died; with peer, why), "deadline" (with awaited, seconds)
     reason: Annotated[str, TEXT]
     # (worker, parameter's name) for each NaN or infinity, see `VersionStaged`
     culprits: Annotated[Seq[Seq[Any]], CULPRITS] = ()
     worker: Annotated[int | None, WORKER] = None  # whose model or data raised
     peer: Annotated[Peer | None, PEER] = None  # that died, or the server whose optimizer raised
-    why: Annotated[str, TEXT] = ""  # the cause of its death, in words
+    why: Annotated[str, TEXT] = ""  # the cause of its death, or what is not alike, in words
     # this, traceback and kind: see `steepest.errors.describe_error`
     error: Annotated[str, TEXT] = ""
     traceback: Annotated[str, TEXT] = ""

@@ -227,6 +227,48 @@ def plain_by_name() -> Field:
     )
 
 
+class StepDigest(NamedTuple):
+    """What a worker's own loop does in an update: where workers commit together, the same on all of them.
+
+    What is None is not known, and not compared.
+    """
+
+    epoch: int | None
+    batch: (
+        int | None
+    )  # the number of the job's step; where loops count their steps, that of the batch or round
+    step: int | None  # the number of steps that the loop has taken in the batch before
+    optimizer: int  # which one steps, as `prepare` was given them; or one of those below
+    passes: int | None = None  # backward passes since the loop's last step
+
+
+NO_STEP = -1  # in place of an optimizer: the loop has passed through the batch without a step
+RETURNED = -2  # the loop's function has returned
+
+_DIGEST_TYPES = {int, type(None)}
+DIGEST = Field(  # checked for each push of each step, so in one call
+    f"a list of {len(StepDigest._fields)}, of each an integer or null",
+    lambda value, limits: (
+        _is_list(value)
+        and len(value) == len(StepDigest._fields)
+        and {*map(type, value)} <= _DIGEST_TYPES
+        and value[3] is not None
+    ),
+    StepDigest._make,
+)
+
+
+def _hyper(value: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return hyperparameters with tuples for lists, as optimizers have them."""
+    return [
+        {name: tuple(part) if isinstance(part, list) else part for name, part in group.items()}
+        for group in value
+    ]
+
+
+HYPER = replace(many(plain_by_name()), read=_hyper)
+
+
 def nothing_or(other: Field) -> Field:
     """Return a field that holds null, or what another field holds."""
     read = other.read

@@ -8,8 +8,10 @@ from steepest.core.messages.fields import (
     ANYTHING,
     COUNT,
     CULPRITS,
+    DIGEST,
     FACTOR,
     FLAG,
+    HYPER,
     NOTE,
     NUMBER,
     PUSHES,
@@ -18,6 +20,7 @@ from steepest.core.messages.fields import (
     STATE,
     UNUSED,
     WORKER,
+    StepDigest,
     many,
     numbers_by_name,
     plain_by_name,
@@ -157,9 +160,12 @@ class Report(Body):
     more: Annotated[Seq[Any] | None, UNUSED] = None
     # for each parameter group, the hyperparameters of a worker's own loop that differ from the optimizer's own; None
     # where none does, or the worker has no loop of its own
-    hyper: Annotated[list[dict[str, Any]] | None, many(plain_by_name())] = None
+    hyper: Annotated[list[dict[str, Any]] | None, HYPER] = None
     # the greatest norm of this update's gradient, as a worker's own loop says it; None for that of the job, if any
     clip: Annotated[float | None, NUMBER] = None
+    # what a worker's own loop does in this update, see `steepest.core.messages.fields.StepDigest`; None where it does
+    # not see the update, or the worker has no loop of its own
+    digest: Annotated[StepDigest | None, DIGEST] = None
     # what a worker's own loop says to the driver: for each time its number, its weight in means, and values by name
     notes: Annotated[Seq[tuple[int, float, dict[str, float]]], many(NOTE)] = ()
     # whether it is to be left out, and all that would be committed together with it

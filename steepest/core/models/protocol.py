@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from steepest.core.data.protocol import Indices, Source
+from steepest.core.messages.fields import StepDigest
 from steepest.core.models.scalars import as_number, describe
 from steepest.core.optim.arriving import ArrivingState
 from steepest.core.optim.portable import Record
@@ -345,6 +346,19 @@ class SaysHyper(Protocol):
     @property
     def hyper(self) -> list[dict[str, Any]] | None:
         """Of the last gradient's update, by parameter group, those that differ from `Model.optimizer_spec`; or None."""
+
+
+@runtime_checkable
+class SaysDigest(Protocol):
+    """An ability of a model: it says what all workers' models are to have in common in an update.
+
+    Where every worker contributes to each update, one whose digests are not alike is an error, and so is one whose
+    hyperparameters (`SaysHyper`) or norms (`SaysClipping`) are not.
+    """
+
+    @property
+    def digest(self) -> StepDigest | None:
+        """That of the last gradient; None where the model has not seen the update, and nothing that it says counts."""
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from steepest.core.messages.gradients import (
 )
 from steepest.core.messages.message import Kind, Message, Peer, server_peer
 from steepest.core.messages.snapshots import Read, Snapshot
+from steepest.core.protocol.agreement import UnlikeError, agreed
 from steepest.core.protocol.commit_rules import Staged
 from steepest.core.protocol.commit_state import Outgoing
 from steepest.core.protocol.membership import Made, Membership
@@ -27,8 +28,6 @@ from steepest.core.protocol.push_tracking import (
     StagedEach,
     StagedTogether,
     clip_factor,
-    clip_told_by,
-    told_by,
 )
 from steepest.core.protocol.rates import with_rates
 from steepest.core.protocol.sample_leases import Ledger
@@ -50,6 +49,7 @@ class Coordinator:
         sums: whether the mean gradient of an update is multiplied by the weight of its samples.
         scale_rate: whether the learning rate is divided by the staleness.
         clock: returns the time in seconds since the epoch, which commits then say; None where no store keeps it.
+        groups: the servers' own hyperparameters, by parameter group, for errors.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class Coordinator:
         sums: bool = False,
         scale_rate: bool = False,
         clock: Callable[[], float] | None = None,
+        groups: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._clock = clock
+        self._clock, self._groups = clock, groups
         self.membership = membership
         self._state = membership.state
         self._hyperparameters = hyperparameters
@@ -291,15 +292,17 @@ class Coordinator:
         norm = state.staging.norm(pushes)
         reports = state.staging.take(pushes)
         try:
-            told = told_by(reports)
+            told, own_clip = agreed(reports, self._groups, together=state.needs_all)
             hyper = (
                 self._hyperparameters(state.step)
                 if told is None
                 else with_rates(told, state.rates, state.step)
             )
+        except UnlikeError as error:
+            return self.membership.refuse(pushes, "unlike", {"why": str(error)})
         except BaseException as error:  # noqa: BLE001 - the user's; sent to the driver
             return self.membership.refuse(pushes, "schedule", {**describe_error(error)})
-        clip, most = 1.0, clip_told_by(reports) or self._clip_norm
+        clip, most = 1.0, own_clip or self._clip_norm
         if most is not None and not skip:
             assert norm is not None, "neither jobs nor reports ask for clipping under such a rule"
             clip = clip_factor(norm, most)

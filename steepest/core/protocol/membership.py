@@ -86,6 +86,6 @@ class Membership(Protocol):
 
         Args:
             pushes: that the rule chose for the next version.
-            reason: "nonfinite", "schedule", or "optimizer" for `torn`.
+            reason: "nonfinite", "schedule", "unlike", or "optimizer" for `torn`.
             about: the fields of a `Failure` that say more.
         """

@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from steepest.core.messages.gradients import PushStaged, Report, VersionStaged
 from steepest.core.messages.message import Peer, PushId, server_peer, worker_peer
@@ -20,8 +19,6 @@ Culprits = list[tuple[int, str]]
 Reported = Report | Pushed
 #: By worker.
 Reports = dict[int, Reported]
-#: Hyperparameters by parameter group that differ from the optimizer's own; None for those of its schedule.
-Hyper = list[dict[str, Any]] | None
 #: The most culprits that one message names, of maybe all workers' parameters.
 MOST_CULPRITS = 100
 
@@ -348,18 +345,6 @@ class StagedEach(Staging):
             for push, progress in self._tracked.items()
             if progress.report is not None
         }
-
-
-def told_by(reports: Reports) -> Hyper:
-    """Return the hyperparameters that the first worker's report has of those that have any; None if none has."""
-    found = (r.hyper for _, r in sorted(reports.items()) if isinstance(r, Report))
-    return next((hyper for hyper in found if hyper is not None), None)
-
-
-def clip_told_by(reports: Reports) -> float | None:
-    """Return the greatest allowed gradient norm of the first worker that reports one, or None."""
-    found = (r.clip for _, r in sorted(reports.items()) if isinstance(r, Report))
-    return next((clip for clip in found if clip is not None), None)
 
 
 def clip_factor(norm: float, greatest: float) -> float:
