@@ -23,7 +23,7 @@ from steepest.loop.prepared import Prepared
 from steepest.loop.streamed import StreamLockstep
 from steepest.loop.table_rows import connect_alone
 from steepest.loop.training_data import TrainingData, training_data
-from steepest.loop.user_loop import UserLoop, current
+from steepest.loop.user_loop import UserLoop, calling
 from steepest.validation import require_choice, require_count
 
 _ORDER = (
@@ -74,7 +74,7 @@ def prepare(
         ConfigurationError: no module, or no optimizer; an optimizer over other parameters, a loader with a sampler that
             has no length or divides samples itself, or something else that cannot be shared.
     """
-    loop = current()
+    loop = calling("prepare")
     modules = [each for each in objects if isinstance(each, torch.nn.Module)]
     optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
     schedulers = [each for each in objects if isinstance(each, (LRScheduler, ReduceLROnPlateau))]
@@ -258,7 +258,7 @@ def register(**objects: Any) -> Any:
         >>> kept.best
         0.7
     """
-    loop = current()
+    loop = calling("register")
     return Kept(objects) if loop is None else loop.register(objects)
 
 
@@ -284,7 +284,7 @@ def epochs(count: int, end: int | None = None, *, meet: bool = False) -> Iterabl
         first = require_count("the first epoch", count, 0)
         count = require_count("the end of epochs", end, first + 1) - first
     require_choice("meet", meet, (False, True))
-    loop = current()
+    loop = calling("epochs")
     return range(first, first + count) if loop is None else loop.epochs(count, first, meet)
 
 
@@ -298,7 +298,7 @@ def report(**values: Any) -> None:
     Args:
         values: numbers, or tensors without dimensions, by name.
     """
-    if (loop := current()) is not None:
+    if (loop := calling("report")) is not None:
         loop.report(values)
 
 
@@ -311,7 +311,7 @@ def weight(value: float) -> None:
     Args:
         value: zero or more.
     """
-    if (loop := current()) is not None:
+    if (loop := calling("weight")) is not None:
         loop.weigh(value)
 
 
@@ -332,7 +332,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
         ConfigurationError: a part of an optimizer's parameters, or of several; no positive number; a strategy with
             backup workers.
     """
-    loop = current()
+    loop = calling("clip_grad_norm_")
     if loop is None:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
@@ -360,7 +360,7 @@ def gather(value: Any) -> Any:
         >>> gather({"right": 7, "scores": torch.zeros(3, 2)})["right"]
         tensor([7])
     """
-    loop = current()
+    loop = calling("gather")
     return alone(value) if loop is None else loop.gatherer.gather(value)
 
 
@@ -371,14 +371,15 @@ def rank() -> int:
         >>> rank(), size()
         (0, 1)
     """
-    return _of(current(), "rank", 0)
+    return _of("rank", 0)
 
 
 def size() -> int:
     """Return the number of workers; 1 outside of `steepest.run`. It may change while the job runs."""
-    return _of(current(), "size", 1)
+    return _of("size", 1)
 
 
-def _of(loop: UserLoop | None, name: str, alone: int) -> int:
+def _of(name: str, alone: int) -> int:
+    loop = calling(name)
     found: int = alone if loop is None else getattr(loop, name)
     return found

@@ -39,6 +39,7 @@ from steepest.loop.unseen import Unseen, noted
 from steepest.loop.window import Window
 
 _local = threading.local()
+_running: list[UserLoop] = []  # in this process
 _AT_THE_TOP = 1 << 32  # in place of a number of steps: an epoch begins
 
 
@@ -202,6 +203,7 @@ class UserLoop:
         `sys.exit()`, or with 0, is a return, as of a script.
         """
         _local.loop = self
+        _running.append(self)
         try:
             with (
                 watched(_losses_here),
@@ -221,6 +223,7 @@ class UserLoop:
             raise
         finally:
             _local.loop = None
+            _running.remove(self)
 
     def prepare(self, prepared: Prepared) -> None:
         """Take what the user has prepared, and wait for the job."""
@@ -749,14 +752,32 @@ def current() -> UserLoop | None:
     return loop
 
 
+def calling(name: str) -> UserLoop | None:
+    """Return the loop whose function calls something of steepest, by its name; None outside of any.
+
+    Raises:
+        ConfigurationError: a thread calls it that is not the function's, in a process in which one runs.
+    """
+    loop = current()
+    if loop is None and _running and not getattr(_local, "is_outside", False):
+        thread = threading.current_thread()
+        if thread is not threading.main_thread():  # which may be the driver's
+            raise ConfigurationError(
+                f"steepest.{name}() in the thread {thread.name!r}, which is not that of the function that trains: call "
+                "it in the function itself, and hand to threads, data sets and hooks what it returns"
+            )
+    return loop
+
+
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
     """Have the calling thread be in no loop's function, in this context."""
-    loop, _local.loop = current(), None
+    before = current(), getattr(_local, "is_outside", False)
+    _local.loop, _local.is_outside = None, True
     try:
         yield
     finally:
-        _local.loop = loop
+        _local.loop, _local.is_outside = before
 
 
 def _losses_here() -> Losses | None:

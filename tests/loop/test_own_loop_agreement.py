@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import steepest
-from steepest.errors import ModelError
+from steepest.errors import ConfigurationError, ModelError
 from tests.own_loop_runs import run, without
 from tests.own_loops import Parts, Script
 from tests.reference import difference, perceptron, samples, sgd
@@ -313,3 +314,40 @@ def by_weight(parts: Parts, epochs: int) -> None:
 def test_parts_of_a_batch_may_be_as_many_as_it_has_samples(loop: Loop, any_steps: bool) -> None:
     script = Script(loop, data=samples(11), any_steps=any_steps)
     assert difference(run(script, 2).weights, script.alone(2)) < 1e-12
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "rank": steepest.rank,
+    "size": steepest.size,
+    "gather": lambda: steepest.gather(torch.ones(1)),
+    "report": lambda: steepest.report(loss=1.0),
+    "weight": lambda: steepest.weight(1.0),
+    "clip_grad_norm_": lambda: steepest.clip_grad_norm_(nn.Linear(1, 1).parameters(), 1.0),
+}
+
+
+def in_a_thread(call: Callable[[], Any], raised: list[BaseException]) -> Loop:
+    def loop(parts: Parts, epochs: int) -> None:
+        def called() -> None:
+            try:
+                call()
+            except ConfigurationError as error:
+                raised.append(error)
+
+        for _ in steepest.epochs(epochs):
+            for x, y in parts.loader:
+                learn(parts, x, y)
+                parts.optimizer.step()
+        thread = threading.Thread(target=called, name="mine")
+        thread.start()
+        thread.join()
+
+    return loop
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_thread_of_ones_own_calls_is_refused_by_name(name: str) -> None:
+    raised: list[BaseException] = []
+    run(Script(in_a_thread(CALLS[name], raised), epochs=1), 2)
+    assert len(raised) == 2
+    assert re.match(rf"steepest.{name}\(\) in the thread 'mine'", str(raised[0]))
