@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
 from steepest.core.engine.hosting import host_client, host_coordinator, host_server
-from steepest.core.engine.job import Description, Job, ModelCreator, check_agreement
+from steepest.core.engine.job import Description, Job, ModelCreator, check_agreement, without_caches
 from steepest.core.messages.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.core.models.step_size import StepSize
 from steepest.core.strategies.strategy import Strategy
@@ -153,10 +154,13 @@ class Cluster(JobContext):
             self.building,
             map(worker_peer, range(num_workers)),
         )
+        description = described[0]
         for i, other in enumerate(described):
-            check_agreement(described[0], other, "worker 0", f"worker {i}")
-        if described[0].notice:
-            log.warning("%s", described[0].notice)
+            read = partial(self._sample_hashes, (0, i), workers)
+            description = without_caches(description, other, read)
+            check_agreement(description, other, "worker 0", f"worker {i}")
+        if description.notice:
+            log.warning("%s", description.notice)
         places = self.get(
             [runtime().call(actor, "place") for actor in starting.values()], "start", starting
         )
@@ -165,7 +169,15 @@ class Cluster(JobContext):
             for (peer, actor), place in zip(starting.items(), places, strict=True)
         }
         self.starting = {}
-        self._take_up(config, described[0], None, fresh=True)
+        self._take_up(config, description, None, fresh=True)
+
+    def _sample_hashes(
+        self, of: Collection[int], workers: Sequence[Any], length: int, numbers: list[int]
+    ) -> list[list[str] | None]:
+        """Return hashes of samples of some workers' data, see `steepest.core.data.fingerprint.sample_hashes`."""
+        calls = [runtime().call(workers[i], "sample_hashes", length, numbers) for i in of]
+        found: list[list[str] | None] = self.get(calls, "read samples", map(worker_peer, of))
+        return found
 
     def check_ways(self, config: Strategy, seats: Sequence[int] | None = None) -> None:
         """Raise ConfigurationError if processes in some seats (by default all) cannot talk as a strategy has it."""

@@ -17,9 +17,11 @@ from steepest.aggregation.hosting import host_aggregator
 from steepest.collectives import operations
 from steepest.collectives.members import AwaitedMember, MemberCollective
 from steepest.config.run import tell_frameworks_of_threads
+from steepest.core.data.fingerprint import sample_hashes
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.data.stream_place import StreamPlace
 from steepest.core.engine.extension import Extension
+from steepest.core.engine.generators import restore, states
 from steepest.core.engine.hosting import (
     build_replicas,
     host_client,
@@ -294,6 +296,14 @@ class ProcessActor:
         )
         self._memory = memory_for(description.layout)
         return description
+
+    def sample_hashes(self, length: int, numbers: list[int]) -> list[str] | None:
+        """Return hashes of samples of the models' data, see `steepest.core.data.fingerprint.sample_hashes`."""
+        before = states()
+        try:
+            return sample_hashes(self._models[0].data, length, numbers)
+        finally:
+            restore(before)
 
     @on_router
     def bind(self, job: Job, gpu: bool) -> None:

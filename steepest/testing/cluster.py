@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from steepest.aggregation.hosting import host_aggregator
+from steepest.core.data.fingerprint import sample_hashes
 from steepest.core.engine.client import read_log
 from steepest.core.engine.commit_log import CommitLog
 from steepest.core.engine.extension import Extension
@@ -20,7 +21,7 @@ from steepest.core.engine.hosting import (
     host_server,
     host_worker,
 )
-from steepest.core.engine.job import Job, ModelCreator, check_agreement
+from steepest.core.engine.job import Job, ModelCreator, check_agreement, without_caches
 from steepest.core.engine.model_building import build_models
 from steepest.core.engine.replica_states import all_states, merged_states
 from steepest.core.engine.replicas import Replicas
@@ -114,11 +115,18 @@ class InProcessCluster:
             )
             for worker in range(num_workers)
         ]
-        for worker, (_, described) in enumerate(built):
-            check_agreement(built[0][1], described, "worker 0", f"worker {worker}")
+        description = built[0][1]
+        for worker, (models, described) in enumerate(built):
+            sources = built[0][0][0].data, models[0].data
+            description = without_caches(
+                description,
+                described,
+                lambda *which, of=sources: [sample_hashes(each, *which) for each in of],
+            )
+            check_agreement(description, described, "worker 0", f"worker {worker}")
         num_servers = chosen.servers_for(1, num_workers)
         self.job = Job(
-            built[0][1], config, num_workers, devices_per_worker, num_servers, seed, step_timeout,
+            description, config, num_workers, devices_per_worker, num_servers, seed, step_timeout,
             keep_log, hosts, accumulate, replaces=replaces, global_batch_size=global_batch_size,
         )  # fmt: skip
         if faults and self.job.micro_batches != accumulate:

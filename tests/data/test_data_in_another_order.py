@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 import steepest
 from steepest import TorchModel
-from steepest.core.data.fingerprint import described, first_difference
+from steepest.core.data.fingerprint import described, unlike_rows
 from steepest.core.data.sources import as_source
 from steepest.errors import ModelError
 from steepest.testing import InProcessCluster
@@ -54,7 +54,8 @@ class Stream(IterableDataset[Any]):
 
 def difference(one: Any, other: Any) -> tuple[str, int] | None:
     first, second = (described(as_source(data, 2)[0])[1] for data in (one, other))
-    return first_difference(first, second)
+    unlike = unlike_rows(first, second)
+    return min(((name, rows[0]) for name, rows in unlike.items()), default=None, key=lambda e: e[1])
 
 
 def test_the_first_sample_that_differs_is_named() -> None:
@@ -77,7 +78,7 @@ def test_tables_of_pandas_are_compared() -> None:
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"name": FILES, "label": range(12)})
     found = [described(type("Data", (), {"contents": each})())[1] for each in (table, table[::-1])]
-    assert first_difference(*found) == ("the table", 0)
+    assert unlike_rows(*found)["the table"][0] == 0
 
 
 def reversed_on(worker: int) -> list[str]:
@@ -117,6 +118,63 @@ def train(data: Dataset[Any], **prepare: Any) -> None:
 def test_workers_of_a_loop(data: Callable[[list[str]], Dataset[Any]], any_steps: bool) -> None:
     with quiet(), pytest.raises(ModelError, match=WRONG):
         run(lambda: train(data(reversed_on(steepest.rank())), any_steps=any_steps), 2)
+
+
+class Filled(Files):
+    """It keeps what it has read in an array, whose rows have any values before."""
+
+    def __init__(self, files: list[str], seed: int, reads: float = 0.0) -> None:
+        super().__init__(files)
+        self.cache = np.random.default_rng(seed).random(len(files), np.float32)
+        self.has_read = np.zeros(len(files), bool)
+        self.reads = reads
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not self.has_read[index]:
+            self.cache[index] = float(self.files[index][:2])
+            self.has_read[index] = True
+        return torch.from_numpy(
+            self.cache[index : index + 1] + self.reads * np.random.rand(1).astype("f")
+        )
+
+
+@pytest.mark.parametrize("any_steps", [False, True])
+def test_an_array_that_is_filled_as_samples_are_read_is_no_order(any_steps: bool) -> None:
+    """Of a worker that joins later, too."""
+
+    def script() -> None:
+        made.append(steepest.rank())
+        train(Filled(FILES, seed=len(made)), any_steps=any_steps)
+
+    made: list[int] = []
+    with quiet():
+        run(script, 3)
+        without(script, 2, 1, 2)
+    for reads in (0.0, 1.0):  # a sample that is another one each time says nothing of the order
+        with quiet(), pytest.raises(ModelError, match=WRONG.replace(".*sorted", "")):
+            run(
+                lambda reads=reads: train(
+                    Filled(reversed_on(0 if reads else steepest.rank()), steepest.rank(), reads)
+                ),
+                2,
+            )
+
+
+def test_replicas_of_one_worker_may_have_caches_of_their_own() -> None:
+    made: list[int] = []
+
+    def create(worker: int, device: int) -> TorchModel:
+        made.append(device)
+        return TorchModel(
+            nn.Linear(1, 1),
+            loss=lambda output, _: output.mean(),
+            data=DataLoader(Filled(FILES, seed=len(made)), batch_size=2),
+            optimizer=sgd(),
+        )
+
+    strategy = steepest.ParameterServerStrategy()
+    InProcessCluster(create, num_workers=2, devices_per_worker=2, strategy=strategy)
+    assert made == [0, 1, 0, 1]
 
 
 def test_a_successor_is_refused() -> None:

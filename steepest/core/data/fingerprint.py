@@ -2,7 +2,8 @@
 
 It tells other data of the same length from those with which a checkpoint was written, and data of one worker from those
 of another that come in another order. Nothing is asked of a data set but the arrays, tensors and lists that it has as
-attributes: its samples may cost much to read, differ each time they are read, or not yet be there.
+attributes: its samples may cost much to read, differ each time they are read, or not yet be there. Where arrays of two
+workers differ, samples are read, twice: an array that a data set fills as they are read is none of its order.
 """
 
 from __future__ import annotations
@@ -50,23 +51,42 @@ def described(source: Any) -> tuple[Fingerprint, RowHashes]:
     return found, rows
 
 
-def first_difference(one: RowHashes, other: RowHashes) -> tuple[str, int] | None:
-    """Return the name of an array that both data have, and the number of the first row compared that differs, or None.
+def unlike_rows(one: RowHashes, other: RowHashes) -> dict[str, list[int]]:
+    """Return the numbers of the rows compared that differ, of each array that both data have and that has such.
 
     Example:
-        >>> first_difference({"files": {0: "a", 9: "b"}}, {"files": {0: "a", 9: "c"}})
-        ('files', 9)
+        >>> unlike_rows({"files": {0: "a", 9: "b"}}, {"files": {0: "a", 9: "c"}})
+        {'files': [9]}
     """
-    found = [
-        (number, name)
+    found = {
+        name: [
+            number for number, row in rows.items() if other.get(name, {}).get(number, row) != row
+        ]
         for name, rows in one.items()
-        for number, row in rows.items()
-        if other.get(name, {}).get(number, row) != row
-    ]
-    if not found:
+    }
+    return {name: numbers for name, numbers in found.items() if numbers}
+
+
+def sample_hashes(source: Any, length: int, numbers: Sequence[int]) -> list[str] | None:
+    """Return hashes of some samples of a source's data, which are read for it.
+
+    None if the data are not so many, or a sample cannot be read, is not made of numbers, texts and arrays, or is
+    another one when it is read once more.
+    """
+    contents: Any = getattr(source, "contents", None)
+    found = []
+    try:
+        if len(contents) != length:
+            return None
+        for number in numbers:
+            first, again = (_samples(1, {0: contents[number]}) for _ in range(2))
+            if first is None or first != again:
+                return None
+            found.append(_hash(first.rows[0]))
+    except Exception as error:  # noqa: BLE001 - data sets of any library
+        log.debug("samples cannot be compared: %s", error)
         return None
-    number, name = min(found)
-    return name, number
+    return found
 
 
 def differences(theirs: Mapping[str, Sequence[Any]], mine: Fingerprint) -> list[str]:

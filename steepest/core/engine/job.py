@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from heapq import nsmallest
 
 import torch
 
-from steepest.core.data.fingerprint import Fingerprint, RowHashes, first_difference
+from steepest.core.data.fingerprint import Fingerprint, RowHashes, unlike_rows
 from steepest.core.data.protocol import Blocks
 from steepest.core.data.sampler import Remaining, SamplePlan
 from steepest.core.engine.opaque_parts import OpaqueParts
@@ -430,6 +430,30 @@ def _difference_of_opaque(first: OpaqueParts | None, other: OpaqueParts | None) 
     return first.difference(other)
 
 
+#: Reads some samples of the data of the first replicas and of others, of which it is given how many there are, see
+#: `steepest.core.data.fingerprint.sample_hashes`.
+ReadSamples = Callable[[int, list[int]], Sequence[list[str] | None]]
+
+
+def without_caches(first: Description, other: Description, read: ReadSamples) -> Description:
+    """Return the first description without arrays that differ from another's although the samples are the same.
+
+    A data set may have arrays that it fills as its samples are read, and whose rows have any values before. Samples
+    are read for it only where arrays differ: where that costs much is not known.
+    """
+    unlike = unlike_rows(first.row_hashes, other.row_hashes)
+    lengths = {first.fingerprint[name][1][:1] for name in unlike}
+    if not unlike or len(lengths) != 1 or () in lengths:
+        return first
+    ((length,),) = lengths
+    mine, theirs = read(length, sorted({row for rows in unlike.values() for row in rows}))
+    if mine is None or mine != theirs:
+        return first
+    arrays = {name: about for name, about in first.fingerprint.items() if name not in unlike}
+    rows = {name: hashes for name, hashes in first.row_hashes.items() if name not in unlike}
+    return replace(first, fingerprint=arrays, row_hashes=rows)
+
+
 def check_agreement(
     first: Description, other: Description, first_name: str, other_name: str
 ) -> None:
@@ -459,8 +483,8 @@ def check_agreement(
             "build the same "
             "model for every worker and device"
         )
-    if (found := first_difference(first.row_hashes, other.row_hashes)) is not None:
-        name, row = found
+    if unlike := unlike_rows(first.row_hashes, other.row_hashes):
+        row, name = min((rows[0], name) for name, rows in unlike.items())
         raise ModelError(
             f"replicas disagree: sample {row} is another one in the data of {first_name} than in those of {other_name} "
             f"(row {row} of {name}). Workers read shares of the same data by their numbers: give all of them the "

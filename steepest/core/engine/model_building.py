@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from steepest.core.data.fingerprint import described as described_data
+from steepest.core.data.fingerprint import sample_hashes
 from steepest.core.engine.extension import Extension
 from steepest.core.engine.generators import seed_everything
-from steepest.core.engine.job import Description, ModelCreator, check_agreement
+from steepest.core.engine.job import Description, ModelCreator, check_agreement, without_caches
 from steepest.core.engine.opaque_parts import OpaqueParts
 from steepest.core.models.protocol import (
     AddsUpSamples,
@@ -91,11 +92,16 @@ def build_models(
         )
         for m, (told, rows) in ((model, described_data(model.data)) for model in models)
     ]
+    first = described[0]
     for device, other in enumerate(described):
-        check_agreement(
-            described[0], other, f"worker {worker} device 0", f"worker {worker} device {device}"
+        sources = models[0].data, models[device].data
+        first = without_caches(
+            first, other, lambda *which, of=sources: [sample_hashes(each, *which) for each in of]
         )
-    return models, described[0]
+        check_agreement(
+            first, other, f"worker {worker} device 0", f"worker {worker} device {device}"
+        )
+    return models, first
 
 
 def _notice(model: Model) -> str:
