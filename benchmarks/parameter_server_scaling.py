@@ -116,7 +116,7 @@ def actors() -> dict[int, str]:
 def bytes_pulled(server: Any) -> int:
     """Bytes of payload that have left the servers so far, as they count them."""
     counters = ray.get(
-        [actor.counters.remote() for actor in server._access.servers], timeout=DEADLINE
+        [actor.counters.remote() for actor in server._access.servers.handles], timeout=DEADLINE
     )
     return sum(counter["bytes_sent"] for counter in counters)
 

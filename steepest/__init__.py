@@ -1,4 +1,4 @@
-"""Distributed SGD on Ray: one model, one ``strategy=``, from a laptop to a cluster.
+"""Distributed SGD: one model, one ``strategy=``, from a laptop to a Ray cluster.
 
 Names are loaded when they are first used: torch takes seconds to import, and not every process
 needs it.

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from steepest import __version__
+from steepest.cli.begin import add_runtime_option, begun
 from steepest.cli.files import check_outputs, write_whole
 from steepest.cli.scripts import add_job_options, script_of, script_parser, strategy_names
+from steepest.config.run import FailureConfig, RunConfig
 from steepest.errors import ConfigurationError
 from steepest.observe.comparison import Outcome, csv_of, picture_of, recommend, table_of, told
 from steepest.observe.page.document import chart_script, document
@@ -39,6 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="default: 2")
     add_job_options(parser, "; async and ssp have none")
+    add_runtime_option(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -62,10 +65,8 @@ def run(options: argparse.Namespace) -> int:
     has_page = any(output.suffix.lower() == ".html" for output in outputs)
     charts = chart_script() if has_page else ""
     script = script_of(options)
-    from steepest.runtime.connection import ray_session
-
     trials = []
-    with ray_session():
+    with begun(options.runtime):
         from steepest.loop.comparison import try_strategy
 
         for name in names:
@@ -79,6 +80,9 @@ def run(options: argparse.Namespace) -> int:
                 gpu=options.gpu,
                 global_batch_size=options.global_batch_size,
                 seed=options.seed,
+                run_config=RunConfig(
+                    failure=FailureConfig(patience=math.inf), runtime=options.runtime
+                ),
             )
             trials.append(trial)
             if trial.failed:

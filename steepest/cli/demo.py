@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 
+from steepest.cli.begin import begun
+from steepest.config.run import RunConfig
 from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.generators import seed_everything
 from steepest.core.engine.job import ModelCreator
@@ -29,6 +31,9 @@ SEED = 0
 WORKERS = 2
 BATCH = 32
 _WARM_UP = 10  # steps
+#: What the table says of a row whose weights were compared with those of the row on processes.
+_SAME = {None: "", True: ", the same bits as on processes", False: ", other bits than on processes"}
+_ON_RAY = ("ps", "allreduce")  # are trained once more on a Ray of this machine
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,10 @@ class ResultRow:
     seconds: float
     # the largest of any weight from training in one process; None for other updates
     difference: float | None
+    runtime: str = "processes"  # as of `RunConfig`
+    same: bool | None = (
+        None  # whether its weights have the same bits as those of the row on processes
+    )
 
 
 def load_digits() -> tuple[Arrays, Arrays]:
@@ -154,45 +163,64 @@ def run(epochs: int = 8, *, progress: bool = True) -> list[ResultRow]:
     Raises:
         ConfigurationError: scikit-learn is not installed.
     """
-    from steepest.runtime.connection import ray_session
-
     train, test = load_digits()
     steps = epochs * SamplePlan(len(train[0]), WORKERS * BATCH, SEED).steps_per_epoch
-    rows = []
     print(
         f"{len(train[0])} handwritten digits, {WORKERS} workers, {steps} steps in {epochs} epochs"
     )
     reference = train_in_one_process(train, steps)
-    with ray_session(num_cpus=WORKERS):
-        for name in STRATEGY_NAMES:
-            print(f"\nstrategy={name!r}", flush=True)
-            began = time.monotonic()
-            creator, strategy = settings(name, train, epochs)
-            with DistributedSGD(creator, num_workers=WORKERS, strategy=strategy, seed=SEED) as sgd:
-                sgd.fit(epochs=epochs, progress=progress)
-                seen = sgd.evaluate(test).metrics["accuracy"]
-                weights = sgd.weights()
-                speed = sgd.stats().samples_per_second
-            largest = max(
-                float((weights[key] - value).abs().max()) for key, value in reference.items()
-            )
-            difference = None if name in ("async", "ssp", "local") else largest
-            rows.append(ResultRow(name, seen, speed, time.monotonic() - began, difference))
+    kept: dict[str, dict[str, torch.Tensor]] = {}
+    rows = []
+    for runtime, names in (("processes", STRATEGY_NAMES), ("ray", _ON_RAY)):
+        with begun(runtime):
+            for name in names:
+                row, weights = _train(name, runtime, (train, test), epochs, progress)
+                if name not in ("async", "ssp", "local"):
+                    row = replace(row, difference=_difference(weights, reference))
+                if runtime == "ray":
+                    row = replace(row, same=_difference(weights, kept[name]) == 0)
+                kept[name] = weights
+                rows.append(row)
     print(table(rows))
     return rows
+
+
+def _train(
+    name: str, runtime: str, data: tuple[Arrays, Arrays], epochs: int, progress: bool
+) -> tuple[ResultRow, dict[str, torch.Tensor]]:
+    """Return a row without comparisons, and the weights."""
+    train, test = data
+    print(f"\nstrategy={name!r}, {'Ray' if runtime == 'ray' else runtime}", flush=True)
+    began = time.monotonic()
+    creator, strategy = settings(name, train, epochs)
+    config = RunConfig(runtime=runtime)
+    with DistributedSGD(
+        creator, num_workers=WORKERS, strategy=strategy, seed=SEED, run_config=config
+    ) as sgd:
+        sgd.fit(epochs=epochs, progress=progress)
+        seen = sgd.evaluate(test).metrics["accuracy"]
+        weights = sgd.weights()
+        speed = sgd.stats().samples_per_second
+    return ResultRow(name, seen, speed, time.monotonic() - began, None, runtime), weights
+
+
+def _difference(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of any weight."""
+    return max(float((weights[name] - value).abs().max()) for name, value in others.items())
 
 
 def table(rows: list[ResultRow]) -> str:
     """Return the closing table as text."""
     lines = [
         "",
-        f"{'strategy':<12}{'test accuracy':>14}{'samples/s':>12}{'wall time':>12}"
+        f"{'strategy':<12}{'runs on':<11}{'test accuracy':>13}{'samples/s':>12}{'wall time':>12}"
         f"{'from one process':>20}",
     ]
     lines += [
-        f"{row.strategy:<12}{row.accuracy:>13.1%} {row.samples_per_second:>11,.0f}"
-        f"{row.seconds:>10.1f} s"
+        f"{row.strategy:<12}{'Ray' if row.runtime == 'ray' else row.runtime:<11}{row.accuracy:>13.1%}"
+        f"{row.samples_per_second:>12,.0f}{row.seconds:>10.1f} s"
         + (f"{'(other updates)':>20}" if row.difference is None else f"{row.difference:>20.1e}")
+        + _SAME[row.same]
         for row in rows
     ]
     lines.append(

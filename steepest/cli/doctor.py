@@ -13,7 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from steepest import __version__
-from steepest.config.run import cluster_address
 from steepest.errors import SteepestError
 
 _SECONDS = 15.0  # that the doctor takes
@@ -66,21 +65,30 @@ class _Checkup:
         self._begin(f"importing torch {_installed('torch')} and Ray {_installed('ray')}")
         import torch
 
-        from steepest.runtime.connection import describe_cluster, free_cpus, ray_session
+        from steepest.cli.begin import begun
+        from steepest.runtime.job_runtime import chosen
 
         say(
             f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
             f"{torch.cuda.device_count()} GPUs"
         )
-        self._begin("connecting to Ray" if cluster_address() else "starting Ray")
-        with ray_session():
-            say(describe_cluster())
+        on_ray = chosen("auto") == "ray"
+        self._begin("connecting to Ray" if on_ray else "starting processes of this machine")
+        with begun("auto"):
+            workers = self._look_at_ray() if on_ray else 2
             load, busy = _load()
             if busy:
                 say(f"this machine is busy (load {load:.1f}): one worker instead of two")
-            self._try_strategies(1 if busy else max(1, min(2, free_cpus())))
+            self._try_strategies(1 if busy else workers)
             say("ending")
         return self._conclude()
+
+    def _look_at_ray(self) -> int:
+        """Say what the Ray is that RAY_ADDRESS names; return how many workers are tried there."""
+        from steepest.runtime.connection import describe_cluster, free_cpus
+
+        self._say(describe_cluster())
+        return max(1, min(2, free_cpus()))
 
     def _try_strategies(self, workers: int) -> None:
         """Take a step in each strategy, with the same processes."""
@@ -136,7 +144,7 @@ class _Checkup:
         """Say what there was no time for, and end this process."""
         status = self._conclude()
         sys.stdout.flush()
-        os._exit(status)  # Ray's processes end with this one
+        os._exit(status)  # its processes end with this one
 
     def _conclude(self) -> int:
         """Say what was tried, and what not; return the exit status."""

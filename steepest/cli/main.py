@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="steepest",
-        description="Distributed SGD on Ray.",
+        description="Distributed SGD, on this machine or on a Ray cluster.",
         epilog=_FIRST,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import math
 import sys
-import threading
-from collections.abc import Iterator
 
+from steepest.cli.begin import add_runtime_option, begun
 from steepest.cli.scripts import add_job_options, script_of, script_parser
-from steepest.config.run import RUNTIMES, FailureConfig, RunConfig, cluster_address
+from steepest.config.run import FailureConfig, RunConfig
 from steepest.errors import ConfigurationError
 from steepest.observe.timeline.trace_file import check_target
 from steepest.strategies.names import STRATEGY_NAMES
@@ -45,13 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FILE",
         help="record what each process does, for https://ui.perfetto.dev",
     )
-    parser.add_argument(
-        "--runtime",
-        default="ray",
-        choices=RUNTIMES,
-        help="what runs the workers: Ray, or processes of this machine without Ray; auto: the latter, unless "
-        "RAY_ADDRESS names a cluster",
-    )
+    add_runtime_option(parser)
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     parser.set_defaults(call=run)
 
@@ -62,10 +53,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError("--every without --checkpoints: give both")
     if options.timeline is not None:
         check_target(options.timeline)
-    from steepest.runtime.holders import chosen_runtime
-
     script, workers = script_of(options), _workers(options.workers)
-    with _ray() if chosen_runtime(options.runtime) == "ray" else contextlib.nullcontext():
+    with begun(options.runtime):
         from steepest.checkpoint.files import Checkpoints
         from steepest.loop.run import run as run_function
 
@@ -88,23 +77,6 @@ def run(options: argparse.Namespace) -> int:
     for name, value in result.metrics.items():
         sys.stdout.write(f"{name}: {value:.6g}\n")
     return 0
-
-
-@contextlib.contextmanager
-def _ray() -> Iterator[None]:
-    """Connect to Ray in this context."""
-    from steepest.prefork.template import start_template
-
-    # before this process imports Ray, which takes as long as the template's own imports
-    template = start_template() if cluster_address() is None else None
-    from steepest.runtime.connection import ray_session
-
-    # what takes longest of all imports, while Ray's processes start: that is mostly waiting
-    torch = threading.Thread(target=importlib.import_module, args=("torch",), daemon=True)
-    torch.start()
-    with ray_session(template=template):
-        torch.join()
-        yield
 
 
 def _workers(text: str) -> int | tuple[int, int]:

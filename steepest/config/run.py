@@ -21,7 +21,7 @@ from steepest.validation import (
 )
 
 #: What may run a job's processes.
-RUNTIMES = ("ray", "processes", "auto")
+RUNTIMES = ("auto", "ray", "processes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class ResourceConfig:
     """What a job takes of its cluster.
 
     Attributes:
-        cpus_per_worker: CPUs that Ray reserves for each worker, and torch threads in it.
+        cpus_per_worker: CPUs that each worker reserves, and torch threads in it.
         serving_hosts: on how many nodes that have no worker servers run too, of the strategies that
             have server processes. A CPU of each is reserved. They hold their part of embedding
             tables; dense parameters only if there are too few servers for each node with workers to
@@ -200,9 +200,9 @@ class RunConfig:
             `docs/security.md`.
         page: whether the page of the job is served from its beginning, to this machine alone, at a free
             port, see `DistributedSGD.page`; a line of the log says how to open it.
-        runtime: what runs the job's processes. "ray": Ray, to which this program is connected or connects.
-            "processes": this machine, without Ray; workers may be more than there are cores. "auto": Ray where the
-            program is connected to it, or RAY_ADDRESS is set; else this machine.
+        runtime: what runs the job's processes. "auto": Ray where the program is connected to it, as in its tasks,
+            actors and Tune's trials, or RAY_ADDRESS is set; else this machine. "processes": this machine, without Ray;
+            workers may be more than there are cores. "ray": Ray, which is started if there is none.
 
     Raises:
         ConfigurationError: a value is of another type.
@@ -221,7 +221,7 @@ class RunConfig:
     verbose: bool = False
     tls: bool | TLSConfig = False
     page: bool = False
-    runtime: str = "ray"
+    runtime: str = "auto"
 
     def __post_init__(self) -> None:
         require_instance("failure", self.failure, FailureConfig)

@@ -78,6 +78,7 @@ class Fit:
         train: Train,
         evaluate: Evaluate,
         asked: FitArguments,
+        first_line: Callable[[], str],
     ) -> None:
         asked.check(keeping)
         self._sgd = sgd
@@ -87,7 +88,8 @@ class Fit:
         self._evaluate = evaluate
         self._data = asked.validation
         self._every = asked.evaluate_every
-        self._callbacks = [*display(asked.progress), *asked.callbacks]
+        self._shown, self._first_line = display(asked.progress), first_line
+        self._callbacks: list[Callback] = [*self._shown, *asked.callbacks]
         self._goal = keeping.ask(asked.steps, asked.epochs)
         self._begin, self._length = keeping.step, self._end() - keeping.step
 
@@ -102,6 +104,9 @@ class Fit:
         if self._length <= 0 and not self._evaluation_is_due:
             return keeping.result()
         with keeping.at_end(), _ended(self._sgd) as begun:
+            for shown in self._shown:
+                if line := self._first_line():
+                    shown.say(line)
             for callback in self._callbacks:
                 callback.on_fit_begin(self._sgd, max(self._length, 0))
                 begun.append(callback)

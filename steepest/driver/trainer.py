@@ -71,10 +71,10 @@ T = TypeVar("T")
 class DistributedSGD:
     """Train one model on many worker processes.
 
-    The constructor starts Ray when it is not running, places the workers, builds the model on each
-    and returns when all are up. Use the trainer as a context manager, or call `shutdown`. A trainer
-    that is garbage-collected ends its processes with a warning, and does not write a last
-    checkpoint.
+    The constructor starts the workers, on Ray where the program is connected to it or RAY_ADDRESS is
+    set, else on this machine (`RunConfig.runtime`), builds the model on each and returns when all
+    are up. Use the trainer as a context manager, or call `shutdown`. A trainer that is
+    garbage-collected ends its processes with a warning, and does not write a last checkpoint.
 
     `step`, `fit`, `evaluate` and the other methods that need idle workers run one at a time;
     another thread waits. Only `weights`, `stats`, `log`, `export_table`, `set_learning_rate`,
@@ -162,6 +162,7 @@ class DistributedSGD:
         self._cluster: Cluster | None = None
         self._dropped: weakref.finalize[..., DistributedSGD] | None = None
         self._page: JobPage | None = None
+        self._said_where = False
         self._timeline: Timeline | None = None
         with contextlib.ExitStack() as undo:
             lock = DirectoryLock(checkpoints)
@@ -175,7 +176,7 @@ class DistributedSGD:
                 run_config.failure.max_failures,
             )  # fmt: skip
             self._dropped = weakref.finalize(self, drop, self._live(), self._keeping, os.getpid())
-            self._dropped.atexit = False  # Ray ends everything then
+            self._dropped.atexit = False  # all processes end then
             if run_config.page:
                 self.page().announce()
             undo.pop_all()
@@ -352,7 +353,14 @@ class DistributedSGD:
             self._supervisor.await_whole()
             asked = FitArguments(steps, epochs, callbacks, progress, validation, evaluate_every)
             keeping = self._keeping
-            return Fit(self, keeping, self._events, self._train, self._evaluate, asked).run()
+            return Fit(
+                self, keeping, self._events, self._train, self._evaluate, asked, self._first_line
+            ).run()
+
+    def _first_line(self) -> str:
+        """Return, the first time, what trains and where; "" later."""
+        said, self._said_where = self._said_where, True
+        return "" if said else self._training.cluster.in_words()
 
     def _train(
         self, end: Callable[[], int], stats: bool, on_step: Callable[[StepResult], None]
@@ -849,7 +857,7 @@ class DistributedSGD:
         return PlacementGroupFactory([{}, *[bundle] * require_count("num_workers", num_workers)])
 
     def shutdown(self) -> None:
-        """End all processes of this job, and Ray if the trainer started it.
+        """End all processes of this job, and Ray if the trainer has started it.
 
         A second call does nothing.
 

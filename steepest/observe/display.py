@@ -30,7 +30,7 @@ class ShownTrainer(Protocol):
     num_workers: int
 
 
-def display(progress: bool | str) -> list[Callback]:
+def display(progress: bool | str) -> list[Display]:
     """Return the callbacks, one or none, that show what `fit` does; `progress`: as of `DistributedSGD.fit`."""
     if progress is True:
         if _in_notebook():
@@ -129,6 +129,11 @@ class Display(Callback):
         self._due = 0.0
         self._meter: Meter | None = None
 
+    def say(self, line: str) -> None:
+        """Show a line that stays, before any other."""
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
     def show(self, line: str, meter: Meter) -> None:
         """Show a line."""
         raise NotImplementedError
@@ -180,8 +185,7 @@ class ProgressLines(Display):
 
     def show(self, line: str, meter: Meter) -> None:
         """Write the line."""
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+        self.say(line)
 
 
 class NotebookLine(Display):
@@ -190,6 +194,12 @@ class NotebookLine(Display):
     def __init__(self, seconds: float = 0.5, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(seconds, clock)
         self._handle: Any = None
+
+    def say(self, line: str) -> None:
+        """Show a line above the one that is replaced."""
+        from IPython.display import display as show
+
+        show({"text/plain": line}, raw=True)
 
     def show(self, line: str, meter: Meter) -> None:
         """Replace the line."""

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import ray
 
 from steepest.core.transport.channel import Address
 from steepest.core.transport.router import Router
@@ -19,7 +15,8 @@ from steepest.errors import DeadlineError, PeerLostError, ProtocolError
 from steepest.parameter_server.connection import Connection, Reach
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.pusher import Pusher
-from steepest.parameter_server.succession import Search, newest
+from steepest.parameter_server.servers import Search, Servers
+from steepest.parameter_server.succession import newest
 from steepest.tls.connections import Identity, encryption_with
 
 _PAUSE_SECONDS = 0.05  # between two attempts to connect
@@ -31,8 +28,7 @@ class Access:
     """What a process needs to use a parameter server."""
 
     group: ServerGroup
-    # handles of their actors, which live as long as any process holds these
-    servers: tuple[Any, ...]
+    servers: Servers
     # at which servers listen
     addresses: tuple[Address, ...]
     # the secret by which processes of this parameter server know each other
@@ -63,7 +59,7 @@ class Access:
         # Without copies not of `self`, whose actors the connection would keep alive.
         reach, search = Reach(_always), None
         if group.replication > 1:
-            search = Search(self.token, self.servers, self.name)
+            search = self.servers.search(self.token, self.name)
             reach = Reach(mend=functools.partial(self._mend, router, pusher, search))
         connection = Connection(
             router,
@@ -99,11 +95,10 @@ class Access:
     ) -> None:
         """Use a new transport, and connect to all servers before the deadline (monotonic); errors: see `connect`."""
         peers = self.group.user_peers(pusher.index)
-        node = ray.get_runtime_context().get_node_id()
         transport = WireTransport(
             self.token,
             peers,
-            node,
+            self.servers.node,
             router.destination,
             self.ways,
             encryption=encryption_with(self.identity),
@@ -115,7 +110,7 @@ class Access:
     def _mend(self, router: Router, pusher: Pusher, search: Search, seconds: float) -> bool:
         """Look for the servers' successors, connect to them, go on with a user's requests."""
         # Return whether that is done. Otherwise it is to be tried again, as long as a caller waits.
-        if is_forked():
+        if not self.servers.names_successors:
             pusher.fail(f"{pusher.broken}; a forked child cannot ask Ray for its successor")
             return False
         try:
@@ -137,24 +132,6 @@ class Access:
         search.done(found)
         pusher.resume(found.committed, before)
         return True
-
-
-#: Whether this process was forked from one that was connected to Ray: then it can call no actor.
-_is_forked = False
-
-
-def is_forked() -> bool:
-    """Return whether this process was forked from one that was connected to Ray."""
-    # It has servers' addresses then, and can connect to them, but Ray's threads are not in it.
-    return _is_forked
-
-
-def _note_fork() -> None:
-    global _is_forked
-    _is_forked = _is_forked or ray.is_initialized()
-
-
-os.register_at_fork(after_in_child=_note_fork)
 
 
 def _always() -> bool:

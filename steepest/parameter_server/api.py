@@ -1,8 +1,9 @@
-"""ParameterServer: shared arrays that Ray tasks and actors pull, and push updates to."""
+"""ParameterServer: shared arrays that processes pull, and push updates to."""
 
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,36 +12,39 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from steepest.config.run import TLSConfig, check_tls
+from steepest.config.run import RUNTIMES, TLSConfig, check_tls
 from steepest.core.tensors.memory import Bytes
 from steepest.core.tensors.shared_memory import segment_of
-from steepest.core.transport.channel import TRANSPORTS
+from steepest.core.transport.channel import TRANSPORTS, Address
 from steepest.core.transport.sockets import check_ways
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
     PeerLostError,
     ShutdownError,
-    SteepestError,
     described_error,
     raised_by_user,
 )
 from steepest.parameter_server import open_connections
-from steepest.parameter_server.access import Access, is_forked
-from steepest.parameter_server.actor import ServerActor
+from steepest.parameter_server.access import Access
 from steepest.parameter_server.arrays import Arrays, ArrayTree
 from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.keeper import ServerKeeper
+from steepest.parameter_server.servers import Servers, call_all
 from steepest.parameter_server.watched import WatchedServers
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import RemoteError
 from steepest.runtime.holders import Holder, hold, let_go
+from steepest.runtime.job_runtime import (
+    Call,
+    CallRaisedError,
+    LateError,
+    ProcessDiedError,
+    runtime,
+)
 from steepest.runtime.signals import report_on_sigusr1
-from steepest.tls.connections import Identity, identity_of
+from steepest.tls.connections import identity_of
 from steepest.validation import require_choice, require_count, require_seconds
 
 if TYPE_CHECKING:
@@ -48,23 +52,23 @@ if TYPE_CHECKING:
     from steepest.core.optim.portable import Record
     from steepest.core.optim.spec import OptimizerSpec
     from steepest.parameter_server.hosting import OptimizerFactory
+    from steepest.tls.connections import Identity
 
 T = TypeVar("T")
 _START_SECONDS = 60.0  # for the servers to start, where `timeout` is shorter
-_THREADS = 16  # of a server's actor: calls that it may answer at once
 
 # The handles of this process, by id.
 _handles: WeakValueDictionary[int, ParameterServer] = WeakValueDictionary()
 
 
 class ParameterServer:
-    """Arrays on server processes, which any number of Ray tasks and actors pull and update.
+    """Arrays on server processes, which any number of processes, or of Ray's tasks and actors, pull and update.
 
     Each push is one update: it is applied on all servers or on none, at most once, in one order for
     all processes. A pull returns all arrays at one version, never a half-applied update. The object
-    is a handle: pass it to tasks and actors as an argument; a forked child, such as a worker of a
-    DataLoader, uses it with a connection of its own. The servers end with `shutdown`, or when no
-    process but forked children has a handle any more.
+    is a handle: pass it to tasks, actors and processes as an argument; a forked child, such as a worker of a
+    DataLoader, uses it with a connection of its own. The servers end with `shutdown`. On Ray they also end when no
+    process but forked children has a handle any more; else with the process that made them, or its last handle.
 
     Args:
         initial: a NumPy array or torch tensor (CPU, floating-point or integer) of any size and
@@ -88,6 +92,8 @@ class ParameterServer:
             case.
         max_in_flight: asynchronous pushes of one process that can be uncommitted; one more waits
             for the first.
+        runtime: what runs the servers, "auto", "ray" or "processes" of this machine, see `RunConfig`. Those of this
+            machine are used by its processes alone.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -119,7 +125,9 @@ class ParameterServer:
         tls: bool | TLSConfig = False,
         timeout: float = 60.0,
         max_in_flight: int = 8,
+        runtime: str = "auto",
     ) -> None:
+        require_choice("runtime", runtime, RUNTIMES)
         require_choice("nonfinite", nonfinite, ("refuse", "skip", "pass"))
         require_choice("transport", transport, TRANSPORTS)
         check_ways(transport)
@@ -135,36 +143,28 @@ class ParameterServer:
         )
         patience = max(timeout, _START_SECONDS)
         identity = identity_of(tls)
-        self._holder: Holder | None = hold("a parameter server")
-        self._shut_down = False
+        self._holder: Holder | None = hold("a parameter server", runtime)
+        self._shut_down, self._pid = False, os.getpid()
         token = secrets.token_bytes(32)
-        servers: list[Any] = []
+        servers: Servers | None = None
         try:
             servers = _start(count, copies, transport, token, identity)
-            memory = arrays.bytes_of(initial, "initial")
-            stored = ray.put(memory)
-            opened = [
-                s.open_group.remote(group, spec, i, stored, transport)
-                for i, s in enumerate(servers)
-            ]
+            opened = _opened(servers, group, spec, arrays.bytes_of(initial, "initial"), transport)
             addresses = _get(opened, patience, "the servers to start")
+            servers.announce(_get(call_all(servers, "place"), patience, "the servers to start"))
             self._access = Access(
-                group, tuple(servers), tuple(addresses), token, *limits, transport, identity
+                group, servers, tuple(addresses), token, *limits, transport, identity
             )
             _handles[id(self)] = self
             self._watched: WatchedServers | None = self._watch()
             report_on_sigusr1(self._watched)
             first = self._access.addresses[:1]
-            _get(
-                [s.connect.remote(first, patience) for s in servers[1:]],
-                patience,
-                "the servers to connect",
-            )
+            _get(_connecting(servers, first, patience), patience, "the servers to connect")
             if copies > 1:
                 ServerKeeper(functools.partial(_access_of, weakref.ref(self)), spec)
         except BaseException:
-            for server in servers:
-                ray.kill(server, no_restart=True)
+            if servers is not None:
+                servers.end()
             let_go(self._holder)
             raise
 
@@ -390,14 +390,7 @@ class ParameterServer:
         if self._shut_down:
             return
         self._close()
-        if is_forked():
-            raise SteepestError(
-                "this process was forked, and cannot end the servers: call shutdown() in a process "
-                "that is connected to Ray"
-            )
-        if ray.is_initialized():
-            for server in self._access.servers:
-                ray.kill(server, no_restart=True)
+        self._access.servers.end()
         if self._holder is not None:
             let_go(self._holder)
 
@@ -415,7 +408,7 @@ class ParameterServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if is_forked():  # a child that leaves the block does not end what its parent uses
+        if os.getpid() != self._pid:  # a child that leaves the block ends nothing of its parent's
             self._close()
         else:
             self.shutdown()
@@ -501,22 +494,42 @@ def _handle(access: Access) -> ParameterServer:
     server = ParameterServer.__new__(ParameterServer)
     server._access = access
     _handles[id(server)] = server
-    server._shut_down, server._holder = False, None
+    server._shut_down, server._holder, server._pid = False, None, os.getpid()
     return server
 
 
 def _start(
     count: int, copies: int, transport: str, token: bytes, identity: Identity | None
-) -> list[Any]:
-    """Return the handles of new servers' actors; dead ones start again where there are copies."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(ServerActor).options(
-        num_cpus=0,
-        scheduling_strategy=here if transport == "shared" else "SPREAD",
-        max_concurrency=_THREADS,
-        max_restarts=-1 if copies > 1 else 0,
-    )
-    return [actor.remote(f"steepest server {i}", token, identity) for i in range(count)]
+) -> Servers:
+    """Start so many servers' processes, which start again where there are copies, on what this process runs on."""
+    if runtime().name == "ray":
+        from steepest.parameter_server.on_ray import start_actors
+
+        return start_actors(count, copies, transport, token, identity)
+    from steepest.parameter_server.on_machine import start_processes
+
+    return start_processes(count, token, identity)
+
+
+def _opened(
+    servers: Servers,
+    group: ServerGroup,
+    spec: OptimizerSpec | None,
+    initial: Mapping[str, Bytes],
+    ways: str,
+) -> list[Call]:
+    """Have each process host its server; return the calls."""
+    call, stored = runtime().call, runtime().put(initial)
+    return [
+        call(handle, "open_group", group, spec, index, stored, ways)
+        for index, handle in enumerate(servers.handles)
+    ]
+
+
+def _connecting(servers: Servers, first: Sequence[Address], seconds: float) -> list[Call]:
+    """Have the other servers connect to the first one; return the calls."""
+    call = runtime().call
+    return [call(handle, "connect", first, seconds) for handle in servers.handles[1:]]
 
 
 def _access_of(handle: weakref.ref[ParameterServer]) -> Access | None:
@@ -542,15 +555,15 @@ def _read_optimizer(optimizer: OptimizerFactory, initial: ArrayTree) -> Optimize
     return read_optimizer(optimizer, initial)
 
 
-def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
-    """Return the results of Ray calls on servers within `timeout` seconds, failures as errors of this library."""
-    # DeadlineError: not all calls returned in time; PeerLostError: a server died; ModelRaisedError: a server failed by
-    # an error that is none of this library's; SteepestError: that a server raised.
+def _get(calls: list[Call], timeout: float, what: str) -> list[Any]:
+    """Return the results of calls of servers within `timeout` seconds, failures as errors of this library."""
+    # DeadlineError: not all calls returned in time; PeerLostError: a server died, or failed by an error that is none of
+    # this library's; SteepestError: that a server raised.
     try:
-        results: list[Any] = ray.get(refs, timeout=timeout)
-    except ray.exceptions.GetTimeoutError:
+        return runtime().get(calls, timeout)
+    except LateError:
         raise DeadlineError(f"waited {timeout:g} s in vain for {what}: raise timeout=") from None
-    except ray.exceptions.RayTaskError as error:
+    except CallRaisedError as error:
         if not isinstance(error.cause, RemoteError):
             raise
         if (own := described_error(error.cause.told, "a server: ")) is not None:
@@ -558,8 +571,7 @@ def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
         words = f"a server failed: waited for {what}, and {error.cause}"
         raised = raised_by_user(words, error.cause.told)
         raise raised from raised.__cause__
-    except ray.exceptions.RayActorError as error:
+    except ProcessDiedError as error:
         raise PeerLostError(
             f"a server died while starting: {' '.join(str(error).split())}"
         ) from error
-    return results

@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import ray
-
+from steepest.parameter_server.servers import Servers, call_all
 from steepest.parameter_server.succession import Succession
+from steepest.runtime.job_runtime import (
+    Call,
+    CallError,
+    CallRaisedError,
+    ProcessDiedError,
+    runtime,
+)
 
 if TYPE_CHECKING:
     from steepest.core.optim.spec import OptimizerSpec
@@ -25,9 +31,9 @@ _REPLACE_SECONDS = 300.0  # after which no further attempt to replace servers is
 class ServerKeeper:
     """Replaces the servers that die, as long as `access` returns them.
 
-    Ray starts a dead server's process again, under the same handle. All servers then stop, those
-    that live agree on the last version that one of them knows, and the new process gets copies of
-    its chunks. Users find the new addresses at any of the actors (`Search`).
+    A dead server's process is started again. All servers then stop, those that live agree on the
+    last version that one of them knows, and the new process gets copies of its chunks. Users find
+    the new addresses by a `Search`.
 
     Args:
         access: returns how to reach the servers; None when they are not to be replaced any more.
@@ -43,33 +49,34 @@ class ServerKeeper:
 
     def _run(self) -> None:
         """Look at the servers until they need not be replaced any more."""
-        while (access := self._access()) is not None and ray.is_initialized():
+        while (access := self._access()) is not None and runtime().is_up:
             try:
                 if not self._all_serve(access.servers):
                     self._replace(access)
-            except ray.exceptions.RayError:
+            except CallError:
                 if self._access() is not None:
                     log.exception("the servers of a parameter server cannot be replaced")
                 return
             del access
             time.sleep(_LOOK_SECONDS)
 
-    def _all_serve(self, servers: Sequence[Any]) -> bool:
+    def _all_serve(self, servers: Servers) -> bool:
         """Return whether no server has died, or lost another one, since the last succession."""
-        asked = {server.serves.remote(): server for server in servers}
-        waiting, deadline = list(asked), time.monotonic() + _CALL_SECONDS
+        waiting = {call: index for index, call in enumerate(call_all(servers, "serves"))}
+        deadline = time.monotonic() + _CALL_SECONDS
         while waiting:
             left = max(deadline - time.monotonic(), 0.0)
-            ready, waiting = ray.wait(waiting, timeout=left)
+            ready = runtime().wait(list(waiting), left, 1)
             if not ready:
                 return True  # the others are stopped, or busy
+            index = waiting.pop(ready[0])
             try:
-                if not ray.get(ready[0]):
+                if not ready[0].get():
                     return False
-            except ray.exceptions.RayActorError:
+            except ProcessDiedError:
                 return False
-            except ray.exceptions.RayTaskError:  # its router has ended by an error, which it logs
-                ray.kill(asked[ready[0]], no_restart=False)
+            except CallRaisedError:  # its router has ended by an error, which it logs
+                servers.end_one(index)
                 return False
         return True
 
@@ -79,9 +86,11 @@ class ServerKeeper:
         while True:
             try:
                 succession, names = self._succession(access)
-                _get([server.succeed.remote(succession) for server in access.servers])
+                places = _get(call_all(access.servers, "place"))
+                _get(call_all(access.servers, "succeed", succession))
+                access.servers.announce(places, succession)
                 break
-            except ray.exceptions.RayError as error:  # another server has died, or is yet to start
+            except CallError as error:  # another server has died, or is yet to start
                 if self._access() is None or time.monotonic() > began + _REPLACE_SECONDS:
                     raise
                 log.info("servers are not replaced yet: %s", " ".join(str(error).split()))
@@ -97,12 +106,13 @@ class ServerKeeper:
     def _succession(self, access: Access) -> tuple[Succession, str]:
         """Stop all servers, open them again at their last common version; return what users need, and who has died."""
         self._number += 1
-        servers, group = access.servers, access.group
-        heard = _get([server.halt.remote() for server in servers])
+        access.servers.revive()
+        servers, group, call = access.servers.handles, access.group, runtime().call
+        heard = _get(call_all(access.servers, "halt"))
         alive = [index for index, decisions in enumerate(heard) if decisions is not None]
         lost = ", ".join(f"server {i}" for i in range(len(servers)) if i not in alive)
-        known = ray.put([heard[index] for index in alive])
-        found = _get([servers[index].survive.remote(known) for index in alive])
+        known = runtime().put([heard[index] for index in alive])
+        found = _get([call(servers[index], "survive", known) for index in alive])
         from steepest.runtime.survivors import assemble  # imports torch
 
         states = {index: state for index, (state, _) in zip(alive, found, strict=True)}
@@ -112,7 +122,7 @@ class ServerKeeper:
             return Succession(self._number, failure=failure), lost
         addresses = _get(
             [
-                server.reopen.remote(group, self._spec, index, whole.version, access.ways)
+                call(server, "reopen", group, self._spec, index, whole.version, access.ways)
                 for index, server in enumerate(servers)
             ]
         )
@@ -123,19 +133,20 @@ class ServerKeeper:
                 mine = [c for c, holders in enumerate(group.holders) if index in holders]
                 sources = [whole.holders[chunk][0] for chunk in mine]
                 given = [
-                    servers[source].give.remote(
-                        [c for c, s in zip(mine, sources, strict=True) if s == source]
+                    call(
+                        servers[source],
+                        "give",
+                        [c for c, s in zip(mine, sources, strict=True) if s == source],
                     )
                     for source in sorted(set(sources))
                 ]
-            moves.append(server.take_over.remote(*given))
+            moves.append(call(server, "take_over", *given))
         _get(moves)
-        _get([server.connect.remote(addresses[:1], _CALL_SECONDS) for server in servers[1:]])
+        _get([call(server, "connect", addresses[:1], _CALL_SECONDS) for server in servers[1:]])
         committed = {push: version for _, own in found for push, version in own.items()}
         return Succession(self._number, tuple(addresses), committed), lost
 
 
-def _get(calls: list[Any]) -> list[Any]:
-    """Return the results of calls; RayError: one failed, or has not returned within a minute."""
-    results: list[Any] = ray.get(calls, timeout=_CALL_SECONDS)
-    return results
+def _get(calls: list[Call]) -> list[Any]:
+    """Return the results of calls; CallError: one failed, or has not returned within a minute."""
+    return runtime().get(calls, _CALL_SECONDS)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from steepest.core.messages.message import Peer, server_peer
-from steepest.parameter_server.access import Access, is_forked
+from steepest.parameter_server.access import Access
 from steepest.parameter_server.connection import Connection
 from steepest.runtime.places import Place
 
@@ -27,9 +27,10 @@ class WatchedServers:
 
     @property
     def actors(self) -> Mapping[Peer, Any]:
-        """Ray's handle of each server; none in a forked child, from which no server can be asked."""
-        servers = () if is_forked() else self._access.servers
-        return {server_peer(index): server for index, server in enumerate(servers)}
+        """The handle of each server; none in a process from which no server can be asked."""
+        servers = self._access.servers
+        handles = servers.handles if servers.names_successors else ()
+        return {server_peer(index): handle for index, handle in enumerate(handles)}
 
     def roles(self) -> list[tuple[Peer, str]]:
         """Return what this process waits for, as a user of the servers."""

@@ -12,7 +12,7 @@ from steepest.errors import ResourcesError
 from steepest.recovery.starting import Starting
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.job_runtime import runtime
-from steepest.runtime.room import Room, check_possible, fitting
+from steepest.runtime.room import Room, fitting, require_possible
 
 _LOOK_SECONDS = 1.0
 _LONGEST_PAUSE = 60.0
@@ -104,9 +104,7 @@ class Growth:
                 return
         if (further := missing - len(free)) > 0:
             workers = cluster.job.num_workers + missing
-            check_possible(
-                workers, cluster.bundle, runtime().nodes().values(), grows=runtime().may_grow
-            )
+            require_possible(workers, cluster.bundle)
             going = {*runtime().leaving_nodes()}
             # what is free may be in pieces, or another's by then: so it asks more rarely until it
             # has got some

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -410,6 +411,16 @@ class Cluster(JobContext):
     def processes(self) -> list[Any]:
         """Return the handles of all processes, with a role or without; any thread may ask."""
         return self.lease.actors
+
+    def in_words(self) -> str:
+        """Return what processes there are, and where, in a line."""
+        counts = Counter(peer.role for peer in self.members)
+        shown = " and ".join(
+            f"{counts[role]} {role}{'s' * (counts[role] != 1)}" for role in sorted(counts)[::-1]
+        )
+        here = runtime()
+        cluster = "; RAY_ADDRESS or ray.init() for a cluster" if here.name == "processes" else ""
+        return f"{shown} on {here.in_words}{cluster}"
 
     def holdings(self) -> Holdings:
         """Return the processes that hold each chunk."""

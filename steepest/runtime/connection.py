@@ -19,7 +19,6 @@ from steepest.core.transport.loopback import require_loopback
 from steepest.errors import ConfigurationError, ResourcesError
 from steepest.prefork.template import Template, start_template
 from steepest.prefork.worker_start import TEMPLATE
-from steepest.runtime.job_runtime import runtime
 from steepest.runtime.ray_folders import MODE, TOKENS, ray_folders
 from steepest.runtime.ray_private import (
     end_with_ray,
@@ -41,7 +40,7 @@ def ensure_ray(
     RAY_ADDRESS names a running cluster; without it a new one is started on this machine, see `start_ray`. A template
     is ended where no Ray is started.
     """
-    is_up = runtime().is_up
+    is_up = ray.is_initialized()
     address = None if is_up else cluster_address()
     if template is not None and (is_up or address is not None):
         template.end()

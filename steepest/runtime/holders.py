@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from dataclasses import dataclass, field
 
-from steepest.config.run import cluster_address
 from steepest.errors import ConfigurationError
-from steepest.runtime.job_runtime import choose, runtime
+from steepest.runtime.job_runtime import choose, chosen, runtime
 
 _lock = threading.RLock()
 _holders: list[Holder] = []
 #: The name of the connection that `hold` has made; it ends with the last holder that is let go.
 _began: str | None = None
+
+
+def _leave() -> None:
+    """Have a forked child hold nothing of its parent's."""
+    global _lock, _began
+    _lock, _began = threading.RLock(), None  # another thread may have held the lock
+    _holders.clear()
+
+
+os.register_at_fork(after_in_child=_leave)
 
 
 @dataclass(eq=False)
@@ -32,12 +42,12 @@ class Holder:
         return f"{self.what} ({held})"
 
 
-def hold(what: str, name: str = "ray", *, verbose: bool = False) -> Holder:
+def hold(what: str, name: str = "auto", *, verbose: bool = False) -> Holder:
     """Return a new holder; connect before, if need be, see `JobRuntime.connect`.
 
     Args:
         what: for messages.
-        name: of the runtime, as of `RunConfig`.
+        name: of the runtime, as of `RunConfig`; "auto" is that of what this process holds already.
         verbose: see `JobRuntime.connect`.
 
     Raises:
@@ -45,7 +55,7 @@ def hold(what: str, name: str = "ray", *, verbose: bool = False) -> Holder:
     """
     global _began
     with _lock:
-        wanted = chosen_runtime(name)
+        wanted = runtime().name if _holders and name == "auto" else chosen(name)
         if _holders and runtime().owns_process and runtime().name != wanted:
             raise ConfigurationError(
                 f"runtime={name!r} for {what}, while this program holds {' and '.join(map(str, _holders))}, which has "
@@ -57,15 +67,6 @@ def hold(what: str, name: str = "ray", *, verbose: bool = False) -> Holder:
         holder = Holder(what, job=runtime().job)
         _holders.append(holder)
         return holder
-
-
-def chosen_runtime(name: str) -> str:
-    """Return the name of a runtime, which "auto" leaves to what the program has done."""
-    if name != "auto":
-        return name
-    ray = sys.modules.get("ray")
-    connected = ray is not None and ray.is_initialized()
-    return "ray" if connected or cluster_address() is not None else "processes"
 
 
 def let_go(

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from steepest.config.run import cluster_address
 from steepest.core.messages.message import Peer
 from steepest.core.transport.channel import ChannelSink
 from steepest.core.transport.encryption import Encryption
@@ -36,6 +39,10 @@ class CallRaisedError(CallError):
 
 class ProcessDiedError(CallError):
     """The process has died; the message has the reason, as far as it is known."""
+
+
+class ProcessAwayError(ProcessDiedError):
+    """The process has died, and is started again."""
 
 
 class ResultLostError(CallError):
@@ -92,6 +99,10 @@ class JobRuntime(Protocol):
     @property
     def name(self) -> str:
         """What `RunConfig(runtime=)` calls it."""
+
+    @property
+    def in_words(self) -> str:
+        """What messages call where it runs processes, such as "this machine"."""
 
     @property
     def owns_process(self) -> bool:
@@ -264,15 +275,23 @@ _KINDS = {
 _used: list[JobRuntime] = []
 
 
+def _leave() -> None:
+    """Have a forked child use a runtime of its own: the processes are its parent's."""
+    _used[:] = [each for each in _used if not each.owns_process]
+
+
+os.register_at_fork(after_in_child=_leave)
+
+
 def use(other: JobRuntime) -> None:
     """Have this process use a runtime."""
     _used.append(other)
 
 
 def runtime() -> JobRuntime:
-    """Return the runtime of this process: Ray, until another one is used."""
+    """Return the runtime of this process: that of "auto", until another one is used."""
     if not _used:
-        use(_made("ray"))
+        use(_made(chosen("auto")))
     return _used[-1]
 
 
@@ -281,6 +300,15 @@ def _made(name: str) -> JobRuntime:
     module, kind = _KINDS[name]
     made: JobRuntime = getattr(importlib.import_module(module), kind)()
     return made
+
+
+def chosen(name: str) -> str:
+    """Return the name of a runtime, which "auto" leaves to what the program has done."""
+    if name != "auto":
+        return name
+    ray = sys.modules.get("ray")
+    connected = ray is not None and ray.is_initialized()
+    return "ray" if connected or cluster_address() is not None else "processes"
 
 
 def choose(name: str) -> None:

@@ -49,6 +49,7 @@ from steepest.core.models.protocol import Model, OptimizerArrives, ReadsState, a
 from steepest.core.models.step_size import StepSize
 from steepest.core.optim.arriving import ArrivingState
 from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.optim.torch_without_compiler import spare_compiler
 from steepest.core.system import system
 from steepest.core.tensors.allocator import keep_freed_memory, start_thread
 from steepest.core.tensors.dtypes import Tensors
@@ -150,6 +151,8 @@ class ProcessActor:
     ) -> None:
         self._name = ""
         self._take_name(name)
+        if runtime().owns_process:
+            spare_compiler()
         if program is not None:
             program.enter()
         logs = dict.fromkeys(log_file(number) for number in (1, 2))

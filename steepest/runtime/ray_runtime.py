@@ -31,6 +31,7 @@ from steepest.runtime.job_runtime import (
     CallRaisedError,
     Group,
     LateError,
+    ProcessAwayError,
     ProcessDiedError,
     ResultLostError,
     UnreadableError,
@@ -53,6 +54,7 @@ def _actor_class(body: type) -> Any:
 #: What stands for an error of Ray's; the first class that it is of counts.
 _ENDS: Sequence[tuple[type[BaseException], type[CallError]]] = (
     (ray.exceptions.GetTimeoutError, LateError),
+    (ray.exceptions.ActorUnavailableError, ProcessAwayError),
     (ray.exceptions.RayActorError, ProcessDiedError),
     (ray.exceptions.ObjectLostError, ResultLostError),
     (ray.exceptions.RaySystemError, UnreadableError),
@@ -104,7 +106,7 @@ def _sent(arguments: Sequence[Any]) -> list[Any]:
 class RayRuntime(OwnProcess):
     """Ray, to which this process is connected or connects."""
 
-    name = "ray"
+    name, in_words = "ray", "this Ray"
 
     # -- the connection --------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Room for workers that a job asks of Ray: all of it or none, in pieces that are given back one by one."""
+"""Room for workers that a job asks of its runtime: all of it or none, in pieces that are given back one by one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,24 @@ def worker_bundle(devices: int, gpu: bool, cpus: int) -> dict[str, float]:
     return bundle
 
 
-def check_possible(
-    workers: int, bundle: Mapping[str, float], nodes: Iterable[Mapping[str, float]], grows: bool
-) -> None:
+def require_possible(workers: int, bundle: Mapping[str, float]) -> None:
     """Raise ResourcesError unless workers would fit if all nodes were free, or nodes may join."""
+    here = runtime()
+    counted = {
+        name: amount for name, amount in bundle.items() if name != "CPU" or not here.shares_cpus
+    }
+    if counted:
+        check_possible(workers, counted, here.nodes().values(), here.may_grow, here.in_words)
+
+
+def check_possible(
+    workers: int,
+    bundle: Mapping[str, float],
+    nodes: Iterable[Mapping[str, float]],
+    grows: bool,
+    here: str = "this Ray",
+) -> None:
+    """Raise ResourcesError unless workers fit into so many nodes, or more may join; `here`: what has them."""
     totals = list(nodes)
     fit = sum(
         int(min(total.get(name, 0.0) // amount for name, amount in bundle.items()))
@@ -49,7 +63,7 @@ def check_possible(
     never_fit = "worker never fits" if workers == 1 else "workers never fit"
     raise ResourcesError(
         f"{workers} {never_fit}: asked {asked(workers, bundle)}, each worker's on one node, "
-        f"and all that this Ray has is {total}, {fit} workers' worth, which no node will join; ask "
+        f"and all that {here} has is {total}, {fit} workers' worth, which no node will join; ask "
         f"for fewer workers,{gpu}{share} or connect to "
         "a larger cluster first: ray.init(address=...)"
     )
@@ -223,11 +237,7 @@ def reserve(
                 "DistributedSGD.resources(...))"
             )
         return [Seat(current, index, owned=False) for index in fits[-workers:]]
-    counted = bundle
-    if runtime().shares_cpus:
-        counted = {name: amount for name, amount in bundle.items() if name != "CPU"}
-    if counted:
-        check_possible(workers, counted, runtime().nodes().values(), runtime().may_grow)
+    require_possible(workers, bundle)
     if runtime().owns_process:
         gc.collect()  # a trainer that was dropped may be part of a cycle, such as a traceback
     room = Room(workers, bundle)
@@ -255,7 +265,7 @@ def reserve_for_servers(
     ]
     if len(others) < hosts and not runtime().may_grow:
         raise ResourcesError(
-            f"{what}: this Ray has {len(others)} nodes without workers, and no node will join it; "
+            f"{what}: {runtime().in_words} has {len(others)} nodes without workers, and no node will join it; "
             "connect to a larger cluster first, ray.init(address=...), or leave serving_hosts out"
         )
     room = _AskedRoom([_ask(hosts, _SERVING, working, "STRICT_SPREAD")], hosts)

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import steepest
-from steepest import DistributedSGD, RunConfig
+from steepest import DistributedSGD, RunConfig, TorchModel
+from steepest.config.run import RUNTIMES
 from steepest.errors import ConfigurationError
 from steepest.runtime.holders import hold
-from steepest.runtime.job_runtime import using
+from steepest.runtime.job_runtime import chosen, using
 from steepest.runtime.machine.runtime import MachineRuntime
+from steepest.testing import linear_model_creator
 from tests.processes import until
 from tests.reference import Task, difference
 
 TASK = Task()
 STEPS = 8
-CONFIG = RunConfig(runtime="processes")
+CONFIG = RunConfig(runtime="processes")  # also where a Ray of other tests runs
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -74,24 +78,96 @@ def test_a_loop_of_ones_own_prints_all_that_it_prints(capfd: pytest.CaptureFixtu
 
 KILLED = """
 import os, signal, sys
-from steepest import DistributedSGD, RunConfig
+import numpy as np
+from steepest import DistributedSGD, ParameterServer
 from steepest.testing import linear_model_creator
 
-with DistributedSGD(linear_model_creator(), 2, run_config=RunConfig(runtime="processes")) as sgd:
-    sgd.step()
-    print(*sgd.foreach_worker(lambda worker: worker.pid), "ray" in sys.modules, flush=True)
+def look(worker):
+    import sys
+    return worker.pid, "ray" in sys.modules
+
+# no main module's guard
+with DistributedSGD(linear_model_creator(), 2) as sgd, ParameterServer(np.zeros(3), 1) as server:
+    server.push(np.ones(3))
+    sgd.fit(steps=2, progress="lines")
+    found = sgd.foreach_worker(look)
+    print(*(pid for pid, _ in found), "ray" in sys.modules or any(ray for _, ray in found), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
+FIRST_LINE = "2 workers and 1 server on this machine; RAY_ADDRESS or ray.init() for a cluster\n"
 
 
 def test_processes_end_with_a_driver_that_is_killed_which_imports_no_ray() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, timeout=100
+        [sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=100
     )
+    assert ended.stderr.startswith(FIRST_LINE)
+    assert ended.stderr.count("on this machine") == 1
     assert ended.returncode == -signal.SIGKILL
     *pids, ray = ended.stdout.split()
     assert ray == "False"
     until(lambda: not any(map(is_there, map(int, pids))))
+
+
+def test_which_runtime_auto_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert [chosen(name) for name in RUNTIMES] == ["processes", "ray", "processes"]
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert chosen("auto") == "processes"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert [chosen(name) for name in RUNTIMES] == ["ray", "ray", "processes"]
+    monkeypatch.delenv("RAY_ADDRESS")
+    for connected in (True, False):  # as in tasks, actors, Tune's trials
+        ray = SimpleNamespace(is_initialized=lambda connected=connected: connected)
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        assert chosen("auto") == ("ray" if connected else "processes")
+
+
+@pytest.mark.parametrize("strategy", ["local", "async"])
+def test_no_process_imports_torchs_compiler(strategy: str) -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    creator = linear_model_creator()
+
+    def create(worker: int, device: int) -> Any:
+        linear = creator(worker, device)
+        return TorchModel(
+            linear.module, loss=torch.nn.functional.mse_loss, data=TASK.data, batch_size=2,
+            optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+            lr_scheduler=None if strategy == "local" else schedule,
+        )  # fmt: skip
+
+    with DistributedSGD(create, 2, strategy=strategy, run_config=CONFIG) as trainer:
+        trainer.step()
+        found = trainer.foreach_worker(lambda worker: "torch._dynamo" in sys.modules)
+        assert found == [False, False]
+
+
+def test_a_program_that_holds_a_job_has_its_next_ones_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with DistributedSGD(TASK.creator(), 1, run_config=CONFIG):
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        with DistributedSGD(TASK.creator(), 1) as other:
+            assert other.step().step == 1
+
+
+def job_of_a_child() -> None:
+    with DistributedSGD(TASK.creator(), 2, run_config=CONFIG) as trainer:
+        trainer.fit(steps=STEPS, progress=False)
+        assert difference(trainer.weights(), TASK.train(2, STEPS)) < 1e-12
+
+
+def test_a_forked_child_has_jobs_of_its_own() -> None:
+    with DistributedSGD(TASK.creator(), 1, run_config=CONFIG) as trainer:
+        trainer.step()
+        child = multiprocessing.get_context("fork").Process(target=job_of_a_child, daemon=True)
+        child.start()
+        child.join(100)
+        assert child.exitcode == 0
+        assert trainer.step().step == 2
 
 
 def is_there(pid: int) -> bool:

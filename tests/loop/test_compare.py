@@ -41,7 +41,7 @@ def train() -> None:
 def tried(strategy: str, seconds: float, workers: int = 2, **chosen: Any) -> TriedStrategy:
     with quiet(), Simulation(seed=1).running():
         return try_strategy(
-            train, strategy, seconds, num_workers=workers, run_config=run_config(), **chosen
+            train, strategy, seconds, num_workers=workers, **{"run_config": run_config(), **chosen}
         )
 
 
@@ -78,10 +78,11 @@ def test_a_strategy_that_the_job_refuses_is_told_and_the_others_go_on(
 ) -> None:
     def simulated(function: Any, strategy: str, seconds: float, **chosen: Any) -> TriedStrategy:
         assert chosen.pop("num_workers") == 2
+        assert chosen.pop("run_config").runtime == "auto"
         return tried(strategy, seconds, **chosen)
 
     monkeypatch.setattr("steepest.loop.comparison.try_strategy", simulated)
-    monkeypatch.setattr("steepest.runtime.connection.ray_session", quiet)
+    monkeypatch.setattr("steepest.cli.compare.begun", lambda runtime: quiet())
     monkeypatch.setattr("steepest.cli.compare.chart_script", lambda: "var Plotly = {};")
     script, page, table = (tmp_path / name for name in ("train.py", "a.html", "a.csv"))
     script.write_text("")
@@ -120,10 +121,10 @@ def test_bad_input_is_told_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def start() -> None:
-        raise AssertionError("Ray was started")
+    def start(runtime: str) -> None:
+        raise AssertionError("processes were started")
 
-    monkeypatch.setattr("steepest.runtime.connection.ray_session", start)
+    monkeypatch.setattr("steepest.cli.compare.begun", start)
     assert main.main(["compare", "no_script.py", *given]) == 1
     assert words in capsys.readouterr().err
 

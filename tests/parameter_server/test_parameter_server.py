@@ -76,7 +76,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 def pids(server: ParameterServer) -> list[int]:
     return [
-        place.pid for place in ray.get([actor.place.remote() for actor in server._access.servers])
+        place.pid
+        for place in ray.get([actor.place.remote() for actor in server._access.servers.handles])
     ]
 
 

@@ -48,7 +48,7 @@ def test_what_ray_has_no_more_is_named_with_its_version(monkeypatch: pytest.Monk
     for ask in (
         ray_private.check,
         ray_private.started_here,
-        lambda: DistributedSGD(TASK.creator()),
+        lambda: DistributedSGD(TASK.creator(), run_config=RunConfig(runtime="ray")),
     ):
         with pytest.raises(ConfigurationError, match=wanted):
             ask()
@@ -134,6 +134,8 @@ class TestNames:
             server.push(np.ones(10))
             pids = [
                 process.pid
-                for process in ray.get([actor.place.remote() for actor in server._access.servers])
+                for process in ray.get(
+                    [actor.place.remote() for actor in server._access.servers.handles]
+                )
             ]
             assert [title(pid) for pid in pids] == [named("server", 0), named("server", 1)]

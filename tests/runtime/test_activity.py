@@ -318,7 +318,7 @@ def test_a_server_of_arrays_that_is_stopped_is_shown_as_mute(
 ) -> None:
     with ParameterServer(np.zeros(4), num_servers=2, timeout=3.0) as server:
         server.push(np.ones(4))
-        places = ray.get([each.place.remote() for each in server._access.servers])
+        places = ray.get([each.place.remote() for each in server._access.servers.handles])
         os.kill(places[1].pid, signal.SIGSTOP)
         try:
             with pytest.raises(DeadlineError):

@@ -129,6 +129,28 @@ def test_a_signal_is_named_and_all_that_was_printed_is_there(
     assert capsys.readouterr() == ("[worker 1] last\n", "[worker 1] firstlast\n")
 
 
+def test_more_large_values_travel_in_a_message_than_descriptors_with_a_byte() -> None:
+    with on_processes() as here:
+        group = here.ask([{"CPU": 1.0}], "PACK")
+        process = here.start(Body, ["steepest worker 1", 1], (group, 0), cpus=1, gpus=0, calls=4)
+        value = here.put(np.ones(1 << 17))  # one memory, a descriptor for each time it is given
+        assert here.call(process, "sum", *[value] * 300).get(SECONDS) == 300 << 17
+
+
+def test_the_end_of_the_template_is_told() -> None:
+    with on_processes() as here:
+        group = here.ask([{"CPU": 1.0}], "PACK")
+        process = here.start(Body, ["steepest worker 1", 1], (group, 0), cpus=1, gpus=0, calls=4)
+        here.call(process, "pid").get(SECONDS)
+        assert isinstance(here, MachineRuntime)
+        assert here._template is not None
+        os.kill(here._template._process.pid, signal.SIGKILL)
+        with pytest.raises(ProcessDiedError, match="that forks them is gone: it was killed by SIG"):
+            here.call(process, "stay").get(SECONDS)
+        successor = here.start(Body, ["steepest worker 1", 1], (group, 0), cpus=1, gpus=0, calls=4)
+        assert here.call(successor, "add", 2).get(SECONDS) == [1, 2]
+
+
 def test_nothing_stays_when_a_runtime_ends() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):

@@ -165,7 +165,9 @@ def test_it_is_said_at_once_where_no_host_can_join() -> None:
     simulation = Simulation(7, cpus=(2,))
     simulation.runtime.may_grow = False
     with simulation.running():
-        wanted = "serving_hosts=1: this Ray has 0 nodes without workers, and no node will join it"
+        wanted = (
+            "serving_hosts=1: this simulation has 0 nodes without workers, and no node will join it"
+        )
         with pytest.raises(ResourcesError, match=wanted):
             DistributedSGD(TASK.creator(), 2, run_config=serving(1))
 

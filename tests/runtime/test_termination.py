@@ -12,6 +12,8 @@ import pytest
 import ray
 
 from steepest.runtime import signals
+from steepest.runtime.job_runtime import using
+from steepest.runtime.ray_runtime import RayRuntime
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +49,8 @@ def test_a_signal_ends_the_process_and_its_repetition_does_not_cut_that_short(
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     signal.signal(signal.SIGTERM, rays)
-    signals.end_on_sigterm()
+    with using(RayRuntime()):
+        signals.end_on_sigterm()
     for passed in (0.0, 31.0):  # a notebook goes on, and gets another one later
         now[0] += passed
         with pytest.raises(SystemExit) as ended:
@@ -61,7 +64,8 @@ def test_a_signal_ends_the_process_and_its_repetition_does_not_cut_that_short(
 def test_a_signal_while_the_driver_waits_in_ray_keeps_the_exit_status(ray_cluster: None) -> None:
     """Ray runs the handler there, and raises another SystemExit than the handler did."""
     signal.signal(signal.SIGTERM, rays)
-    signals.end_on_sigterm()
+    with using(RayRuntime()):
+        signals.end_on_sigterm()
 
     @ray.remote(num_cpus=0, max_retries=0)
     def end(driver: int) -> None:

@@ -33,7 +33,7 @@ class SimulatedRuntime:
         may_grow: whether nodes may join.
     """
 
-    name = "simulation"
+    name, in_words = "simulation", "this simulation"
     owns_process = False
     shares_cpus = False
     job = "01"

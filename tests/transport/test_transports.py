@@ -225,7 +225,7 @@ def test_a_handle_carries_the_way_to_wherever_it_goes(ways: str) -> None:
         ] * 2
         pids = [
             place.pid
-            for place in ray.get([actor.place.remote() for actor in server._access.servers])
+            for place in ray.get([actor.place.remote() for actor in server._access.servers.handles])
         ]
         assert {borrowed(pid) > 0 for pid in pids} == {ways in LENDING}
         assert bool(sockets_of(pids)) == (ways != "tcp")
@@ -252,7 +252,8 @@ def test_shared_keeps_servers_on_the_drivers_node_and_refuses_users_on_others(pl
                 server.push(np.ones(40_000))
 
             with ParameterServer(np.zeros(40_000), num_servers=4, transport="shared") as server:
-                nodes = {place.node for place in ray.get([actor.place.remote() for actor in server._access.servers])}
+                actors = server._access.servers.handles
+                nodes = {place.node for place in ray.get([actor.place.remote() for actor in actors])}
                 assert nodes == {here}, nodes
                 ray.get(add.options(resources={f"node:{ray.util.get_node_ip_address()}": 0}).remote(server))
                 said = f"node {other.node_id[:12]} and node {here[:12]} share no memory"

@@ -24,7 +24,7 @@ from steepest.core.optim.own_values import group_key, is_own
 from steepest.core.optim.probe import Findings, try_optimizer
 from steepest.core.optim.rules import ByRules, Ruled, WithRules
 from steepest.core.optim.several import as_one
-from steepest.core.optim.torch_without_compiler import without_compiler
+from steepest.core.optim.torch_without_compiler import take_step, without_compiler
 from steepest.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -451,7 +451,8 @@ class Schedule:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+        take_step(optimizer)
+        vars(optimizer)["_opt_called"] = True  # as by the `step` that schedulers look for
         for old, group in zip(before, optimizer.param_groups, strict=True):
             self._by_optimizer |= {k for k, v in group.items() if old.get(k) is not v}
 

@@ -9,6 +9,7 @@ import queue
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections import deque
@@ -36,7 +37,7 @@ class ForkedProcess:
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
         self.pid = 0  # until it has started
-        self.status: Answer[int] = Answer()  # with which it has ended, as the template says it
+        self.how: Answer[str] = Answer()  # it has ended, as the template says it
         self._cause: str | None = None  # of its end
         self._descriptor: int | None = None  # of the process, while it runs
         self._killed = False
@@ -70,9 +71,9 @@ class ForkedProcess:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
-    def ended(self, status: int) -> None:
-        """Note how it has ended; what it has answered before is still read."""
-        self.status.set_result(status)
+    def ended(self, how: str) -> None:
+        """Note how it has ended, in words; what it has answered before is still read."""
+        self.how.set_result(how)
         with self._lock:
             if self._descriptor is not None:
                 os.close(self._descriptor)
@@ -171,7 +172,7 @@ class ForkedProcess:
     def _end(self) -> None:
         """Note why it has ended, and fail the calls that it has not answered."""
         try:
-            cause = _in_words(self.status.result(_GONE_SECONDS))
+            cause = self.how.result(_GONE_SECONDS)
         except FutureTimeoutError:
             self.kill()
             cause = "its connection has ended"
@@ -285,16 +286,19 @@ class ForkServer:
                 if what == "started":
                     self._forks[number].started(value, *descriptors)
                 else:
-                    self._forks.pop(number).ended(value)
+                    self._forks.pop(number).ended(_in_words(value))
         self._over()
         self._frames.socket.close()
 
     def _over(self) -> None:
         """Note that the template has ended, and with it its forks."""
         self.is_over = True
+        how = "the process that forks them is gone"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            how += f": {_in_words(self._process.wait(_GONE_SECONDS))}"
         for number in list(self._forks):
             if (process := self._forks.pop(number, None)) is not None:
-                process.ended(-signal.SIGKILL)
+                process.ended(how)
 
     def end_forks(self) -> None:
         """End all processes; return when they are gone, and what they have printed is printed."""

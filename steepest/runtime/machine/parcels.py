@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
@@ -21,8 +22,8 @@ from steepest.runtime.job_runtime import Call, LateError, UnreadableError
 
 _LARGE = 1 << 20  # bytes of a pickle's buffers, from which on they lie in memory of their own
 _ALIGNED = 64  # bytes to which a buffer's beginning is rounded
-_HEADER = struct.Struct("<QH")  # bytes of a frame, and the number of its descriptors
-_MOST_DESCRIPTORS = 250  # the kernel takes 253
+_HEADER = struct.Struct("<QI")  # bytes of a frame, and the number of its descriptors
+_MOST_DESCRIPTORS = 250  # that go with one byte; the kernel takes 253
 
 
 class SharedMemory:
@@ -209,10 +210,12 @@ class Frames:
         memories: list[SharedMemory] = []
         body = pickle.dumps((value, None if parcel is None else _plain(parcel, memories)))
         sent = [*descriptors, *(memory.descriptor for memory in memories)]
-        assert len(sent) <= _MOST_DESCRIPTORS, f"a message has {len(sent)} descriptors"
         header = _HEADER.pack(len(body), len(sent))
-        count = socket.send_fds(self.socket, [header], sent) if sent else self.socket.send(header)
+        first = sent[:_MOST_DESCRIPTORS]
+        count = socket.send_fds(self.socket, [header], first) if sent else self.socket.send(header)
         self.socket.sendall(header[count:])
+        for at in range(_MOST_DESCRIPTORS, len(sent), _MOST_DESCRIPTORS):
+            socket.send_fds(self.socket, [b"\0"], sent[at : at + _MOST_DESCRIPTORS])
         self.socket.sendall(body)
 
     def receive(self, descriptors: int = 0) -> tuple[Any, Parcel | None, list[int]]:
@@ -221,17 +224,26 @@ class Frames:
         Args:
             descriptors: how many of the frame's are no parcel's.
         """
-        header, found, _, _ = socket.recv_fds(
-            self.socket, _HEADER.size, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-        )
-        if not header:
-            raise EOFError
+        header, found = self._with_descriptors(_HEADER.size)
         header += self._exactly(_HEADER.size - len(header))
-        length, _ = _HEADER.unpack(header)
+        length, count = _HEADER.unpack(header)
+        while len(found) < count:
+            found += self._with_descriptors(1)[1]
         value, plain = pickle.loads(self._exactly(length))  # noqa: S301 - of this program's own
         memories = [SharedMemory(each) for each in found[descriptors:]]
         parcel = None if plain is None else _restored(plain, memories)
         return value, parcel, found[:descriptors]
+
+    def _with_descriptors(self, most: int) -> tuple[bytes, list[int]]:
+        """Return some bytes and the descriptors that came with them; OSError: no more may be open here."""
+        found, descriptors, flags, _ = socket.recv_fds(
+            self.socket, most, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        if not found:
+            raise EOFError
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return found, descriptors
 
     def _exactly(self, length: int) -> bytes:
         """Return so many bytes; EOFError if the other end is closed before."""

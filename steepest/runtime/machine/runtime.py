@@ -57,7 +57,7 @@ class MachineRuntime(OwnProcess):
         show_name: in one of the processes, tells the program its name.
     """
 
-    name = "processes"
+    name, in_words = "processes", "this machine"
     node, host, may_grow, shares_cpus = _NODE, HOST, False, True
 
     def __init__(self, show_name: Callable[[str], object] = lambda name: None) -> None:

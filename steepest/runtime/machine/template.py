@@ -73,7 +73,7 @@ def _fork(frames: Frames, driver: int, forks: dict[int, tuple[int, int]]) -> Non
     """Fork the process of the next request."""
     try:
         (number, given), _, ends = frames.receive(FORK_DESCRIPTORS)
-    except EOFError:
+    except (EOFError, ConnectionError):  # the driver has ended
         os._exit(0)
     parent = os.getpid()
     pid = os.fork()

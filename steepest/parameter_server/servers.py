@@ -1,0 +1,68 @@
+"""The processes of a parameter server's servers, as whoever has a handle reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from steepest.runtime.job_runtime import Call, runtime
+
+if TYPE_CHECKING:
+    from steepest.parameter_server.succession import Succession
+    from steepest.runtime.places import Place
+
+THREADS = 16  # of a server's process: calls that it may answer at once
+
+
+class Search(Protocol):
+    """The search of one connection for the successors of servers; used by one thread at a time."""
+
+    def look(self, seconds: float) -> Succession | None:
+        """Return a succession that the connection has not taken part in, if one comes within some seconds.
+
+        Raises:
+            PeerLostError: there will be none: the servers were shut down, or too many have died.
+        """
+
+    def done(self, found: Succession) -> None:
+        """Note that the connection has taken part in a succession."""
+
+
+class Servers(Protocol):
+    """The servers' processes; it may be pickled."""
+
+    @property
+    def node(self) -> str:
+        """A name that equals the servers' where this process is on their node.
+
+        Raises:
+            ConfigurationError: they cannot be reached from here.
+        """
+
+    @property
+    def handles(self) -> Sequence[Any]:
+        """What `runtime()` calls, as far as this process may."""
+
+    @property
+    def names_successors(self) -> bool:
+        """Whether this process can ask for the servers' successors."""
+
+    def revive(self) -> None:
+        """Start those again that have died; in the process that has made them."""
+
+    def end_one(self, index: int) -> None:
+        """End one that is to be started again."""
+
+    def announce(self, places: Sequence[Place], succession: Succession | None = None) -> None:
+        """Have users learn where the servers run, and of a succession; in the process that has made them."""
+
+    def search(self, token: bytes, name: str) -> Search:
+        """Return the search of a connection, which has the parameter server's token, and its name in errors."""
+
+    def end(self) -> None:
+        """End them for all; SteepestError: this process cannot."""
+
+
+def call_all(servers: Servers, method: str, *arguments: Any) -> list[Call]:
+    """Call a method of each server's process."""
+    return [runtime().call(handle, method, *arguments) for handle in servers.handles]
