@@ -520,9 +520,9 @@ class Training:
         client = self.cluster.client
         try:
             revoking: Future[Position] = self.cluster.on_router(client.revoke)
-            self.owner.await_future(
-                revoking, self._timeout
-            )  # results come before it, whoever is silent meanwhile
+            # results come before it, whoever is silent meanwhile
+            self.owner.attend(self._timeout, calls=[revoking])
+            revoking.result(0)
         except (PeerLostError, DeadlineError, ShutdownError, FutureTimeoutError):
             return  # nobody is left to be stopped; the first error says why
         while not client.outcomes.empty():
@@ -555,7 +555,7 @@ class Training:
                 worker: runtime().call(actor, "raised_before", failure.generation)
                 for worker, actor in actors.items()
             }
-            self.owner.await_calls([*calls.values()], max(deadline - system().now(), 0.0))
+            self.owner.attend(max(deadline - system().now(), 0.0), calls=[*calls.values()])
             for worker, call in calls.items():
                 if not has_answered(call) or (error := call.get()) is None:
                     continue
@@ -571,8 +571,7 @@ class Training:
     def _held_up(self) -> str:
         """Return which servers wait for something of their machines, and for what, if they answer soon."""
         calls = [runtime().call(a, "held_up") for a in dict.fromkeys(self.cluster.actors.values())]
-        if calls:
-            self.owner.await_calls(calls, _WHERE_SECONDS)
+        self.owner.attend(_WHERE_SECONDS, calls=calls)
         found = (words for call in calls if has_answered(call) for words in call.get())
         return "".join(f"; {words}" for words in found)
 
@@ -581,8 +580,7 @@ class Training:
         cluster = self.cluster
         workers = {p: actor for p, actor in cluster.actors.items() if str(p) in awaited}
         calls = {p: runtime().call(a, "where") for p, a in workers.items() if p.role == "worker"}
-        if calls:
-            self.owner.await_calls(list(calls.values()), _WHERE_SECONDS)
+        self.owner.attend(_WHERE_SECONDS, calls=[*calls.values()])
         found = []
         for peer, call in calls.items():
             if has_answered(call):

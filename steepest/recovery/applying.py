@@ -90,7 +90,7 @@ class Applying:
                     f"{starting.patience:g} s: raise DeadlineConfig(start=...)"
                 )
             calls = [call for peer in late for call in starts[peer].building]
-            self._cluster.owner.await_calls(calls, 0.1)
+            self._cluster.owner.attend(0.1, calls=calls)
             # for silent ones among the successors others start
             silent, _ = observation.ask_for_signs(changing=True)
             if silent:

@@ -77,7 +77,7 @@ class Joining:
             if observation.dead().keys() - missing:
                 return True
             alive = [watch for other, watch in watches.items() if other not in missing]
-            self._cluster.owner.await_calls([start.watch, *alive], _LOOK_SECONDS, 1)
+            self._cluster.owner.attend(_LOOK_SECONDS, calls=[start.watch, *alive], number=1)
         return False
 
     def _tell_of(self, peer: Peer, start: Start, old: Place, step: int, began: float) -> None:
@@ -169,6 +169,6 @@ class Joining:
             try:
                 cluster.get([call], "join again", [peer], after_step=True)
             except PeerLostError:
-                cluster.owner.await_calls([cluster.members[peer].watch], NOTICE_SECONDS)
+                cluster.owner.attend(NOTICE_SECONDS, calls=[cluster.members[peer].watch])
                 if cluster.deaths.cause(peer) is None:
                     raise

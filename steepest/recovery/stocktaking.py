@@ -69,16 +69,9 @@ def find_dead(cluster: Cluster, accused: tuple[Peer, str] | None) -> dict[Peer, 
             dead[suspect] = cluster.deaths.declare(suspect, why)
         if asked:
             signs.look(cluster.living())
-            _await_any(cluster, asked.values())
+            waiting = [call for call in asked.values() if not call.done()]
+            cluster.owner.attend(_POLL_SECONDS, calls=waiting or None, number=1)
     return dead
-
-
-def _await_any(cluster: Cluster, calls: Iterable[Any]) -> None:
-    """Return when a call that has not answered does, or a moment later."""
-    waiting = [call for call in calls if not has_answered(call)]
-    if waiting:
-        runtime().wait(waiting, _POLL_SECONDS, 1)
-    cluster.owner.attend(0.0 if waiting else _POLL_SECONDS)
 
 
 def take_stock(

@@ -384,7 +384,7 @@ class Supervisor:
                 return process, str(error)
         others = [watch for watch in cluster.watches.values() if watch not in said]
         if others and isinstance(error, PeerLostError):
-            self.owner.await_calls(others, NOTICE_SECONDS, 1)
+            self.owner.attend(NOTICE_SECONDS, calls=others, number=1)
         return None
 
     # -- between steps ---------------------------------------------------------------------------
@@ -399,10 +399,7 @@ class Supervisor:
         with self.owner.for_caller():
             while not self._is_settled(asked=asked):
                 starts = [call for start in self.observation.starting for call in start.building]
-                if starts:
-                    self.owner.await_calls(starts, _SHORT_SECONDS)
-                else:
-                    self.owner.attend(_SHORT_SECONDS)
+                self.owner.attend(_SHORT_SECONDS, calls=starts or None)
         if self.changes != changes:
             self.snapshots.ensure()  # there may be none of a strategy that has not had any
         self.raise_kept()
@@ -468,7 +465,7 @@ class Supervisor:
             return True
         if (peer := before[0].lost_peer) is not None:
             return self.suspects(peer, "its channel closed", before[0])
-        self.owner.await_calls(list(self._cluster.watches.values()), NOTICE_SECONDS, 1)
+        self.owner.attend(NOTICE_SECONDS, calls=[*self._cluster.watches.values()], number=1)
         return bool(self.observation.dead()) or self.processes() != before
 
     @property

@@ -30,7 +30,7 @@ from steepest.errors import (
 )
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import travelling
-from steepest.runtime.context import LOOK_SECONDS, JobContext, Lineup, Member
+from steepest.runtime.context import JobContext, Lineup, Member
 from steepest.runtime.deaths import Deaths
 from steepest.runtime.holders import Holder, hold, let_go, who_else
 from steepest.runtime.job_runtime import runtime
@@ -514,20 +514,17 @@ class Cluster(JobContext):
             PeerLostError: a process died, or gave no sign of life for `heartbeat` seconds.
         """
         limit = self.run_config.deadlines.step
-        deadline = system().now() + limit
-        future.add_done_callback(lambda _: self.owner.wake())
-        while not self.owner.attend(min(LOOK_SECONDS, limit), future.done):
-            if system().now() >= deadline:
-                break
-            self.meanwhile()
-        try:
-            return future.result(0)
-        except FutureTimeoutError:
-            self.deaths.raise_if_dead()
-            log_report(self, f"a wait of {limit:g} s for {what}")
-            raise DeadlineError(f"waited {limit:g} s in vain for {what}") from None
-        except PeerLostError as error:
-            self.deaths.lost(self.client.lost_peer or server_peer(0), str(error))
+
+        def late(_: object) -> tuple[str, str]:
+            self.deaths.raise_if_dead()  # the better explanation
+            return f"a wait of {limit:g} s for {what}", f"waited {limit:g} s in vain for {what}"
+
+        for _ in self.ended([future], limit, late):
+            try:
+                return future.result(0)
+            except PeerLostError as error:
+                self.deaths.lost(self.client.lost_peer or server_peer(0), str(error))
+        raise AssertionError("it ends, or is late")
 
     # -- ending --------------------------------------------------------------------------------
 

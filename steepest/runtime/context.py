@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,13 +20,7 @@ from steepest.errors import DeadlineError, PeerLostError, ShutdownError, listed
 from steepest.observe.results import Event
 from steepest.runtime.activity import log_report
 from steepest.runtime.calls import drop_calls, raise_remote, who_raised
-from steepest.runtime.job_runtime import (
-    CallError,
-    CallRaisedError,
-    LateError,
-    ProcessDiedError,
-    runtime,
-)
+from steepest.runtime.job_runtime import CallRaisedError, ProcessDiedError, runtime
 from steepest.runtime.owner import Owner
 from steepest.runtime.places import Place
 from steepest.runtime.seats import Placement
@@ -38,7 +32,7 @@ change_log = logging.getLogger("steepest.changes")
 #: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
 _UP_FACTOR = 4.0
 LOOK_SECONDS = 0.3
-_SLICE_SECONDS = 0.1  # between two looks at what the owner is asked
+_LEAST_SECONDS = 0.1  # of a wait, however late it begins
 _MOST_SAMPLES = 64  # of a share, in an error
 
 
@@ -226,47 +220,69 @@ class JobContext:
             DeadlineError: not all calls ended before the deadline.
         """
         more = self.run_config.deadlines.step if after_step else 0.0
-        named = dict(zip(refs, map(str, names), strict=True))
-        try:
-            return self._awaited(refs, self._deadline + more)
-        except LateError:
-            done = runtime().wait(refs, 0)
-            late = [name for ref, name in named.items() if ref not in done]
-            others = [name for name in named.values() if name not in late]
+        named, results = dict(zip(refs, map(str, names), strict=True)), dict[Any, Any]()
+
+        def late(calls: Collection[Any]) -> tuple[str, str]:
+            others = [name for call, name in named.items() if call not in calls]
             did = f" ({listed(others)} did)" if others else ""
             limit = self.run_config.deadlines.start * (1 + _UP_FACTOR) + more
-            error = f"{listed(late)} did not {what} within {limit:g} s{did}"
-            log_report(self, error)
-            raise DeadlineError(f"{error}: raise DeadlineConfig(start=...)") from None
+            silent = listed([named[call] for call in calls])
+            error = f"{silent} did not {what} within {limit:g} s{did}"
+            return error, f"{error}: raise DeadlineConfig(start=...)"
+
+        try:
+            for call in self.ended(refs, self._deadline + more - system().now(), late):
+                results[call] = call.get()
         except CallRaisedError as error:
+            drop_calls(refs)
             name = who_raised(error, named)
             try:
                 raise_remote(error, name, what)
             except ShutdownError as ended:  # its router, not this trainer
                 raise PeerLostError(f"{name} ended before it could {what}") from ended
         except ProcessDiedError as error:
+            drop_calls(refs)
             raise PeerLostError(
                 f"a process died before it could {what}: {' '.join(str(error).split())}"
             ) from None
+        return [results[call] for call in refs]
 
-    def _awaited(self, refs: list[Any], deadline: float) -> list[Any]:
-        """Return what calls return; raise what the first one raises, or `GetTimeoutError`."""
-        looked = system().now()
-        while True:
-            now = system().now()
-            left = max(deadline - now, 0.1)
-            try:
-                return runtime().get(refs, min(left, _SLICE_SECONDS))
-            except LateError:
-                if system().now() >= deadline:
-                    raise
-            except CallError:
-                drop_calls(refs)
-                raise
-            self.owner.attend(0.0)
-            if now - looked >= LOOK_SECONDS:
-                self.meanwhile()
-                looked = system().now()
+    def ended(
+        self,
+        calls: Collection[Any],
+        seconds: float,
+        late: Callable[[Collection[Any]], tuple[str, str]],
+        look: Callable[[], object] = lambda: None,
+    ) -> Iterator[Any]:
+        """Yield each of some calls of processes, or futures of other threads, as it ends.
+
+        The owner runs what it is asked meanwhile, and silent processes are looked for. Every wait
+        for a job's processes that has a deadline is this one.
+
+        Args:
+            calls: that are waited for.
+            seconds: within which all have to end.
+            late: called with those that have not; returns what has passed its deadline, for the
+                report, and the words of the error.
+            look: called while nothing ends; what it raises ends the wait.
+
+        Raises:
+            DeadlineError: not all have ended in time; what each process does was logged before.
+        """
+        left, deadline = list(calls), system().now() + seconds
+        while left:
+            pause = min(LOOK_SECONDS, max(deadline - system().now(), _LEAST_SECONDS))
+            if self.owner.attend(pause, calls=left, number=1):
+                for call in [call for call in left if call.done()]:
+                    yield call
+                    left.remove(call)
+                continue
+            self.meanwhile()
+            look()
+            if system().now() >= deadline:
+                passed, words = late(left)
+                log_report(self, passed)
+                raise DeadlineError(words)
 
     def substitute(self, peer: Peer, actor: Any, place: Place, listening: Address) -> None:
         """Note that another process is a worker now."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
@@ -19,7 +19,7 @@ from steepest.runtime.job_runtime import runtime
 
 T = TypeVar("T")
 P = ParamSpec("P")
-_CALLS_SECONDS = 0.05  # between two looks at the queue while calls of Ray are waited for
+_CALLS_SECONDS = 0.05  # between two looks at the queue while calls of processes are waited for
 _CLOSE_SECONDS = 5.0
 _GONE = "Ray was shut down, and the processes of this trainer with it: make another trainer"
 
@@ -87,6 +87,9 @@ class Owner:
         self._kept = False  # whether it does in blocks of `for_caller` too
         self._thread: Thread | None = None
         self._ended = system().event()
+        self._waking: weakref.WeakSet[Future[Any]] = (
+            weakref.WeakSet()
+        )  # end a wait when they are done
         self._why = "this trainer is shut down: make another one"
 
     def start(self) -> None:
@@ -172,15 +175,24 @@ class Owner:
                 self._give_up(f"the thread that owns the job has failed: {error!r}")
                 raise
 
-    def attend(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
+    def attend(
+        self,
+        seconds: float,
+        until: Callable[[], bool] | None = None,
+        *,
+        calls: Collection[Any] | None = None,
+        number: int | None = None,
+    ) -> bool:
         """Wait: run what may be run meanwhile; return whether what is waited for is there.
 
-        It is the only wait of the owner's thread beside those of Ray's own calls.
+        It is the only wait of the owner's thread.
 
         Args:
             seconds: for which it waits at most.
-            until: returns whether what is waited for is there; asked after each event. None to
-                return after one event.
+            until: returns whether what is waited for is there; asked after each event. None, and no
+                calls, to return after one event.
+            calls: of processes, or futures of other threads, that are waited for.
+            number: of these calls that have to end; None for all.
 
         Raises:
             ShutdownError: the job has ended.
@@ -188,6 +200,13 @@ class Owner:
         """
         assert self.is_mine, "only the owner's thread waits here"
         deadline = system().now() + seconds
+        if calls is not None:
+            number = len(calls) if number is None else min(number, len(calls))
+            futures = [call for call in calls if isinstance(call, Future)]
+            if len(futures) < len(calls):
+                return self._attend_calls(calls, deadline, number)
+            if (until := self._enough(futures, number))():
+                return True
         while True:
             self._check()
             served = self._serve()
@@ -206,28 +225,24 @@ class Owner:
                 self._check()
                 return True
 
-    def await_calls(self, calls: list[Any], seconds: float, number: int | None = None) -> list[Any]:
-        """Wait for a number of calls of Ray, by default all, and run what may be run; return those that ended."""
-        number, deadline = len(calls) if number is None else number, system().now() + seconds
-        while calls:
+    def _attend_calls(self, calls: Collection[Any], deadline: float, number: int) -> bool:
+        """Wait for calls of processes, see `attend`: the runtime is asked, and the queue looked at between."""
+        while True:
             left = max(deadline - system().now(), 0.0)
-            done = runtime().wait(calls, min(left, _CALLS_SECONDS), number)
-            if len(done) >= number or left <= 0:
-                return done
-            self.attend(0.0)
-        return []
+            if len(runtime().wait(calls, min(left, _CALLS_SECONDS), number)) >= number:
+                return True
+            if left <= 0:
+                return False
+            self._check()
+            self._serve()
 
-    def await_future(self, future: Future[T], seconds: float) -> T:
-        """Return what a future of another thread holds; run what may be run meanwhile.
-
-        Raises:
-            concurrent.futures.TimeoutError: it is not done within so many seconds.
-        """
-        if not future.done():
-            future.add_done_callback(lambda _: self.wake())
-            if not self.attend(seconds, future.done):
-                raise FutureTimeoutError
-        return future.result(0)
+    def _enough(self, futures: Collection[Future[Any]], number: int) -> Callable[[], bool]:
+        """Return what tells whether so many futures are done, each of which wakes the owner when it is."""
+        for future in futures:
+            if future not in self._waking:
+                self._waking.add(future)
+                future.add_done_callback(lambda _: self.wake())
+        return lambda: sum(future.done() for future in futures) >= number
 
     @contextlib.contextmanager
     def amid_change(self) -> Iterator[None]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from steepest.core.messages.message import Peer, worker_peer
-from steepest.core.system import system
-from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ShutdownError
-from steepest.runtime.activity import log_report
+from steepest.errors import ConfigurationError, PeerLostError, ShutdownError
 from steepest.runtime.calls import (
     drop_calls,
     has_answered,
@@ -18,7 +16,7 @@ from steepest.runtime.calls import (
     travelling,
     who_raised,
 )
-from steepest.runtime.context import LOOK_SECONDS, JobContext
+from steepest.runtime.context import JobContext
 from steepest.runtime.deaths import Deaths
 from steepest.runtime.job_runtime import (
     CallRaisedError,
@@ -72,22 +70,17 @@ class WorkerCalls:
         except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
             raise_unsendable(f"the function {name_of(function)}", function, error)
         results: dict[int, Any] = {}
-        deadline = system().now() + seconds
+
+        def late(calls: Collection[Any]) -> tuple[str, str]:
+            silent = ", ".join(str(worker_peer(refs[ref])) for ref in calls)
+            error = f"{silent} did not answer within {seconds:g} s at version {position[1]}"
+            return f"{silent} asked to {what}", error
+
         try:
-            while refs:
-                done = context.owner.await_calls(list(refs), min(LOOK_SECONDS, seconds), 1)
-                for ref in done:  # raises what it raised, without waiting long for the others
-                    results[refs[ref]] = self._result(ref, refs, what)
-                    del refs[ref]
-                if not done:
-                    context.meanwhile()
-                    self._deaths.raise_if_dead()
-                    if system().now() > deadline:
-                        silent = ", ".join(str(worker_peer(index)) for index in refs.values())
-                        log_report(context, f"{silent} asked to {what}")
-                        raise DeadlineError(
-                            f"{silent} did not answer within {seconds:g} s at version {position[1]}"
-                        )
+            for ref in context.ended([*refs], seconds, late, self._deaths.raise_if_dead):
+                # raises what it raised, without waiting long for the others
+                results[refs[ref]] = self._result(ref, refs, what)
+                del refs[ref]
         finally:
             drop_calls(refs)
             for index in refs.values():
@@ -136,12 +129,12 @@ class WorkerCalls:
         refs = [
             runtime().call(actor, "call", (0, -1), 0, function, *arguments) for actor in workers
         ]
-        context.owner.await_calls(refs, context.run_config.deadlines.call)
+        context.owner.attend(context.run_config.deadlines.call, calls=refs)
         return [ref.get() for ref in refs if has_answered(ref)]
 
     def counters(self) -> dict[Peer, dict[str, Any]]:
         """Return the counters of all processes that answer in time, see `Process.counters`."""
         actors = self._context.actors
         refs = {peer: runtime().call(actor, "counters") for peer, actor in actors.items()}
-        self._context.owner.await_calls(list(refs.values()), _NOTICE_SECONDS)
+        self._context.owner.attend(_NOTICE_SECONDS, calls=[*refs.values()])
         return {peer: ref.get() for peer, ref in refs.items() if has_answered(ref)}

@@ -158,7 +158,7 @@ def carry_rows(cluster: Cluster, number: int) -> None:
     limit = cluster.run_config.deadlines.step
     until = system().now() + limit
     while not copies.advance():
-        if cluster.owner.await_calls(list(copies.calls), _LOOK_SECONDS, 1):
+        if cluster.owner.attend(_LOOK_SECONDS, calls=[*copies.calls], number=1):
             until = system().now() + limit  # however many rows there are
             cluster.extend_deadline()
         elif system().now() > until:

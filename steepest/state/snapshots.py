@@ -85,16 +85,17 @@ class _CopyRequest:
     def await_all(self, owner: Owner, seconds: float) -> None:
         """Return when all parts have come, or after a time."""
         until = system().now() + seconds
-        self.servers.add_done_callback(lambda _: owner.wake())
-        owner.attend(seconds, self.servers.done)
+
+        def attend(calls: Sequence[Any], number: int | None = None) -> None:
+            owner.attend(max(until - system().now(), 0.0), calls=calls, number=number)
+
+        attend([self.servers])
         self.has_come()
         if self.log is not None:
-            self.log.add_done_callback(lambda _: owner.wake())
-            owner.attend(max(until - system().now(), 0.0), self.log.done)
+            attend([self.log])
         while self.copies is not None and not self.copies.advance() and system().now() < until:
-            owner.await_calls(list(self.copies.calls), max(until - system().now(), 0.0), 1)
-        if calls := list(self.workers):
-            owner.await_calls(calls, max(until - system().now(), 0.0))
+            attend([*self.copies.calls], 1)
+        attend(self.workers)
 
 
 class Snapshots:

@@ -31,7 +31,7 @@ def joining(seen: dict[Peer, str]) -> Joining:
     place = SimpleNamespace(node="a")
     waits = iter(range(3))  # a look that finds nothing new would wait until its time is over
 
-    def wait(*_: Any) -> None:
+    def wait(*_: Any, **__: Any) -> None:
         next(waits)
 
     cluster = SimpleNamespace(
@@ -40,7 +40,7 @@ def joining(seen: dict[Peer, str]) -> Joining:
         watches={},
         step=7,
         run_config=SimpleNamespace(failure=SimpleNamespace(heartbeat=1.0)),
-        owner=SimpleNamespace(await_calls=wait),
+        owner=SimpleNamespace(attend=wait),
         await_successors=lambda missing: None,
     )
     return Joining(cluster, observation)  # type: ignore[arg-type]
