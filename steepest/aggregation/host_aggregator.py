@@ -23,6 +23,7 @@ from steepest.core.messages.message import (
     server_peer,
     worker_peer,
 )
+from steepest.core.status import Status
 from steepest.core.tensors.half_precision import sum_dtype
 from steepest.core.tensors.memory import Memory
 from steepest.core.tensors.squares import sum_of_squares
@@ -124,16 +125,18 @@ class HostAggregator:
     def tick(self, now: float) -> None:
         """Do nothing: an aggregator has no deadlines of its own."""
 
-    def doing(self) -> str:
-        """Return which pushes are not here yet, in words, see `Role.doing`."""
+    def doing(self) -> Status:
+        """Return which pushes are not here yet, see `Role.doing`."""
         lacking = {
             chunk: set(self._workers) - gathering.pushes.keys()
             for chunk, gathering in list(self._gathering.items())
             if len(gathering.pushes) < len(self._workers)
         }
         if not lacking:
-            return "waits for pushes"
-        return f"waits for pushes from version {self._step[1]} of {pushes_in_words(lacking)}"
+            return Status("waits for pushes")
+        return Status(
+            f"waits for pushes from version {self._step[1]} of {pushes_in_words(lacking)}"
+        )
 
     # -- weights -------------------------------------------------------------------------------
 

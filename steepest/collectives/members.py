@@ -12,6 +12,7 @@ import torch
 from steepest.collectives.messages import MEMBERS, Abort, Connected, Data, MemberKind, Part
 from steepest.collectives.protocol import Collective, check_message
 from steepest.core.messages.message import Message, Peer, member_peer
+from steepest.core.status import Status
 from steepest.core.system import system
 from steepest.core.tensors.allocator import Recycler
 from steepest.core.tensors.memory import as_tensor
@@ -381,9 +382,9 @@ class MemberCollective(Collective):
     def tick(self, now: float) -> None:
         """Do nothing: waits look at the time themselves."""
 
-    def doing(self) -> str:
+    def doing(self) -> Status:
         """Return nothing: an operation that waits is found in the stack of the worker's thread."""
-        return ""
+        return Status()
 
 
 class AwaitedMember:
@@ -417,6 +418,6 @@ class AwaitedMember:
     def tick(self, now: float) -> None:
         """Do nothing."""
 
-    def doing(self) -> str:
+    def doing(self) -> Status:
         """Return nothing."""
-        return ""
+        return Status()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from steepest.errors import DeadlineError, PeerLostError, ProtocolError, Shutdow
 from steepest.observe.history import Figures, History
 from steepest.observe.results import StepResult
 from steepest.recovery.supervisor import Supervisor
+from steepest.runtime.activity import Activity
 from steepest.runtime.calls import ALIKE_SECONDS, drop_calls, has_answered
 from steepest.runtime.cluster import Cluster
 from steepest.runtime.job_runtime import runtime
@@ -492,7 +493,7 @@ class Training:
             if system().now() - self._silent_since > self._timeout + _LATER_SECONDS:
                 raise DeadlineError(
                     f"step {self.step + 1} was not committed within {self._timeout:g} s and "
-                    f"the coordinator is mute{self._held_up()}"
+                    f"the coordinator is mute{_held_up(self._activities().values())}"
                 )
             return None
         outcome = client.outcomes.get()
@@ -537,10 +538,14 @@ class Training:
             assert failure.peer is not None
             self.cluster.deaths.lost(failure.peer, failure.why)
         hosts = {peer: place.host for peer, place in self.cluster.places.items()}
-        late = self._where(failure.awaited)
+        found = self._activities() if failure.awaited else {}
+        late = [
+            (str(peer), *self._where(activity))
+            for peer, activity in found.items()
+            if peer.role == "worker" and str(peer) in failure.awaited
+        ]
         alike = self._raised_alike(failure) if failure.reason == "raised" else []
-        held_up = self._held_up() if failure.awaited else ""
-        raise_step_error(failure, hosts, late, held_up, alike)
+        raise_step_error(failure, hosts, late, _held_up(found.values()), alike)
 
     def _raised_alike(self, failure: Failure) -> list[int]:
         """Return the other workers that raised the same in the step that has failed, if they do so soon."""
@@ -568,28 +573,25 @@ class Training:
             self.owner.attend(_SHORT_SECONDS if actors else 0.0, lambda: False)
         return found
 
-    def _held_up(self) -> str:
-        """Return which servers wait for something of their machines, and for what, if they answer soon."""
-        calls = [runtime().call(a, "held_up") for a in dict.fromkeys(self.cluster.actors.values())]
-        self.owner.attend(_WHERE_SECONDS, calls=calls)
-        found = (words for call in calls if has_answered(call) for words in call.get())
-        return "".join(f"; {words}" for words in found)
-
-    def _where(self, awaited: Collection[str]) -> list[tuple[str, str, str]]:
-        """Return the name, samples and frames of workers that are waited for, if they answer soon."""
-        cluster = self.cluster
-        workers = {p: actor for p, actor in cluster.actors.items() if str(p) in awaited}
-        calls = {p: runtime().call(a, "where") for p, a in workers.items() if p.role == "worker"}
+    def _activities(self) -> dict[Peer, Activity]:
+        """Return what each process is doing, if it answers soon."""
+        calls = {p: runtime().call(a, "doing") for p, a in self.cluster.actors.items()}
         self.owner.attend(_WHERE_SECONDS, calls=[*calls.values()])
-        found = []
-        for peer, call in calls.items():
-            if has_answered(call):
-                share, frames = call.get()
-                words = "" if share is None else cluster.samples_of(share)
-                if words and share is not None:
-                    words = f"its share of step {share // cluster.job.shares + 1}: {words}"
-                found.append((str(peer), words, frames))
-        return found
+        return {peer: call.get() for peer, call in calls.items() if has_answered(call)}
+
+    def _where(self, activity: Activity) -> tuple[str, str]:
+        """Return the samples that a worker computes, in words, and the frames of users' code in which it is."""
+        cluster, share = self.cluster, activity.share
+        words = "" if share is None else cluster.samples_of(share)
+        if words and share is not None:
+            words = f"its share of step {share // cluster.job.shares + 1}: {words}"
+        return words, activity.frames
 
     def _raise_lost(self, error: PeerLostError) -> NoReturn:
         self.cluster.deaths.lost(self.cluster.client.lost_peer or Peer("server", 0), str(error))
+
+
+def _held_up(activities: Iterable[Activity]) -> str:
+    """Return which roles wait for something of their machines, and for what; "" for none."""
+    statuses = [each for activity in activities for each in activity.roles]
+    return "".join(f"; {name} {status}" for name, status in statuses if status.is_held_up)

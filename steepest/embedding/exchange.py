@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from steepest.core.engine.exchange import NOTHING_YET, Arrived, Exchange, ExchangeAround, WaitUntil
+from steepest.core.engine.incoming_weights import Key
 from steepest.core.messages.message import Message, Peer
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.memory import Memory
@@ -15,7 +16,6 @@ from steepest.embedding.companion import RowCompanion
 from steepest.embedding.row_exchange import RowExchange
 from steepest.embedding.row_messages import RowKind
 from steepest.embedding.state_names import UNPUSHED
-from steepest.errors import listed
 
 
 class ExchangeWithRows(ExchangeAround):
@@ -64,9 +64,9 @@ class ExchangeWithRows(ExchangeAround):
         super().left_out()
         self.rows.delayed.left_out()
 
-    def doing(self) -> str:
-        """Return in words which servers have not sent rows."""
-        return listed(words for words in (super().doing(), self.rows.doing()) if words)
+    def lacks(self, key: Key | None) -> list[str]:
+        """Return in words which servers have not sent weights and rows."""
+        return [*super().lacks(key), *self.rows.lacks()]
 
     def destination(self, message: Message, size: int) -> Memory | None:
         """Return memory for a payload."""

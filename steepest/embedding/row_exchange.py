@@ -268,11 +268,11 @@ class RowExchange(RowCollector):
     def _has_come(self, asked: _AskedRows) -> bool:
         return all(request in self._answers for request, _ in asked.parts)
 
-    def doing(self) -> str:
-        """Return in words which servers have not sent rows that they were asked for; "" for none."""
+    def lacks(self) -> list[str]:
+        """Return in words which servers have not sent rows that they were asked for."""
         asked = dict(self._awaited)
         servers = {server for request, server in asked.items() if request not in self._answers}
-        return f"rows of {listed(map(server_peer, sorted(servers)))}" if servers else ""
+        return [f"rows of {listed(map(server_peer, sorted(servers)))}"] if servers else []
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Return the memory for rows that arrive; None to drop those that nobody awaits."""

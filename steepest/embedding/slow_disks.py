@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from steepest.core.status import Status
 from steepest.core.system import system
 from steepest.embedding.row_pulls import RowPulls
 from steepest.embedding.table_chunk import TableChunk
@@ -49,14 +50,15 @@ class SlowDisks:
                     name, waited[name], self._server, held.directory,
                 )  # fmt: skip
 
-    def doing(self) -> str:
-        """Return which disk is being waited for, in words; any thread may ask."""
+    def doing(self) -> Status:
+        """Return which disk is being waited for; any thread may ask."""
         waits = [(held.chunk.index, held.rows.disk_since) for held in self._on_disk]
         for chunk, since in (*waits, self._pulls.oldest or (0, None)):
             if since is not None:
                 held = self._shards[chunk]
-                return (
-                    f"waits for the disk of directory {held.directory!r}, table {held.rows.tables[0].name!r}, for "
-                    f"{system().now() - since:.1f} s"
+                return Status(
+                    f"waits for the disk of directory {held.directory!r}, table {held.rows.tables[0].name!r}",
+                    system().now() - since,
+                    is_held_up=True,
                 )
-        return ""
+        return Status()

@@ -14,6 +14,7 @@ from steepest.core.engine.stores import Position
 from steepest.core.messages.message import Kind, Message, MessageKind, Peer, Send
 from steepest.core.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
 from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.status import Status
 from steepest.core.tensors.layout import Chunk
 from steepest.embedding.row_files import OnRouter, RowFiles
 from steepest.embedding.row_messages import PullRows, RowKind
@@ -105,8 +106,8 @@ class TableService:
         self._pulls.lost(peer)
         self._snapshots.lost(peer)
 
-    def doing(self) -> str:
-        """Return which disk is being waited for, in words."""
+    def doing(self) -> Status:
+        """Return which disk is being waited for."""
         return self._disks.doing()
 
     def tick(self, now: float) -> None:

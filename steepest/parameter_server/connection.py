@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from steepest.core.messages.message import COORDINATOR, Peer
+from steepest.core.status import Status
 from steepest.core.tensors.allocator import Recycler
 from steepest.core.tensors.memory import Bytes
 from steepest.core.tensors.shared_memory import lendable_if_possible
@@ -94,8 +95,8 @@ class Connection:
             self._client = self._host_client()
         return self._client
 
-    def doing(self) -> list[tuple[Peer, str]]:
-        """Return what the roles of this user wait for, in words; any thread may ask."""
+    def doing(self) -> list[tuple[Peer, Status]]:
+        """Return what the roles of this user wait for; any thread may ask."""
         return self._router.doing()
 
     def run(self, begin: Callable[[], Future[T]], what: str, memory: Iterable[Bytes] = ()) -> T:

@@ -16,6 +16,7 @@ from steepest.core.protocol.commit_rules import Staged
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.membership import Made, Readers
 from steepest.core.protocol.push_tracking import StagedEach
+from steepest.core.status import Status
 from steepest.errors import ProtocolError, described_by, listed
 
 
@@ -86,16 +87,16 @@ class OpenGroup:
         """Return nothing: users keep their own deadlines."""
         return []
 
-    def doing(self) -> str:
-        """Return which pushes are not complete, in words, see `Membership.doing`."""
+    def doing(self) -> Status:
+        """Return which pushes are not complete, see `Membership.doing`."""
         version, open_ = self.state.version, self._staging.awaited_by_push()
         if not open_:
-            return f"waits for pushes; version {version} is committed"
+            return Status(f"waits for pushes; version {version} is committed")
         words = [
             f"push {push.sequence} of {worker_peer(push.worker)} lacks {listed(peers)}"
             for push, peers in open_
         ]
-        return f"waits to commit version {version + 1}: {listed(words)}"
+        return Status(f"waits to commit version {version + 1}: {listed(words)}")
 
     def is_over(self, worker: int, incarnation: int) -> bool:
         """Return False: a user's push is committed even if the user has left since."""

@@ -13,6 +13,7 @@ from steepest.core.messages.gradients import Push, Weights
 from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
 from steepest.core.messages.snapshots import Read, SnapshotEnd
 from steepest.core.messages.users import PushCommitted, Pushed, PushRefused
+from steepest.core.status import Status
 from steepest.core.tensors.memory import Bytes
 from steepest.errors import (
     NonFiniteError,
@@ -328,15 +329,15 @@ class Pusher:
     def tick(self, now: float) -> None:
         """Do nothing: the calling threads keep the deadlines."""
 
-    def doing(self) -> str:
-        """Return which requests are not answered, in words, see `Role.doing`."""
+    def doing(self) -> Status:
+        """Return which requests are not answered, see `Role.doing`."""
         found = []
         for sequence, request in list(self._requests.items()):
             servers = {self._holders[chunk][0] for chunk in request.chunks} | request.servers
             of = [*([] if request.confirmed else [COORDINATOR]), *map(server_peer, sorted(servers))]
             what = f"push {sequence}" if sequence < _READS else f"pull {sequence - _READS}"
             found.append(f"waits for {listed(of)} to answer {what}")
-        return listed(found)
+        return Status(listed(found))
 
 
 def _running() -> Future[int]:

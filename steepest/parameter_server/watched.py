@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from steepest.core.messages.message import Peer, server_peer
+from steepest.core.status import Status
 from steepest.parameter_server.access import Access
 from steepest.parameter_server.connection import Connection
 from steepest.runtime.places import Place
@@ -32,7 +33,7 @@ class WatchedServers:
         handles = servers.handles if servers.names_successors else ()
         return {server_peer(index): handle for index, handle in enumerate(handles)}
 
-    def roles(self) -> list[tuple[Peer, str]]:
+    def roles(self) -> list[tuple[Peer, Status]]:
         """Return what this process waits for, as a user of the servers."""
         connection = self._connection()
         return [] if connection is None else connection.doing()

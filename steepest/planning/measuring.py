@@ -34,6 +34,7 @@ from steepest.core.messages.gradients import Push
 from steepest.core.messages.message import Message, Peer, PushId
 from steepest.core.models.protocol import all_here
 from steepest.core.models.step_size import StepSize
+from steepest.core.status import Status
 from steepest.core.system import system
 from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.layout import ChunkSpec, ParameterLayout
@@ -452,9 +453,9 @@ class _PushSink:
     def tick(self, now: float) -> None:
         """Do nothing."""
 
-    def doing(self) -> str:
+    def doing(self) -> Status:
         """Return nothing."""
-        return ""
+        return Status()
 
 
 def measure_transport() -> dict[str, float]:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from steepest.core.engine.exchange import NOTHING_YET, Arrived, Exchange, ExchangeAround, WaitUntil
+from steepest.core.engine.incoming_weights import Key
 from steepest.core.engine.job import Job
 from steepest.core.messages.gradients import HostPush, Weights
 from steepest.core.messages.membership import Failed, GroupKey
@@ -302,9 +303,9 @@ class GroupExchange(ExchangeAround):
         while len(self._keys) > _MOST_GENERATIONS:
             del self._keys[min(self._keys)]
 
-    def doing(self) -> str:
-        """Return which chunk is added up, see `Exchange`."""
-        found, now = self.inner.doing(), self._now
-        if not isinstance(now, Reduction) or self._group is None or found:
-            return found
-        return f"the sum of chunk {now.chunk} over all workers"
+    def lacks(self, key: Key | None) -> list[str]:
+        """Return what is awaited, also which chunk is added up, see `Exchange`."""
+        found, now = self.inner.lacks(key), self._now
+        if isinstance(now, Reduction) and self._group is not None and not self.inner.lacks(None):
+            found.append(f"the sum of chunk {now.chunk} over all workers")
+        return found

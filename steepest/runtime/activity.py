@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from steepest.core.messages.message import Peer
+from steepest.core.status import Status
 from steepest.core.system import system
 from steepest.core.transport.router import Router
 from steepest.errors import describe_stack, listed
@@ -40,18 +41,29 @@ class Activity:
     name: str
     host: str
     pid: int
-    roles: Sequence[tuple[str, str]]  # names, and what each does or waits for
+    roles: Sequence[tuple[str, Status]]  # names, and what each does or waits for
     busy: float  # seconds since the router's thread last took a message or looked at the time
     stack: str  # of the router's thread, outermost frame first
+    share: int | None = None  # the number of that which the worker computes; None between two steps
+    frames: str = ""  # of users' code in which the router's thread is
     calls: Sequence[str] = ()  # stacks of Ray's threads in a call of this process
     others: Sequence[str] = ()  # the innermost frames of threads of other code
     up: float | None = None  # seconds since the process began
 
 
-def activity_of(name: str, place: Place, router: Router, step: int | None) -> Activity:
-    """Return what the process is doing in which this is called, on any thread; its worker computes for a step."""
-    roles = [(str(peer), words) for peer, words in router.doing()]
-    roles += [] if step is None else [("its share", f"is of step {step}")]
+def activity_of(
+    name: str, place: Place, router: Router, share: int | None, shares: int = 1
+) -> Activity:
+    """Return what the process is doing in which this is called, on any thread.
+
+    Args:
+        name, place, router: of the process.
+        share: that its worker computes, if any.
+        shares: of a step.
+    """
+    roles = [(str(peer), status) for peer, status in router.doing()]
+    if share is not None:
+        roles.append(("its share", Status(f"is of step {share // shares + 1}")))
     # threads of this library's own have names, and this one asks
     own = {each.ident for each in threading.enumerate() if each.name.startswith("steepest")}
     calls, others = _stacks_of_threads(own | {threading.get_ident()})
@@ -63,6 +75,8 @@ def activity_of(name: str, place: Place, router: Router, step: int | None) -> Ac
         roles,
         router.busy,
         stack,
+        share,
+        router.where(),
         list(calls),
         sorted({*others}),
         seconds_up(place),
@@ -108,7 +122,7 @@ class Watched(Protocol):
     def actors(self) -> Mapping[Peer, Any]:
         """Ray's handle of each process that has a role, by role."""
 
-    def roles(self) -> Sequence[tuple[Peer, str]]:
+    def roles(self) -> Sequence[tuple[Peer, Status]]:
         """Return the roles in this process, and what each does or waits for, see `Router.doing`."""
 
     def processes(self) -> Sequence[Any]:
@@ -245,8 +259,8 @@ class _JobReport:
     def _driver(self) -> list[str]:
         """Return the lines of this process: its roles, and the stacks of steepest's threads."""
         lines = [f"the driver (pid {os.getpid()}):"]
-        for peer, words in self._context.roles():
-            lines.append(f"    {'client' if peer.role == 'client' else peer} {words}")
+        for peer, status in self._context.roles():
+            lines.append(f"    {'client' if peer.role == 'client' else peer} {status}")
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks, others = _stacks_of_threads(set(), threading.main_thread().ident)
         for stack, idents in list(stacks.items())[:_MOST_STACKS]:
@@ -261,7 +275,7 @@ def _lines_of(process: Activity) -> list[str]:
     busy = f", busy for {process.busy:.1f} s" if process.busy > _BUSY_SECONDS else ""
     up = "" if process.up is None else f", which began {process.up:.1f} s ago"
     lines = [f"{process.name} on {process.host} (pid {process.pid}){up}{busy}:"]
-    lines += [f"    {role} {words}" for role, words in process.roles]
+    lines += [f"    {role} {status}" for role, status in process.roles]
     for stack in process.calls[:_MOST_CALLS]:
         lines += _indented("a call is in:", stack)
     if process.others:

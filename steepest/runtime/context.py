@@ -12,6 +12,7 @@ from steepest.core.data.sampler import SamplePlan
 from steepest.core.engine.client import Client
 from steepest.core.engine.job import Job
 from steepest.core.messages.message import Peer, server_peer, worker_peer
+from steepest.core.status import Status
 from steepest.core.strategies.strategy import Strategy
 from steepest.core.system import system
 from steepest.core.transport.channel import Address
@@ -144,7 +145,7 @@ class JobContext:
         """Return for how many seconds a process had given no sign of life when last looked at."""
         return self.signs.silence(actor)
 
-    def roles(self) -> list[tuple[Peer, str]]:
+    def roles(self) -> list[tuple[Peer, Status]]:
         """Return the roles in the driver, and what each does or waits for, see `Router.doing`."""
         return self.router.doing()
 

@@ -215,22 +215,14 @@ class ProcessActor:
         """Return what a process of this node does with processors, see `processor_use`."""
         return runtime().processor_use(pid)
 
-    def where(self) -> tuple[int | None, str]:
-        """Return the number of the share that the worker computes, and where in users' code it is.
-
-        None between two steps. Also while the router is in the middle of a long step.
-        """
-        return None if self._worker is None else self._worker.computing, self.router.where()
-
     def raised_before(self, generation: int) -> str | None:
         """Return the error of which the worker failed in a step that was given up, see `Worker.raised_before`."""
         return "" if self._worker is None else self._worker.raised_before(generation)
 
     def doing(self) -> Activity:
         """Return what the process is doing; also while the router is in the middle of a long step."""
-        share = self.where()[0]
-        step = None if share is None else share // self._shares + 1
-        return activity_of(self._name, self._place, self.router, step)
+        share = None if self._worker is None else self._worker.computing
+        return activity_of(self._name, self._place, self.router, share, self._shares)
 
     def snapshot_rows(self, number: int) -> dict[int, int]:
         """Return the chunks of whose rows this process has a snapshot, and the number of pieces of each."""
@@ -255,10 +247,6 @@ class ProcessActor:
     def drop_snapshot(self, number: int) -> None:
         """Drop one snapshot of rows."""
         self._row_files.drop(number)
-
-    def held_up(self) -> list[str]:
-        """Return which servers wait for something of this machine, and for what; also amid a long step."""
-        return [words for server in list(self._servers) if (words := server.held_up())]
 
     def lost_peers(self) -> list[Peer]:
         """Return the peers whose channels to this process have closed."""

@@ -61,9 +61,9 @@ def words(cluster: InProcessCluster) -> dict[str, str]:
     """By role, what it does, without seconds."""
     routers = {*cluster.server_routers, *cluster.worker_routers, cluster.client_router}
     return {
-        str(peer): re.sub(r",? for [\d.e+-]+ s", "", text)
+        str(peer): re.sub(r",? for [\d.e+-]+ s", "", str(status))
         for router in routers
-        for peer, text in router.doing()
+        for peer, status in router.doing()
     }
 
 

@@ -48,6 +48,7 @@ from steepest.core.messages.snapshots import (
     StateTensor,
 )
 from steepest.core.optim.portable import Record
+from steepest.core.status import Status
 from steepest.core.system import Queue, system
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.errors import (
@@ -501,8 +502,8 @@ class Client:
     def tick(self, now: float) -> None:
         """Do nothing: deadlines are those of the callers, who wait for futures."""
 
-    def doing(self) -> str:
-        """Return what the driver has asked for and not been sent, in words, see `Role.doing`."""
+    def doing(self) -> Status:
+        """Return what the driver has asked for and not been sent, see `Role.doing`."""
         found = []
         for read in list(self._reads.values()):
             servers = listed(map(server_peer, sorted(read.awaited)))
@@ -515,7 +516,7 @@ class Client:
             found.append(f"waits for {len(self._answers)} answers of the coordinator")
         seconds = self._now() - self._since
         known = f"knows of version {self.position.version}; no step has ended for {seconds:.1f} s"
-        return listed([known, *found])
+        return Status(listed([known, *found]))
 
 
 def _state_part(request: int, chunk: int, fields: dict[str, Any]) -> Callable[[int], PutState]:

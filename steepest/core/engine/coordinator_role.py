@@ -7,6 +7,7 @@ from collections.abc import Callable
 from steepest.core.messages.message import Kind, Message, Peer, Send
 from steepest.core.protocol.commit_state import Outgoing
 from steepest.core.protocol.coordinator import Coordinator
+from steepest.core.status import Status
 from steepest.core.system import system
 from steepest.errors import ProtocolError
 
@@ -71,8 +72,8 @@ class CoordinatorRole:
         self._carry_out(self.coordinator.tick(now))
         self._send_results()
 
-    def doing(self) -> str:
-        """Return what the coordinator waits for, in words; seconds are those at the last `tick`."""
+    def doing(self) -> Status:
+        """Return what the coordinator waits for; seconds are those at the last `tick`."""
         return self.coordinator.membership.doing()
 
     def _results_are_due(self) -> bool:

@@ -139,11 +139,11 @@ class Exchange(Protocol):
     def left_out(self) -> None:
         """Note that the last push was left out of the servers' weights: it changes nothing here."""
 
-    def missing(self, key: Key) -> str:
-        """Return in words which weights of a version have not come, and who sends them; "" for none."""
+    def lacks(self, key: Key | None) -> list[str]:
+        """Return in words what has not come: weights of a version, and who sends them, and what else is awaited.
 
-    def doing(self) -> str:
-        """Return in words what the exchange waits for beside weights; "" for nothing."""
+        Any thread may ask. None for what else alone.
+        """
 
     def destination(self, message: Message, size: int) -> Memory | None:
         """Return memory for a payload, see `Role.destination`."""
@@ -234,13 +234,9 @@ class ExchangeAround:
         """See `Exchange`."""
         self.inner.left_out()
 
-    def missing(self, key: Key) -> str:
+    def lacks(self, key: Key | None) -> list[str]:
         """See `Exchange`."""
-        return self.inner.missing(key)
-
-    def doing(self) -> str:
-        """See `Exchange`."""
-        return self.inner.doing()
+        return self.inner.lacks(key)
 
     def destination(self, message: Message, size: int) -> Memory | None:
         """See `Exchange`."""

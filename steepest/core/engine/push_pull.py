@@ -19,7 +19,6 @@ from steepest.core.tensors.codec import Codec
 from steepest.core.tensors.dtypes import Tensors
 from steepest.core.tensors.layout import ParameterLayout
 from steepest.core.tensors.memory import Memory
-from steepest.errors import listed
 
 #: What a compressor's state is called in that of an exchange.
 COMPRESSION = "compression"
@@ -213,18 +212,14 @@ class PushPull:
         """Return whether a trainable parameter is here, see `ArrivingWeights.has`."""
         return self._weights.has(entry, key)
 
-    def doing(self) -> str:
-        """Return "": it waits for weights alone."""
-        return ""
-
-    def missing(self, key: Key) -> str:
-        """Return in words the chunks of a version that have not come, and who sends them; "" for none."""
+    def lacks(self, key: Key | None) -> list[str]:
+        """Return in words the chunks of a version that have not come, and who sends them: it awaits nothing else."""
         by_sender: dict[Peer, list[int]] = {}
-        for chunk in self._weights.missing(key):
+        for chunk in () if key is None else self._weights.missing(key):
             by_sender.setdefault(self._targets[chunk][0], []).append(chunk)
-        return listed(
+        return [
             f"{chunks_in_words(chunks)} of {sender}" for sender, chunks in sorted(by_sender.items())
-        )
+        ]
 
     def destination(self, message: Message, size: int) -> Memory | None:
         """Return memory for a payload: for weights, where the model uses them, unless they are old."""

@@ -38,7 +38,6 @@ from steepest.core.messages.message import (
     MessageKind,
     Peer,
     Send,
-    server_peer,
     worker_peer,
 )
 from steepest.core.messages.snapshots import InstallPut, Snapshot
@@ -46,6 +45,7 @@ from steepest.core.messages.users import UserLeft
 from steepest.core.optim.portable import Record
 from steepest.core.optim.spec import OptimizerSpec
 from steepest.core.protocol.decision_log import DecisionLog
+from steepest.core.status import Status
 from steepest.core.system import system
 from steepest.core.tensors.layout import Chunk
 from steepest.core.tensors.memory import as_tensor
@@ -341,30 +341,28 @@ class Server:
         """What serves the opaque chunks."""
         return self._service
 
-    def held_up(self) -> str:
-        """Return what its stores keep it waiting for, in words, or nothing; any thread may ask."""
-        words = "" if self._service is None else self._service.doing()
-        return f"{server_peer(self._index)} {words}" if words else ""
-
-    def doing(self) -> str:
-        """Return which pushes are not here yet, in words, see `Role.doing`."""
-        version, lasting = self._intake.version + 1, f", for {self._now() - self._since:.1f} s"
-        if self._service is not None and (held_up := self._service.doing()):
-            return held_up
+    def doing(self) -> Status:
+        """Return which pushes are not here yet, see `Role.doing`."""
+        version, seconds = self._intake.version + 1, self._now() - self._since
+        if self._service is not None and (disk := self._service.doing()).words:
+            return disk
         if self.torn is not None:
-            return f"is of no version: its optimizer raised {self.torn.error}"
+            return Status(f"is of no version: its optimizer raised {self.torn.error}")
         if not self._trainable:
-            return "holds no chunk that is trained"
+            return Status("holds no chunk that is trained")
         if not self._together:
-            return f"waits for pushes to make version {version}: {self._intake.progress.in_words()}{lasting}"
+            come = self._intake.progress.in_words()
+            return Status(f"waits for pushes to make version {version}: {come}", seconds)
         if self._intake.progress.version_is_whole:
-            return (
-                f"has reduced version {version}, and waits for COMMIT of the coordinator{lasting}"
+            return Status(
+                f"has reduced version {version}, and waits for COMMIT of the coordinator", seconds
             )
         lacking = {
             held.chunk.index: self._intake.members - held.contributors() for held in self._trainable
         }
-        return f"waits for pushes of version {version} of {pushes_in_words(lacking)}{lasting}"
+        return Status(
+            f"waits for pushes of version {version} of {pushes_in_words(lacking)}", seconds
+        )
 
     # -- commit and apply ----------------------------------------------------------------------
 

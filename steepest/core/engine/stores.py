@@ -11,6 +11,7 @@ from steepest.core.engine.chunk_store import ChunkStore
 from steepest.core.messages.message import Message, MessageKind, Peer, Send
 from steepest.core.messages.snapshots import Snapshot, SnapshotEnd
 from steepest.core.optim.spec import OptimizerSpec
+from steepest.core.status import Status
 from steepest.core.tensors.layout import Chunk
 
 #: The generation and version at which a server is.
@@ -40,8 +41,8 @@ class StoreService(Protocol):
     def lost(self, peer: Peer) -> None:
         """Forget what a lost peer has asked for."""
 
-    def doing(self) -> str:
-        """Return what keeps the server from its messages, in words, or nothing; any thread may ask."""
+    def doing(self) -> Status:
+        """Return what keeps the server from its messages; any thread may ask."""
 
     def tick(self, now: float) -> None:
         """Look at the time, in seconds that do not go back; called now and then."""

@@ -14,6 +14,7 @@ import torch
 from steepest.core.engine.between_turns import BetweenTurns
 from steepest.core.engine.exchange import Exchange
 from steepest.core.engine.generators import about_to_change
+from steepest.core.engine.incoming_weights import Key
 from steepest.core.engine.replicas import Replicas, WorkerResult
 from steepest.core.engine.spans import RoleSpans, SpanKind
 from steepest.core.engine.step_waits import AbandonedError, PausedError, StepWaits
@@ -22,6 +23,7 @@ from steepest.core.messages.gradients import Report
 from steepest.core.messages.membership import Failed, Grant, Join, Lease, Members
 from steepest.core.messages.message import COORDINATOR, Kind, Message, Peer, Send
 from steepest.core.models.protocol import all_here
+from steepest.core.status import Status
 from steepest.core.system import system
 from steepest.core.tensors.memory import Memory
 from steepest.errors import (
@@ -386,8 +388,8 @@ class Worker:
     def tick(self, now: float) -> None:
         """Do nothing: the coordinator has each step's deadline."""
 
-    def doing(self) -> str:
-        """Return what the worker computes or waits for, in words, see `Role.doing`."""
+    def doing(self) -> Status:
+        """Return what the worker computes or waits for, see `Role.doing`."""
         share, arriving = self.computing, self._waits.arriving
         since, pushed_at = self._since, self._pushed_at
         if self._waits.calling:
@@ -396,21 +398,23 @@ class Worker:
             text = f"loads the first batch of share {share}"
         elif share is not None:
             text = f"computes share {share} from the weights of version {self._pushed[1]}"
-            weights = "" if arriving is None else self._exchange.missing(arriving)
-            coming = [words for words in (weights, self._exchange.doing()) if words]
-            text += f" (still to come: {listed(coming)})" if coming else ""
+            text += self._to_come(arriving)
         elif self._stopped:
             text = f"has version {self.version}, and takes no more steps"
         elif self.version < self._floor or self._pushed == (self.generation, self.version):
             wanted = max(self._floor, self.version + 1)
-            missing = self._exchange.missing((self.generation, wanted))
             text = f"waits for the weights of version {wanted}"
-            text += f" (still to come: {missing})" if missing else ""
+            text += self._to_come((self.generation, wanted))
             since = pushed_at or since
         else:
             text = f"has version {self.version}, and waits to be granted a step"
             since = pushed_at + self._waited if pushed_at else since
-        return f"{text}, for {self._now() - since:.1f} s"
+        return Status(text, self._now() - since)
+
+    def _to_come(self, key: Key | None) -> str:
+        """Return in words what has not come of the weights of a version, and what else; "" for nothing."""
+        lacking = listed(self._exchange.lacks(key))
+        return f" (still to come: {lacking})" if lacking else ""
 
     # -- steps ---------------------------------------------------------------------------------
 

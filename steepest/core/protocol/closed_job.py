@@ -26,6 +26,7 @@ from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.membership import Made, Readers
 from steepest.core.protocol.push_tracking import Reported, Reports, StagedEach
 from steepest.core.protocol.step_summary import OpenStep
+from steepest.core.status import Status
 from steepest.errors import ProtocolError, listed
 
 _AWAITED = "its successor has yet to join"
@@ -162,18 +163,20 @@ class ClosedJob:
         busy = state.leases.awaited if state.leases_samples else state.members
         return state.staging.awaited(overdue or sorted(absent or busy))
 
-    def doing(self) -> str:
-        """Return what the open step waits for, in words, see `Membership.doing`."""
+    def doing(self) -> Status:
+        """Return what the open step waits for, see `Membership.doing`."""
         state = self.state
         if absent := state.members - self.joined:
-            return f"waits for {listed(map(worker_peer, sorted(absent)))} to join"
+            return Status(f"waits for {listed(map(worker_peer, sorted(absent)))} to join")
         if state.schedule_behind:
-            return "steps the learning-rate schedule to its place"
+            return Status("steps the learning-rate schedule to its place")
         if self._client is None or state.version >= self.limit:
-            return f"is asked for no step; version {state.version} is committed"
+            return Status(f"is asked for no step; version {state.version} is committed")
         seconds = self._now - self._since
-        lasting = f", for {seconds:.1f} s" if math.isfinite(seconds) else ""
-        return f"waits for {listed(self._awaited())} to make version {state.version + 1}{lasting}"
+        return Status(
+            f"waits for {listed(self._awaited())} to make version {state.version + 1}",
+            seconds if math.isfinite(seconds) else None,
+        )
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
         """Wait for a lost worker's successor, or fail the open step, see `Membership.lost`."""

@@ -9,6 +9,7 @@ from steepest.core.messages.message import Message, Peer
 from steepest.core.protocol.commit_rules import Staged
 from steepest.core.protocol.commit_state import CommitState, Outgoing
 from steepest.core.protocol.push_tracking import Reports
+from steepest.core.status import Status
 
 #: (worker, sequence) of the workers that are sent new weights, and of the push that these answer;
 #: sequence 0 where they answer none.
@@ -59,8 +60,8 @@ class Membership(Protocol):
     def tick(self, now: float) -> Outgoing:
         """Give up overdue steps; return the messages to send; `now`: in seconds on the caller's clock."""
 
-    def doing(self) -> str:
-        """Return what is waited for, in words; any thread may ask while decisions are made."""
+    def doing(self) -> Status:
+        """Return what is waited for; any thread may ask while decisions are made."""
 
     def is_over(self, worker: int, incarnation: int) -> bool:
         """Return whether the process that made a push is no member any more."""

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from steepest.core.messages.message import Message, Peer, Send
 from steepest.core.messages.permissions import MessageCheck
 from steepest.core.messages.snapshots import Refused
+from steepest.core.status import Status
 from steepest.core.system import Thread, system
 from steepest.core.tensors.memory import Memory, clone
 from steepest.core.transport.channel import Channel, Transport, TransportEvent, overlap
@@ -70,8 +71,8 @@ class Role(Protocol):
     def tick(self, now: float) -> None:
         """Take note of the time: `now` is in seconds, monotonic."""
 
-    def doing(self) -> str:
-        """Return what the role does or waits for, in words, and for how long; "" for nothing.
+    def doing(self) -> Status:
+        """Return what the role does or waits for, and for how long.
 
         Called on any thread while the role works: it changes nothing, and may raise what comes of
         that.
@@ -472,10 +473,10 @@ class Router:
         frame = sys._current_frames().get(ident)
         return "" if frame is None else describe_stack(frame, whole=whole)
 
-    def doing(self) -> list[tuple[Peer, str]]:
+    def doing(self) -> list[tuple[Peer, Status]]:
         """Return what each role does or waits for, see `Role.doing`; any thread may ask."""
         found = [(peer, _doing(role)) for peer, role in list(self._roles.items())]
-        return [(peer, words) for peer, words in found if words]
+        return [(peer, status) for peer, status in found if status.words]
 
     @property
     def busy(self) -> float:
@@ -550,7 +551,7 @@ class Router:
         self.finished.set_exception(ShutdownError(self._why))
 
 
-def _doing(role: Role) -> str:
+def _doing(role: Role) -> Status:
     """Return what a role does; its state may change while it is read."""
     error: Exception | None = None
     for _ in range(_LOOKS):
@@ -558,7 +559,7 @@ def _doing(role: Role) -> str:
             return role.doing()
         except Exception as changed:  # noqa: BLE001 - whatever a half-made change raises
             error = changed
-    return f"cannot be asked: {error!r}"
+    return Status(f"cannot be asked: {error!r}")
 
 
 _routers: weakref.WeakSet[Router] = weakref.WeakSet()
