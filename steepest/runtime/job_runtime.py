@@ -224,8 +224,8 @@ class JobRuntime(Protocol):
         """Whether nodes may join."""
 
     @property
-    def shares_cpus(self) -> bool:
-        """Whether groups are placed where CPUs are fewer than they ask for."""
+    def shares(self) -> bool:
+        """Whether groups are placed where CPUs, or GPUs, are fewer than they ask for, and share them."""
 
     def nodes(self) -> dict[str, Mapping[str, float]]:
         """Return the living nodes, by id, and what each has."""

@@ -250,7 +250,7 @@ class RayRuntime(OwnProcess):
         return not ray_private.started_here()
 
     @property
-    def shares_cpus(self) -> bool:
+    def shares(self) -> bool:
         """False: Ray counts CPUs."""
         return False
 

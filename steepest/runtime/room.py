@@ -27,11 +27,12 @@ def worker_bundle(devices: int, gpu: bool, cpus: int) -> dict[str, float]:
 def require_possible(workers: int, bundle: Mapping[str, float]) -> None:
     """Raise ResourcesError unless workers would fit if all nodes were free, or nodes may join."""
     here = runtime()
-    counted = {
-        name: amount for name, amount in bundle.items() if name != "CPU" or not here.shares_cpus
-    }
+    if not here.shares:
+        counted, number = bundle, workers
+    else:  # one has to fit
+        counted, number = {name: each for name, each in bundle.items() if name != "CPU"}, 1
     if counted:
-        check_possible(workers, counted, here.nodes().values(), here.may_grow, here.in_words)
+        check_possible(number, counted, here.nodes().values(), here.may_grow, here.in_words)
 
 
 def check_possible(

@@ -10,7 +10,9 @@ import pytest
 from steepest import DeadlineConfig, DistributedSGD, FailureConfig, ParameterServerStrategy
 from steepest.core.messages.message import worker_peer
 from steepest.errors import ResourcesError
-from steepest.runtime.room import Room, packed
+from steepest.runtime.job_runtime import using
+from steepest.runtime.machine import runtime as machine
+from steepest.runtime.room import Room, packed, reserve, worker_bundle
 from steepest.testing import linear_model_creator
 from tests.living import places_of
 from tests.simulation.run import Simulation, pause, run_config
@@ -21,6 +23,21 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
+
+
+def test_workers_of_one_machine_share_gpus_where_these_are_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bundle, here = worker_bundle(1, True, 1), machine.MachineRuntime()
+    monkeypatch.setattr(machine, "_gpus", lambda: 2)
+    with using(here):
+        assert len(reserve(5, bundle, 1.0)) == 5
+        assert [group.gpus for group in here._groups.values()] == [
+            [[each]] for each in (0, 1, 0, 1, 0)
+        ]
+        monkeypatch.setattr(machine, "_gpus", lambda: 0)
+        with pytest.raises(ResourcesError, match="with gpu=False"):
+            reserve(1, bundle, 1.0)
 
 
 def test_nodes_that_join_one_after_the_other_are_taken_in_alike() -> None:

@@ -35,7 +35,7 @@ class SimulatedRuntime:
 
     name, in_words = "simulation", "this simulation"
     owns_process = False
-    shares_cpus = False
+    shares = False
     job = "01"
 
     def __init__(self, world: World) -> None:

@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,11 +34,11 @@ class _GroupId:
 
 @dataclass(eq=False)
 class MachineGroup:
-    """Room for some processes; CPUs are shared, GPUs are not.
+    """Room for some processes; CPUs are shared, and so are GPUs where there are too few.
 
     Attributes:
         id, bundle_specs: see `Group`.
-        gpus: the numbers of the GPUs of each bundle; None while there are too few.
+        gpus: the numbers of the GPUs of each bundle; None while there are none.
         processes: that were started in it.
     """
 
@@ -58,7 +59,7 @@ class MachineRuntime(OwnProcess):
     """
 
     name, in_words = "processes", "this machine"
-    node, host, may_grow, shares_cpus = _NODE, HOST, False, True
+    node, host, may_grow, shares = _NODE, HOST, False, True
 
     def __init__(self, show_name: Callable[[str], object] = lambda name: None) -> None:
         self._show_name = show_name
@@ -225,7 +226,7 @@ class MachineRuntime(OwnProcess):
         without: Collection[str] = (),
         node: str | None = None,
     ) -> Group:
-        """Return room for bundles, which has its GPUs when there are so many free ones; ResourcesError: not here."""
+        """Return room for bundles; ResourcesError: not here."""
         if _NODE in without or (how == "STRICT_SPREAD" and len(bundles) > 1):
             raise ResourcesError(
                 "all processes of runtime='processes' are on this machine: give runtime='ray' for others"
@@ -237,16 +238,20 @@ class MachineRuntime(OwnProcess):
         return group
 
     def _place(self, group: MachineGroup) -> None:
-        """Give a group its GPUs, if there are so many."""
+        """Give each bundle of a group the GPUs that the fewest others have, if there are any."""
         with self._lock:
-            if group.gpus is not None:
-                return
-            used = {gpu for each in self._groups.values() for one in each.gpus or () for gpu in one}
-            free = [gpu for gpu in range(_gpus() if _wants_gpus(group) else 0) if gpu not in used]
             needs = [int(bundle.get("GPU", 0)) for bundle in group.bundle_specs]
-            if sum(needs) <= len(free):
-                numbers = iter(free)
-                group.gpus = [list(itertools.islice(numbers, need)) for need in needs]
+            count = _gpus() if any(needs) else 0
+            if group.gpus is not None or max(needs) > count:
+                return
+            used = Counter(
+                gpu for each in self._groups.values() for one in each.gpus or () for gpu in one
+            )
+            group.gpus = []
+            for need in needs:
+                rarest = sorted(range(count), key=lambda gpu: (used[gpu], gpu))[:need]
+                used.update(rarest)
+                group.gpus.append(rarest)
 
     def bundles(self, group: Group) -> dict[int, str]:
         """Return this machine for each bundle of a group that is placed."""
@@ -270,10 +275,6 @@ class MachineRuntime(OwnProcess):
         """Return the bundles of groups."""
         groups = [group for name, group in list(self._groups.items()) if name not in without]
         return [bundle for each in groups if each.gpus is not None for bundle in each.bundle_specs]
-
-
-def _wants_gpus(group: MachineGroup) -> bool:
-    return any(bundle.get("GPU") for bundle in group.bundle_specs)
 
 
 def _gpus() -> int:
