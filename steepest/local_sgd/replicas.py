@@ -162,19 +162,12 @@ class LocalReplicas(Replicas):
         return places
 
     @property
-    def hyper(self) -> None:
-        """None: what models say of their updates is for the worker's own optimizer."""
-        return
+    def said(self) -> dict[str, Any]:
+        """Nothing: what models say of their updates is for the worker's own optimizer."""
+        return {"hyper": None, "clip": None, "digest": None}
 
-    @property
-    def clip(self) -> None:
-        """None, likewise."""
-        return
-
-    @property
-    def digest(self) -> None:
-        """None, likewise."""
-        return
+    def require_norm(self) -> None:
+        """Check nothing: each worker clips its own updates."""
 
     @property
     def arrivals(self) -> torch.Tensor:
@@ -533,10 +526,10 @@ class LocalReplicas(Replicas):
 
     def _update(self, at: int, step: int) -> None:
         """Apply the gradients that are kept, as update number `at`, which is one of step `step`."""
-        clip = super().clip or self._clip_norm
+        clip = self.clip or self._clip_norm
         if clip is not None:
             self._clip(clip)
-        said = super().hyper
+        said = self.hyper
         changed = with_rates(self._schedule.at(at) if said is None else said, self.rates, step)
         hyper = self._spec.hyperparameters(changed)
         for held in self._held.values():

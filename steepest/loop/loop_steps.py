@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from steepest.errors import ConfigurationError
 from steepest.loop.closures import NO_GRADIENT, ByClosure, Trying, step_by_closure
 from steepest.loop.job_view import JobView
 from steepest.loop.lockstep import Lockstep
-from steepest.loop.losses import Losses
+from steepest.loop.losses import Losses, line_of_user
 from steepest.loop.prepared import Ask, Batch, Prepared
 from steepest.loop.state_elsewhere import StateElsewhere, changed_state
 from steepest.loop.table_rows import Errand
@@ -66,9 +67,7 @@ class LoopSteps:
         loop: whose they are.
 
     Attributes:
-        hyper: of the last step, by parameter group: what differs from the optimizer as it was given to `prepare`.
-        changed: the same, right behind a step alone.
-        clip: the greatest norm of the gradient in the step in progress; None for any.
+        changed: right behind a step, by parameter group: what differs from the optimizer as `prepare` was given it.
         lacks_batches: whether the loop was entered where others may have taken batches of their next step.
         clips: by optimizer, that of its next step.
         overflowed: whether a scaler wants the step in progress left out.
@@ -77,6 +76,7 @@ class LoopSteps:
         trying: the optimizer whose step by a closure is under way.
         read_state: reads the state of the job's optimizer, on the worker's thread.
         told_of_clipping: see `steepest.loop.torch_clipping`.
+        edits: whether the loop changes gradients behind its backward passes, see `steepest.loop.local_edits`.
     """
 
     def __init__(self, loop: SteppingLoop) -> None:
@@ -88,13 +88,15 @@ class LoopSteps:
         self.trying: ByClosure | None = None
         self.read_state: Callable[[], list[Record]] | None = None
         self.told_of_clipping = False
+        self.edits = False
+        self._hooks_looked_at = (
+            -1
+        )  # the last epoch at whose first step parameters' hooks were looked at
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Begin with a function that has not run yet."""
-        self.hyper: list[dict[str, Any]] | None = None
         self.changed: list[dict[str, Any]] | None = None
-        self.clip: float | None = None
         self.lacks_batches = False
         self.clips: dict[int, float] = {}
         self.overflowed = self.is_left_out = False
@@ -249,16 +251,44 @@ class LoopSteps:
             self._look_for_gradients(prepared)
         loop.begin_step()
         changed = prepared.model.optimizer_spec.changed(prepared.groups)
-        self.hyper, self.changed = changed if any(changed) else None, changed
+        prepared.model.hyper, self.changed = changed if any(changed) else None, changed
         self.stepping = self._stepped_by[index] if stepping is None else stepping
         self.is_left_out = False
-        self.clip = clip
+        prepared.model.clip_step = clip
         prepared.model.digest = self._digest(index)
         loop.job.turns.ask(Ask.COMMIT)
         self.lacks_batches = False
-        self.clip = None
+        prepared.model.clip_step = None
+        if self.edits:
+            self._tell_of_edits("the loop changes its gradients between backward() and step()")
+        elif loop.epoch != self._hooks_looked_at:
+            self._look_for_hooks(prepared)
         loop.end_step(index)
         self.changed = None
+
+    def _look_for_hooks(self, prepared: Prepared) -> None:
+        """Warn of hooks that may change gradients as they arrive; in the first step of each epoch."""
+        self._hooks_looked_at = self._loop.epoch
+        for each in (parameter for trained in prepared.trained() for parameter in trained):
+            if each._backward_hooks:
+                (name,), _ = prepared.model.names_of([each])
+                self._tell_of_edits(
+                    f"parameter {name!r} has a hook of its gradient (register_hook)"
+                )
+                return
+
+    def _tell_of_edits(self, what: str) -> None:
+        """Warn once of gradients that each worker changes by itself."""
+        assert self._loop.prepared is not None
+        if self.told_of_clipping or not self.averages or self._loop.prepared.closures:
+            return
+        self.told_of_clipping = True
+        warnings.warn(
+            f"worker {self._loop.job.rank}: {what}, where each worker has the gradient of its own samples alone. A "
+            "factor, a mask, or a multiple of the weights gives what one process gives; what depends on the gradient, "
+            "such as clipping, does not: steepest.clip_grad_norm_(model.parameters(), max_norm) clips the mean of all",
+            stacklevel=line_of_user(),
+        )
 
     def _digest(self, index: int) -> StepDigest:
         """Return what all workers' loops are to have in common in the step of an optimizer."""

@@ -61,11 +61,11 @@ class Losses:
                 if is_certain:
                     raise ConfigurationError(SUMMED.format(name, _DO))
                 if not self._loop.rank:
-                    warnings.warn(SUMMED.format(name, _DO) + PERHAPS, stacklevel=_line_of_user())
+                    warnings.warn(SUMMED.format(name, _DO) + PERHAPS, stacklevel=line_of_user())
         self.found.append(loss.detach())
 
 
-def _line_of_user() -> int:
+def line_of_user() -> int:
     """Return the stack level, as of `warnings.warn` in the calling function, of the user's line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(OURS):

@@ -71,10 +71,12 @@ class LoopModel(TorchModel):
         data: of which each share is a batch of the loop's, or one of its steps.
 
     Attributes:
-        hyper, take_back, digest: see `steepest.core.models.protocol`.
+        hyper, clip_step, take_back, digest: see `steepest.core.models.protocol`.
     """
 
     digest: StepDigest | None = None
+    hyper: list[dict[str, Any]] | None = None
+    clip_step: float | None = None
 
     take_back: Callable[[], None] | None = None
     session: Session  # of the worker, which sets it once the function has come to `prepare`
@@ -278,11 +280,6 @@ class LoopModel(TorchModel):
                 raise UnfrozenError(f"parameter {name!r} was frozen so far, and has a gradient now")
 
     @property
-    def hyper(self) -> list[dict[str, Any]] | None:
-        """The hyperparameters of the last step that differ from those in `prepare`, by group."""
-        return self.loop.steps.hyper
-
-    @property
     def notes(self) -> list[Reported]:
         """What the loop has reported since the last committed step, see `steepest.core.models.protocol.SaysNotes`."""
         return self.loop.reports.notes
@@ -291,11 +288,6 @@ class LoopModel(TorchModel):
     def sums_samples(self) -> bool:
         """Whether the loop's losses, and so its updates, are sums over samples."""
         return self.loop.sums
-
-    @property
-    def clip_step(self) -> float | None:
-        """The greatest norm of the gradient of the last step's update; None for any."""
-        return self.loop.steps.clip
 
     @property
     def overflowed(self) -> bool:
@@ -354,7 +346,7 @@ class LoopModel(TorchModel):
         if where.empty and self.session.sees_all_steps:
             self._stand_by(where)
         elif where.empty:
-            self.digest = None
+            self.hyper = self.digest = None
             self.session.pass_by(where)
 
     def _stand_by(self, where: Where) -> None:
@@ -402,13 +394,14 @@ class LoopModel(TorchModel):
         if loop.taken is not None and loop.taken.where == self._where:
             samples = loop.taken.samples
         if not stepped:
-            self.digest = loop.steps.no_step(returned=session.has_ended)
+            self.hyper, self.digest = None, loop.steps.no_step(returned=session.has_ended)
         if stepped:
             self._check_trained()
             if self.tables:
                 self._rows.send(loop.steps.factor, again=again)
         self._weight = loop.weight if stepped else 0.0
         left = self._overlap.left(self._weight if stepped else None)
+        loop.steps.edits = self._overlap.edits.is_found
         if left is None:
             assert self.take_back is not None
             self.take_back()

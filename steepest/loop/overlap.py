@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from steepest.loop.local_edits import LocalEdits
 from steepest.loop.unseen import Unseen
 
 _FIRST, _MOST = 2, 64  # steps in a row in which a guess would have been right, before one is made
@@ -44,6 +45,9 @@ class Overlap:
     and after each where they are few, or on a GPU. A loop of which they are not what they were is not guessed at again.
 
     A batch is watched from `begin` to `end`; `left` says then what has left.
+
+    Attributes:
+        edits: whether the loop changes gradients behind its backward passes.
     """
 
     def __init__(self) -> None:
@@ -65,6 +69,7 @@ class Overlap:
         self._looked_at: set[int] = set()  # the entries of which that was found
         self._weight = 0.0  # with which gradients have left
         self._error: BaseException | None = None
+        self.edits = LocalEdits()
 
     def hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         """Return what is to be called when an entry's gradient was accumulated, which leaves by a view."""
@@ -80,7 +85,7 @@ class Overlap:
         self._counts, self._left = {}, {}
         self._is_wrong = False
         self._is_guessing = bool(leave) and not self._never and self._right >= self._needed
-        self._loop, self._leave = loop if leave else None, leave
+        self._loop, self._leave = loop, leave
         loop.unseen.happened = False
 
     def end(self, loop: _Weighs, *, raised: bool = False) -> None:
@@ -98,6 +103,10 @@ class Overlap:
         gradient, counts, unseen = parameter.grad, self._counts, loop.unseen
         count = counts[index] = counts.get(index, 0) + 1
         self._seen[index] = parameter, gradient, 0 if gradient is None else gradient._version
+        if self.edits.keeps:
+            self.edits.keep(index, gradient)
+        if self._leave is None:
+            return
         if self._is_guessing and not self._is_wrong:
             weight = loop.weight
             if index in self._left or (self._left and weight != self._weight):
@@ -136,7 +145,11 @@ class Overlap:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        right = weight is not None and not self._is_wrong and _are_same(seen.values())
+        same = _are_same(seen.values())
+        if weight is not None and (self.edits.keeps or not same):
+            now = None if same else {at: parameter.grad for at, (parameter, _, _) in seen.items()}
+            self.edits.end_step(now)
+        right = weight is not None and not self._is_wrong and same
         if self._left and right:
             right = weight == self._weight and self._has_values(seen)
         self._learn(right)

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn.utils import clip_grad
 
+from steepest.loop.losses import line_of_user
+
 _CLIPPED_BY_NORM: Any = clip_grad._clip_grads_with_norm_  # which `clip_grad_norm_` calls
 _CLIPPED_BY_VALUE: Any = clip_grad.clip_grad_value_
 
@@ -69,6 +71,7 @@ def _install(by_norm: Any, by_value: Any) -> None:
     """Put functions where torch looks for its own: that of norms also for who imported `clip_grad_norm_` before."""
     for module, name, function in (
         (clip_grad, "_clip_grads_with_norm_", by_norm),
+        (torch.nn.utils, "clip_grads_with_norm_", by_norm),
         (clip_grad, "clip_grad_value_", by_value),
         (torch.nn.utils, "clip_grad_value_", by_value),
     ):
@@ -77,25 +80,27 @@ def _install(by_norm: Any, by_value: Any) -> None:
 
 @functools.wraps(_CLIPPED_BY_NORM)
 def _by_norm(*arguments: Any, **named: Any) -> Any:
-    _tell("clip_grad_norm_", "the norm of the whole batch's gradient is another", 5)
+    _tell("clip_grad_norm_", "the norm of the whole batch's gradient is another")
     return _CLIPPED_BY_NORM(*arguments, **named)
 
 
 @functools.wraps(_CLIPPED_BY_VALUE)
 def _by_value(*arguments: Any, **named: Any) -> Any:
-    _tell("clip_grad_value_", "the mean of clipped gradients is not the clipped mean", 3)
+    _tell("clip_grad_value_", "the mean of clipped gradients is not the clipped mean")
     return _CLIPPED_BY_VALUE(*arguments, **named)
 
 
-def _tell(name: str, why: str, level: int) -> None:
-    """Have worker 0's loop, if the calling thread is in it, warned once; `level`: of the user's line above this one."""
+def _tell(name: str, why: str) -> None:
+    """Have worker 0's loop, if the calling thread is in it, warned once."""
     loop = _watching[0]() if _watching else None
-    if loop is None or loop.rank or loop.steps.told_of_clipping or not loop.steps.averages:
+    if loop is None or loop.steps.told_of_clipping or not loop.steps.averages:
         return
     loop.steps.told_of_clipping = True
+    if loop.rank:
+        return
     warnings.warn(
         f"torch.nn.utils.{name}() sees the gradient of one worker alone, of {loop.size}: {why}. "
         "steepest.clip_grad_norm_(model.parameters(), max_norm) clips the mean gradient of all workers, as torch does "
         "in one process",
-        stacklevel=level,
+        stacklevel=line_of_user(),
     )

@@ -129,8 +129,6 @@ class UserLoop:
     def give(self, batch: Batch | None) -> None:
         """Have a batch be the next one that the loop takes; None for none."""
         self.pending = batch
-        if batch is not None:
-            self.steps.hyper = None
 
     def arrive(self, state: dict[str, Any]) -> None:
         """Go on from a state once the function comes to its epochs."""

@@ -274,3 +274,92 @@ def test_gradients_are_dropped_as_by_torch(set_to_none: bool) -> None:
 
     script = Script(loop, optimizer=sgd(momentum=0.9))
     assert difference(run(script, 2).weights, script.alone(2)) < 1e-12
+
+
+def clipped_by_a_norm(parts: Parts, gradients: list[torch.Tensor]) -> None:
+    norm = nn.utils.get_total_norm(gradients)
+    nn.utils.clip_grads_with_norm_(parts.model.parameters(), 0.05, norm)
+
+
+def clipped_by_hand(parts: Parts, gradients: list[torch.Tensor]) -> None:
+    norm = torch.stack([each.square().sum() for each in gradients]).sum().sqrt()
+    for each in gradients:
+        each.mul_(min(1.0, 0.05 / float(norm)))
+
+
+def clamped_anew(parts: Parts, gradients: list[torch.Tensor]) -> None:
+    for parameter in parts.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.clamp(-0.01, 0.01)
+
+
+def clipped_late(parts: Parts, gradients: list[torch.Tensor]) -> None:
+    """Clips nothing in the first steps, though it is called."""
+    late = getattr(parts.model, "steps", 0)
+    parts.model.steps = late + 1  # type: ignore[assignment]
+    for each in gradients:
+        each.mul_(1.0 if late < 5 else float(0.01 / each.norm()))
+
+
+def halved(parts: Parts, gradients: list[torch.Tensor]) -> None:
+    for each in gradients:
+        each.div_(2)
+
+
+def left_alone(parts: Parts, gradients: list[torch.Tensor]) -> None:
+    pass
+
+
+def hooked(parts: Parts) -> None:
+    for parameter in parts.model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+def hooked_steps(parts: Parts) -> None:
+    def clamp(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.clamp_(-0.01, 0.01)
+
+    parts.optimizer.register_step_pre_hook(clamp)
+
+
+def editing(edit: Any, any_steps: bool) -> Script:
+    """A script whose gradients are changed by each worker, by a hook or between backward pass and step."""
+
+    def loop(parts: Parts, epochs: int) -> None:
+        if edit in (hooked, hooked_steps):
+            edit(parts)
+        for _ in steepest.epochs(epochs):
+            for x, y in parts.loader:
+                parts.optimizer.zero_grad()
+                nn.functional.mse_loss(parts.model(x), y).backward()
+                if edit not in (hooked, hooked_steps):
+                    edit(parts, [p.grad for p in parts.model.parameters()])
+                parts.optimizer.step()
+
+    return Script(loop, any_steps=any_steps)
+
+
+EDITS = {
+    clipped_by_a_norm: "clip_grads_with_norm_|clip_grad_norm_",
+    clipped_by_hand: "the loop changes its gradients between",
+    clamped_anew: "the loop changes its gradients between",
+    clipped_late: "the loop changes its gradients between",
+    hooked_steps: "the loop changes its gradients between",
+    hooked: "parameter '.*' has a hook",
+}
+
+
+@pytest.mark.parametrize("any_steps", [False, True])
+@pytest.mark.parametrize("edit", EDITS)
+def test_gradients_that_each_worker_changes_by_itself_are_told(edit: Any, any_steps: bool) -> None:
+    with pytest.warns(UserWarning, match=EDITS[edit]) as told:
+        run(editing(edit, any_steps), 2)
+    assert {warning.filename for warning in told} == {__file__}
+    assert len(told) <= 2  # once for each worker
+
+
+@pytest.mark.parametrize("edit", [halved, left_alone])
+def test_a_constant_factor_is_told_of_nobody(edit: Any) -> None:
+    script = editing(edit, False)
+    assert difference(run(script, 2).weights, script.alone(2)) < 1e-12

@@ -23,7 +23,7 @@ from steepest.core.engine.host_copies import copies_for
 from steepest.core.engine.present_gpu import choose_gpu, differ
 from steepest.core.engine.sample_places import Place, SamplePlaces
 from steepest.core.engine.spans import RoleSpans, SpanKind
-from steepest.core.messages.fields import RateChanges, StepDigest
+from steepest.core.messages.fields import RateChanges
 from steepest.core.messages.means import Measured, mean_metrics
 from steepest.core.models.protocol import (
     Arrive,
@@ -343,9 +343,14 @@ class Replicas:
         return None if self._able.clipping is None else self._able.clipping.clip_step
 
     @property
-    def digest(self) -> StepDigest | None:
-        """What all workers' models are to have in common in the last gradient's update, see `Model`."""
-        return None if self._able.digest is None else self._able.digest.digest
+    def said(self) -> dict[str, Any]:
+        """What a model says of the last gradient's update, as the fields of a `Report`: asked for in each step."""
+        able = self._able
+        return {
+            "hyper": None if able.hyper is None else able.hyper.hyper,
+            "clip": None if able.clipping is None else able.clipping.clip_step,
+            "digest": None if able.digest is None else able.digest.digest,
+        }
 
     def require_norm(self) -> None:
         """Check that the norm is known by which the last gradient's update is clipped; else ConfigurationError."""

@@ -605,7 +605,7 @@ class Worker:
             timings = {**result.timings, "wait": max(waited, 0.0)}
             stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
             stats["weights"] = dict(result.weights)
-        moved = (self._exchange.bytes_pushed, pulled)
+        moved, said = (self._exchange.bytes_pushed, pulled), self._replicas.said
         return Report(
             *(
                 self.generation,
@@ -619,9 +619,9 @@ class Worker:
             **stats,
             fragment=self._replicas.fragment,
             more=None if self._computed is None else self._computed.more or None,
-            hyper=self._replicas.hyper,
-            clip=self._replicas.clip,
-            digest=self._replicas.digest,
+            hyper=said["hyper"],
+            clip=said["clip"],
+            digest=said["digest"],
             notes=self._replicas.notes,
             overflowed=self._replicas.overflowed,
         )

@@ -249,7 +249,7 @@ _DIGEST_TYPES = {int, type(None)}
 DIGEST = Field(  # checked for each push of each step, so in one call
     f"a list of {len(StepDigest._fields)}, of each an integer or null",
     lambda value, limits: (
-        _is_list(value)
+        isinstance(value, (list, tuple))
         and len(value) == len(StepDigest._fields)
         and {*map(type, value)} <= _DIGEST_TYPES
         and value[3] is not None
