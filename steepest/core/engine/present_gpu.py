@@ -9,23 +9,21 @@ import torch
 from steepest.errors import ConfigurationError
 
 
-def gpu_of(index: int, kind: str | None = None) -> torch.device:
+def gpu_of(index: int) -> torch.device:
     """Return a GPU that this process sees, by its number, counted round and round.
 
     Args:
         index: the number.
-        kind: torch's name of such devices; None for that of this machine's.
 
     Raises:
         ConfigurationError: torch sees none.
     """
-    if kind is None:
-        found = torch.accelerator.current_accelerator()
-        kind = "cuda" if found is None else found.type
+    found = torch.accelerator.current_accelerator()
+    kind = "cuda" if found is None else found.type
     there = torch.get_device_module(kind)
     if not there.is_available():
         raise ConfigurationError(
-            f'a model is to be on a GPU, and torch sees no {kind!r} here: give gpu=False or device="cpu", or install a '
+            f"a model is to be on a GPU, and torch sees no {kind!r} here: give gpu=False, or install a "
             "torch for this machine's GPU, and its driver"
         )
     return torch.device(kind, index % there.device_count())
